@@ -67,7 +67,7 @@ slurm: $(ready)
 
 # Three at a time, for two cores: ranks wait for each other and for clocks, and while they do, another test computes.
 test: $(ready)
-	$(venv) -m pytest -n 3 --dist worksteal $(or $(ARGS),tests)
+	$(venv) -m pytest -n 3 --dist worksteal --durations 30 --durations-min 1 $(or $(ARGS),tests)
 
 test-all: $(ready)
 	$(venv) -m pytest -n 3 --dist worksteal -m '' --hypothesis-profile all $(or $(ARGS),tests)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,21 +25,17 @@ from megatron.pipeline import patches, planning
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.iteration import Iteration, ValidationResult
-from megatron.pipeline.runtime.offload.offloading import Offloading
+from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.p2p import Channels
-from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
-from megatron.pipeline.schedule.core.kinds import BRAIDED
 from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved, v
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.lower.torch_csv import OVERLAPPED, from_csv
+from megatron.pipeline.schedule.lower.torch_csv import from_csv
 from megatron.pipeline.schedule.time.simulate import simulate
 
 # Where megatron-core and we run passes; W is a call of ours.
@@ -63,7 +58,7 @@ class Contender(Protocol):
     Attributes:
         name: how it is called in the table.
         schedule: the passes that it runs, for the simulation.
-        costs: what these take, with messages and collectives.
+        costs: what these take, with messages.
     """
 
     name: str
@@ -78,46 +73,31 @@ def simulated(contender: Contender, free: bool = False) -> Timeline:
     """When its passes should run.
 
     Args:
-        free: messages and collectives take no time.
+        free: messages take no time.
     """
-    costs = contender.costs
-    if free:
-        costs = replace(costs, hop=0.0, vocabulary=replace(costs.vocabulary, exchange=None))
-    return simulate(contender.schedule, costs)
+    return simulate(contender.schedule, replace(contender.costs, hop=0.0) if free else contender.costs)
 
 
 class Megatron:
     """Iterations of sleeping stages in functions with the signature of megatron-core's schedules.
 
     One set of process groups serves all.
-
-    Args:
-        stage: what sleeps.
     """
 
-    def __init__(self, times: Times, microbatches: int, sleeper: Sleeper, stage: type[MegatronStage] = MegatronStage) -> None:
-        self._stage = stage
+    def __init__(self, times: Times, microbatches: int, sleeper: Sleeper) -> None:
         self.times, self.microbatches = times, microbatches
         self.ranks, self._rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         self._sleeper = sleeper
-        self.alone, world = new_group([self._rank]), torch.distributed.group.WORLD
+        alone, world = new_group([self._rank]), torch.distributed.group.WORLD
         assert world is not None, "init_process_group comes first"
         self.channels = Channels.open(world, variable_lengths=False)
         self._groups = ProcessGroupCollection()
-        self._groups.tp = self._groups.cp = self._groups.dp_cp = self.alone
+        self._groups.tp = self._groups.cp = self._groups.dp_cp = alone
         self._groups.embd = self._groups.pos_embd = None
         self._groups.pp = world
 
-    @cached_property
-    def shards(self) -> Groups:
-        """For collectives of a vocabulary; opened by all ranks when they first need them."""
-        group = new_group(range(self.ranks))
-        return Groups(group, group, self.alone)
-
-    def stages(
-        self, placement: Placement, costs: Costs, vocabulary: Vocabulary | None = None, overlap: bool = False
-    ) -> list[MegatronStage]:
-        """This rank's chunks; with ``overlap`` as layer plans, so that the stages must make such."""
+    def stages(self, placement: Placement, costs: Costs) -> list[MegatronStage]:
+        """This rank's chunks."""
         chunks = placement.chunks
         config = TransformerConfig(
             num_layers=self.ranks * chunks,
@@ -131,17 +111,12 @@ class Megatron:
             batch_p2p_sync=False,
             deallocate_pipeline_outputs=True,
         )
-        if overlap:  # of a configuration that megatron-core would refuse without real experts
-            config.overlap_moe_expert_parallel_comm = True
-            config.num_moe_experts, config.expert_model_parallel_size = 4, 2
-        stages = []
-        for chunk, stage in enumerate(placement.stages[self._rank]):
-            vp_stage, gives_loss = chunk if chunks > 1 else None, stage == placement.last_stage and vocabulary is None
-            stages.append(self._stage(config, self._sleeper, costs.stages[stage], vp_stage, gives_loss))
-        if vocabulary:
-            rank, chunk = placement.home(0)
-            stages[0].spread(self.ranks, self._rank, costs.vocabulary, stages[chunk] if rank == self._rank else None)
-        return stages
+        return [
+            MegatronStage(
+                config, self._sleeper, costs.stages[stage], chunk if chunks > 1 else None, stage == placement.last_stage
+            )
+            for chunk, stage in enumerate(placement.stages[self._rank])
+        ]
 
     def run(self, forward_backward: Callable[..., Any], model: list[MegatronStage]) -> None:
         schedules.forward_step, schedules.backward_step = map(self._sleeper.step, STEPS)
@@ -164,38 +139,31 @@ class Megatron:
         return ", ".join(shared)
 
 
-def _forward_step(_: None, stage: Any, return_schedule_plan: bool = False) -> tuple[Any, Callable[[torch.Tensor], Any]]:
+def _forward_step(_: None, stage: Any) -> tuple[Any, Callable[[torch.Tensor], Any]]:
     """What megatron-core and we call for a forward, on a microbatch of one token."""
     token = torch.zeros(1, 1, dtype=torch.int64)
-    return (stage.build_schedule_plan if return_schedule_plan else stage)(token, None, None, labels=token), _loss
+    return stage(token, None, None, labels=token), _loss
 
 
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return output.sum(), {"loss": output.detach().sum()}
 
 
-def start(
-    microbatches: int,
-    milliseconds: Sequence[float],
-    sleeper: Sleeper | None = None,
-    stage: type[MegatronStage] = MegatronStage,
-) -> tuple[Sleeper, Megatron]:
+def start(microbatches: int, milliseconds: Sequence[float]) -> tuple[Sleeper, Megatron]:
     """This rank's device, and megatron-core's schedules on it, in a world of all processes that torchrun has started.
 
     Args:
         milliseconds: of F, B and W.
-        sleeper: the device, if it is a special one.
-        stage: what sleeps on it.
     """
     patches.install()
     torch.set_num_threads(1)
     bind_to_core()
     torch.distributed.init_process_group("gloo")
-    sleeper = sleeper or Sleeper()
+    sleeper = Sleeper()
     hop = _measure_hop(sleeper)
     sleeper.precede_communication()
     forward, backward, weight = (value / 1000 for value in milliseconds)
-    return sleeper, Megatron(Times(forward, backward, weight, hop), microbatches, sleeper, stage)
+    return sleeper, Megatron(Times(forward, backward, weight, hop), microbatches, sleeper)
 
 
 def _measure_hop(sleeper: Sleeper, rounds: int = 20) -> float:
@@ -226,74 +194,37 @@ class Ours:
 
     Args:
         name: of a family, with ``@X`` behind it for room for X times the activations of 1F1B, and then ``/batched`` for
-            messages that are started together.
-        objective: what it is planned for; by default the shortest time from the first pass on any rank to the last on any.
-        costs: of stages, and of a vocabulary that is spread; by default of equal stages.
-        vocabulary: how it is spread, if it is.
-        offload: how much goes to host memory, if anything does, and with what.
-        overlap: whether forwards and backwards run as braids.
-        schedule: runs in place of the planned one.
-
-    Attributes:
-        record: makes what measures an iteration, or does not.
+            messages that are started together. Planned is the shortest makespan.
     """
 
-    def __init__(
-        self,
-        name: str,
-        megatron: Megatron,
-        objective: Objective = Objective.MAKESPAN,
-        costs: Costs | Callable[[Placement], Costs] | None = None,
-        vocabulary: Vocabulary | None = None,
-        offload: tuple[Offload, Offloading] | None = None,
-        overlap: bool = False,
-        schedule: Schedule | None = None,
-    ) -> None:
+    def __init__(self, name: str, megatron: Megatron) -> None:
         self.name, self._megatron = name, megatron
-        self.record: Callable[[], Unmeasured] = Unmeasured
-        mode, offloading = offload or (None, None)
         name, _, posting = name.partition("/")
         family, _, memory = name.partition("@")
         ranks, microbatches = megatron.ranks, megatron.microbatches
         placement = families.placement(family, ranks)
-        self.costs = costs = (costs(placement) if callable(costs) else costs) or megatron.times.of(placement)
+        self.costs = costs = megatron.times.of(placement)
         limit = float(memory) * ranks if memory else None
         # Every rank plans: a plan depends on nothing but its request.
-        request = planning.Request(family, ranks, microbatches, costs, None, limit, objective=objective, overlap=overlap)
-        plan = replace(request, vocabulary=vocabulary, offload=mode).plan()
-        plan = replace(plan, schedule=schedule) if schedule else plan
-        self.schedule, self.planned = plan.schedule, plan
-        self._iteration = partial(
-            Iteration,
-            plan,
-            megatron.channels,
-            lambda: self.record(),  # noqa: PLW0108 - whichever it is then
-            Posting(posting or "single"),
-            groups=megatron.shards if vocabulary else None,
-            offloading=offloading,
-        )
-        self.model = megatron.stages(self.schedule.placement, costs, vocabulary, overlap)
+        plan = planning.Request(family, ranks, microbatches, costs, None, limit, objective=Objective.MAKESPAN).plan()
+        self.schedule = plan.schedule
+        self._iteration = partial(Iteration, plan, megatron.channels, Unmeasured, Posting(posting or "single"))
+        self._model = megatron.stages(placement, costs)
 
-    def iterate(self, resolve: Callable[[], ValidationResult] | None = None) -> None:
-        self._megatron.run(lambda **keywords: self._iteration(resolve=resolve).run(Call(**keywords)), self.model)
+    def iterate(self) -> None:
+        self._megatron.run(lambda **keywords: self._iteration().run(Call(**keywords)), self._model)
 
 
 class Stock:
-    """megatron-core's own schedule: 1F1B, or with two chunks interleaved.
+    """megatron-core's own schedule: 1F1B, or with two chunks interleaved."""
 
-    Args:
-        costs: of stages; by default of equal ones.
-        overlap: whether it is the order of combined 1F1B.
-    """
-
-    def __init__(self, chunks: int, megatron: Megatron, costs: Costs | None = None, overlap: bool = False) -> None:
+    def __init__(self, chunks: int, megatron: Megatron) -> None:
         family = "1f1b" if chunks == 1 else "interleaved"
-        self.name, self._megatron = f"{STOCK} {family}{' combined' if overlap else ''}", megatron
+        self.name, self._megatron = f"{STOCK} {family}", megatron
         self.schedule = planning.plan(family, megatron.ranks, megatron.microbatches)  # the same order of the same passes
         self._forward_backward = schedules.get_forward_backward_func(megatron.ranks, chunks if chunks > 1 else None)
-        placement = self.schedule.placement
-        self.costs = costs or megatron.times.of(placement)
-        self._model = megatron.stages(placement, self.costs, overlap=overlap)
+        self.costs = megatron.times.of(self.schedule.placement)
+        self._model = megatron.stages(self.schedule.placement, self.costs)
 
     def iterate(self) -> None:
         self._megatron.run(self._forward_backward, self._model)
@@ -325,28 +256,8 @@ class Torch:
         inputs = [self._data] if self._first else []
         self._schedule.step(*inputs, target=self._data if self._last else None, return_outputs=False)
 
-    def braided(self) -> Schedule:
-        """The order with its overlapped pairs as braids."""
-        text, order = self._csv(), self._passes()
-        pairs = (match[1] for cell in re.split(r"[,\n\r]+", text) if (match := OVERLAPPED.fullmatch(cell)))
-        seconds = {tuple(map(int, re.findall(r"\d+", pair.split(";")[1]))) for pair in pairs}  # stage and microbatch
-        rows = []
-        for stages, row in zip(order.placement.stages, order.passes, strict=True):
-            rows.append(
-                tuple(
-                    work._replace(kind=BRAIDED[work.kind])
-                    if work.kind in BRAIDED and (stages[work.chunk], work.microbatch) in seconds
-                    else work
-                    for work in row
-                )
-            )
-        return replace(order, passes=tuple(rows))
-
     def _passes(self) -> Schedule:
-        return from_csv(self._csv(), self.name)
-
-    def _csv(self) -> str:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "passes.csv"
             self._schedule._dump_csv(str(path), format="compute_only")
-            return path.read_text()
+            return from_csv(path.read_text(), self.name)

@@ -18,14 +18,13 @@ from functools import cache
 from typing import NamedTuple
 
 from common import command_line, markdown
-from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, K, Method, Source
+from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, Method, Source
 
 from megatron.pipeline import planning
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.costmodel.device import Device, named
 from megatron.pipeline.costmodel.estimate import computing_seconds, estimate
 from megatron.pipeline.costmodel.memory import GIB, predict
-from megatron.pipeline.costmodel.offload import k_of, lean_activation
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.kinds import MOST_WAITING
@@ -41,12 +40,6 @@ DOCUMENTS = (ROOT / "docs" / "model.md", ROOT / "docs" / "vocabulary.md", ROOT /
 DEVICES = ROOT / "megatron" / "pipeline" / "costmodel" / "devices"
 HIDDEN_SIZES = (4096, 5120, 6144, 7168, 8192, 10240)
 SEQUENCE_LENGTHS = (4096, 8192, 16384, 32768)
-# What the authors of PipeOffload reach in training: 220 and 440 TFLOP/s, and 15 and 21 GB/s.
-REACHING = {
-    "A100": replace(named(A100), efficiency=220 / 312, to_host=15e9, to_device=15e9),
-    "H100": replace(named(H100), efficiency=440 / 989, to_host=21e9, to_device=21e9),
-}
-_UNEXPLAINED = 0.755  # see ``published_k``
 
 
 class Pair(NamedTuple):
@@ -158,24 +151,8 @@ def published_shape(hidden: int, seq: int) -> Shape:
     return replace(Shape.plain(1, hidden, hidden // 128, seq, 1), groups=8)
 
 
-def published_k(hidden: int, seq: int, device: Device) -> float:
-    """k of ``published_shape``.
-
-    Formula 1 as it is printed, 10/(3(6h + s)) times operations over bytes per second, is for heads that share nothing, and
-    agrees with only 3 of the figure's 24 cells. With r = 8/(h/128) groups per head, k is 2(16 + 4r + c)/(3((20 + 4r)h + 4s)) of
-    the same, and all 24 agree with c = 0.755 bytes per token and unit of width, which the paper does not explain.
-    """
-    shape = published_shape(hidden, seq)
-    return k_of(shape, device, lean_activation(shape) + _UNEXPLAINED * shape.tokens * shape.hidden)
-
-
-def published_ks(device: Device) -> list[list[float]]:
-    """``published_k`` for all ``HIDDEN_SIZES`` (rows) and ``SEQUENCE_LENGTHS`` (columns)."""
-    return [[published_k(hidden, seq, device) for seq in SEQUENCE_LENGTHS] for hidden in HIDDEN_SIZES]
-
-
 def reached(device: Device) -> list[float]:
-    """TFLOP/s of the layers that the PipeOffload paper computes k for."""
+    """TFLOP/s of all layers of figure 1 of the PipeOffload paper."""
     found = []
     for hidden in HIDDEN_SIZES:
         for seq in SEQUENCE_LENGTHS:
@@ -215,7 +192,7 @@ def tables(found: Sequence[Cell]) -> list[str]:
     shown = [_throughputs(source, found) for source in SOURCES]
     shown += [_peaks(source, found) for source in SOURCES]
     shown.append(_grids(SOURCES[1], found, "predicted MFU", lambda cell: f"{cell.throughput.predicted:.1f} %")[:1])
-    return [_fit(found), *(table for each in shown for table in each), _k()]
+    return [_fit(found), *(table for each in shown for table in each)]
 
 
 def _throughputs(source: Source, found: Sequence[Cell]) -> list[str]:
@@ -262,15 +239,6 @@ def _fit(found: Sequence[Cell]) -> str:
                 + [f"{error:+.1%}" for error in (math.expm1(statistics.mean(logs)), min(errors), max(errors))]
             )
     return markdown(["device", "efficiency", "throughputs of", "cells", "mean deviation", "least", "most"], rows)
-
-
-def _k() -> str:
-    grid = published_ks(REACHING["A100"])
-    rows = [
-        [str(hidden), *(f"{mine:.2f} / {its:.2f}" for mine, its in zip(row, published, strict=True))]
-        for hidden, row, published in zip(HIDDEN_SIZES, grid, K, strict=True)
-    ]
-    return markdown(["k on an A100, by hidden size and sequence length", *map(str, SEQUENCE_LENGTHS)], rows)
 
 
 def worst(found: Sequence[Cell], error: Callable[[Cell], float] = lambda cell: cell.relative_error) -> Cell:

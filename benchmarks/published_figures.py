@@ -1,8 +1,8 @@
 """What was published of trainings that the model of time and memory is compared with: tables, and how each method was run.
 
 Throughputs and peaks are those of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, table 4), and Yeung et al.,
-"Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288, table 5), on A100s of 80 GB; k, and what GPUs
-reach in training, those of Wan et al., "PipeOffload" (arXiv 2503.01328). ``published.py`` predicts them.
+"Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288, table 5), on A100s of 80 GB; what GPUs reach in
+training is that of Wan et al., "PipeOffload" (arXiv 2503.01328). ``published.py`` predicts them.
 """
 
 from __future__ import annotations
@@ -175,12 +175,3 @@ def _vocabulary_parallelism() -> Source:
 SOURCES = (_zero_bubble(), _vocabulary_parallelism())
 # TFLOP/s that the PipeOffload paper's training reaches, by device.
 REACHED = {A100: 220.0, H100: 440.0}
-# Its k on an A100 (figure 1): hidden sizes 4096 to 10240 by sequence lengths 4096 to 32768.
-K = (
-    (1.70, 1.46, 1.15, 0.80),
-    (1.40, 1.23, 1.00, 0.72),
-    (1.19, 1.07, 0.88, 0.66),
-    (1.03, 0.94, 0.80, 0.61),
-    (0.92, 0.84, 0.72, 0.56),
-    (0.74, 0.69, 0.61, 0.49),
-)

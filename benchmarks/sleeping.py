@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
-from torch.distributed import BroadcastOptions
 
 from megatron.pipeline.backward.weight_tasks import submit
 from megatron.pipeline.model.adapter import GPT
-from megatron.pipeline.model.vocabulary.input import EmbeddingShard, ReceivedEmbedding
-from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics
-from megatron.pipeline.model.vocabulary.output import OutputPart, OutputShard
-from megatron.pipeline.model.vocabulary.shard import VocabularyShard
-from megatron.pipeline.model.vocabulary.tied import TiedGradient
-from megatron.pipeline.runtime import vocabulary
-from megatron.pipeline.schedule.core.costs import StageCosts, VocabularyCosts
-from megatron.pipeline.shape.shards import Shards
+from megatron.pipeline.schedule.core.costs import StageCosts
 
 HIDDEN = 64
 AWAKE = 0.0005  # seconds at the end of a pass that are not slept: a sleep ends up to that much too late
@@ -56,7 +47,6 @@ class Sleeper:
         self.passes: list[Interval] = []
         self._occupied: float | None = None  # by the step that runs now
         self._free = 0.0  # when the passes so far end
-        self._aside = False  # from the device's passes
 
     def occupy(self, seconds: float) -> None:
         """Take a pass's time; outside of a step now."""
@@ -85,28 +75,14 @@ class Sleeper:
             pass
 
     def precede_communication(self) -> None:
-        """Have everything that this process sends, or gives to a collective of a vocabulary, wait for the device.
+        """Have everything that this process sends wait for the device."""
+        send: Callable[..., Any] = torch.distributed.ProcessGroup.send
 
-        Except what is made on a GPU's second stream: that waits for statistics, which are behind the pass that they come from.
-        """
-        setattr(vocabulary, "side_stream", self._on_second_stream)  # noqa: B010 - by name, to mypy
-        for name in ("send", "reduce", "broadcast", "_allgather_base"):
-            setattr(torch.distributed.ProcessGroup, name, self._preceding(getattr(torch.distributed.ProcessGroup, name)))
+        def send_what_is_there(group: Any, *args: Any) -> Any:
+            self.synchronize()
+            return send(group, *args)
 
-    def _preceding(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        def start_with_what_is_there(group: Any, tensors: Any, *args: Any) -> Any:
-            only_receives = bool(args) and isinstance(args[0], BroadcastOptions) and args[0].rootRank != group.rank()
-            if not only_receives and not self._aside:
-                self.synchronize()
-            return start(group, tensors, *args)
-
-        return start_with_what_is_there
-
-    @contextmanager
-    def _on_second_stream(self, _device: torch.device) -> Iterator[None]:
-        self._aside = True
-        yield
-        self._aside = False
+        setattr(torch.distributed.ProcessGroup, "send", send_what_is_there)  # noqa: B010 - by name, to mypy
 
     def _begin(self, start: float, seconds: float) -> None:
         start = max(start, self._free)
@@ -157,7 +133,7 @@ class MegatronStage(torch.nn.Module):
     """A stage as megatron-core's schedules call it; its weight gradient goes where those of real linears go.
 
     Args:
-        gives_loss: whether it is the last, and the vocabulary is not spread.
+        gives_loss: whether it is the last.
     """
 
     model_type = ModelType.encoder_or_decoder
@@ -170,7 +146,6 @@ class MegatronStage(torch.nn.Module):
         self.config = config
         self.vp_stage = vp_stage
         self.weight = torch.nn.Parameter(torch.zeros(1, 1, HIDDEN))
-        self.embedding: Any = None
         self._sleeper, self._gives_loss = sleeper, gives_loss
         self._passes = costs.forward, costs.backward, costs.weight
         self._received: torch.Tensor | None = None
@@ -178,62 +153,11 @@ class MegatronStage(torch.nn.Module):
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
         self._received = tensors[0]
 
-    def spread(self, count: int, index: int, costs: VocabularyCosts, first: MegatronStage | None) -> None:
-        """Give this stage a shard of a vocabulary, of which it is one of ``count``; ``first`` is the rank's first stage."""
-        shards = Shards.of(8 * count, 8 * count, count)
-        weight = torch.nn.Parameter(torch.zeros(shards.rows, HIDDEN))
-        tied = TiedGradient()
-        embedding = _SleepingEmbedding(self._sleeper, costs, weight, shards, index, tied=tied)
-        output = _SleepingOutput(self._sleeper, costs, weight, shards, index, LossSettings(), tied=tied)
-        self.vocabulary = VocabularyShard(shards, index, LossSettings(), embedding, output)
-        if first is not None:
-            first.embedding = torch.nn.Module()
-            first.embedding.word_embeddings = ReceivedEmbedding()
-
     def forward(self, tokens: torch.Tensor, _positions: None, _mask: None, labels: torch.Tensor) -> torch.Tensor:
-        """Called as a GPT model is; with a spread vocabulary the first stage reads tokens."""
-        received = self._received
-        if received is None:
-            received = self.weight if self.embedding is None else self.embedding.word_embeddings(tokens).transpose(0, 1)
+        """Called as a GPT model is."""
+        received = self.weight if self._received is None else self._received
         output: torch.Tensor = _Sleep.apply(received, self._sleeper, *self._passes)
         return output.sum() if self._gives_loss else output
-
-
-class _SleepingEmbedding(EmbeddingShard):
-    """Takes IF and IB beside what a small shard really does."""
-
-    def __init__(self, sleeper: Sleeper, costs: VocabularyCosts, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._sleeper, self._costs = sleeper, costs
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self._sleeper.occupy(self._costs.IF)
-        return super().forward(tokens)
-
-    def backward(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._sleeper.occupy(self._costs.IB)
-        super().backward(tokens, gradient)
-
-
-class _SleepingOutput(OutputShard):
-    """Takes S and T beside what a small shard really does."""
-
-    def __init__(self, sleeper: Sleeper, costs: VocabularyCosts, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.sleeper, self.costs = sleeper, costs
-
-    @torch.no_grad()
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> OutputPart:
-        self.sleeper.occupy(self.costs.S)
-        return _SleepingPart(self, hidden, labels, with_gradient)
-
-
-class _SleepingPart(OutputPart):
-    def backward(self, statistics: Statistics, weights: torch.Tensor, with_gradient: bool) -> torch.Tensor | None:
-        layer = self._layer
-        assert isinstance(layer, _SleepingOutput)
-        layer.sleeper.occupy(layer.costs.T)
-        return super().backward(statistics, weights, with_gradient)
 
 
 class TorchStage(torch.nn.Module):

@@ -172,7 +172,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "StepBatchsizeNumMicroBatchesCalculator": Name("a growing batch size, as steps", "0.18-0.19", required=False),
     },
     "megatron.core.tokenizers": {
-        "MegatronTokenizer": Name("tokenizers other than ByteLevelTokenizer"),
+        "MegatronTokenizer": Name("tokenizers other than ByteLevelTokenizer", required=False),
     },
     "megatron.core.utils": {
         "get_batch_on_this_tp_rank": Name("wrapped: which part of a batch a rank needs", "0.18-0.19", required=False),

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,13 +201,13 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def _one_after_another(args: argparse.Namespace, console: Console) -> Iterator[Training]:
+def _one_after_another(args: argparse.Namespace, console: Console) -> Generator[Training, None, None]:
     for schedule in args.schedules:
         console.print(f"{schedule}: training under {args.launcher}", markup=False, highlight=False)
         yield Training(schedule, args)
 
 
-def _in_turn(args: argparse.Namespace, console: Console) -> Iterator[Training]:
+def _in_turn(args: argparse.Namespace, console: Console) -> Generator[Training, None, None]:
     """The trainings when they have ended, the first one that fails before all others: no two of them run at a time."""
     trainings: list[Training] = []
     try:

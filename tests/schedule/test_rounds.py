@@ -87,7 +87,7 @@ def test_there_are_no_rounds_of_what_they_do_not_know(name: str) -> None:
     ],
 )  # fmt: skip
 def test_plans_are_never_behind_the_published_planner(name: str, kind: str, times: float, published: float) -> None:
-    """Spans of 48 microbatches on 16 ranks that ``benchmarks/published_planner.py`` gives for it, so many times 1F1B's memory."""
+    """Spans that it takes for 48 microbatches on 16 ranks, within so many times 1F1B's memory (docs/planner.md, head to head)."""
     f, b, w, hop = COSTS[kind]
     home = families.placement(name, 16)
     costs = Costs((StageCosts(f, b, w, 1, 0.43).share(home.chunks),) * (home.last_stage + 1), hop)

@@ -24,7 +24,7 @@ from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import rounded_up, verify, verify_programs
 from megatron.pipeline.schedule.search import search
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan
-from megatron.pipeline.schedule.search.search import _begin
+from megatron.pipeline.schedule.search.search import _begin, _extended
 from megatron.pipeline.schedule.search.seeds import starts
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.join import saves
@@ -296,6 +296,24 @@ def test_searches_within_several_limits_share_their_levels(monkeypatch: pytest.M
     search._level.cache_clear()
     assert {limit: planning.plan("v-auto", 4, 12, costs, memory_limit=limit) for limit in reversed(alone)} == alone
     assert len(begun) < levels
+
+
+@pytest.mark.parametrize(("name", "extended"), [("v-auto", False), ("v-half", True)])
+def test_a_plan_near_the_bound_ends_a_level_of_a_long_problem(name: str, extended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(search, "_extended", lambda *level: begun.append(level) or _extended(*level))
+    problem = planning.Request(name, 16, 128, uniform(v(16), 1, 1.2, 0.8, 0.05)).problem()
+    assert value(problem, planning.solve(name, problem)) <= lower_bound(problem) * search._CLOSE
+    assert bool(begun) == extended
+
+
+def test_plans_of_one_order_are_changed_once() -> None:
+    instance = Instance(planning.Request("v-auto", 4, 12).problem())
+    one, other = list(starts(instance, np.full(4, 4.0), 0))
+    plans = [one, other, replace(one, order=one.order.copy()), other]
+    changed: list[Plan] = []
+    assert search._each(plans, lambda plan: changed.append(plan) or plan) == [changed[0], changed[1], changed[0], changed[1]]
+    assert len(changed) == 2
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])

@@ -65,9 +65,9 @@ def train_profiled(flags: str, breaks: bool = False, own: tuple[str, ...] = (), 
     """
     import torch
 
-    from megatron.pipeline.runtime.pipeline import Pipeline
+    from megatron.pipeline.planning.plan_cache import PlanCache
 
-    planning = patch.object(Pipeline, "plan_again", lambda *_: 1 / 0) if breaks else nullcontext()
+    planning = patch.object(PlanCache, "plan_again", lambda *_: 1 / 0) if breaks else nullcontext()
     with planning:
         return logged(f"{flags} {own[torch.distributed.get_rank()] if own else ''}", agreed, error)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.pipeline.costmodel import activations, offload, traffic
+from megatron.pipeline.costmodel import activations, traffic
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer, named
 from megatron.pipeline.costmodel.estimate import DURING_COLLECTIVES, estimate, layer_seconds, layer_size
 from megatron.pipeline.costmodel.links import Links
@@ -117,17 +117,6 @@ def test_parameters_of_tied_and_spread_vocabularies() -> None:
     for placement in (linear(4), v(4)):
         assert others(placement, Vocabulary.ONE_BARRIER, tied=True) == [matrix / 4] * 4
         assert others(placement, Vocabulary.ONE_BARRIER, tied=False) == [matrix / 2] * 4
-
-
-def test_k_of_a_plain_gpt() -> None:
-    """Formula 1, which is of heads that share nothing; without making anything again it is 34/20 of that."""
-    given, device = shape(), replace(DEVICE, peak=100e12, efficiency=1, to_host=10e9, to_device=20e9)
-    lean = offload.lean_activation(given)
-    assert lean == 20 * given.seq * given.hidden
-    formula = 10 / (3 * (6 * given.hidden + given.seq)) * 100e12 * (1 / 10e9 + 1 / 20e9) / 2
-    assert offload.k_of(given, device, lean) == pytest.approx(formula)
-    assert offload.k_of(given, device) == pytest.approx(formula * 34 / 20)
-    assert offload.copy_seconds(given, device, 3.0, lean) == pytest.approx((2 * formula, formula))
 
 
 def test_passes_take_products_and_traffic_and_a_moment_to_begin() -> None:

@@ -16,7 +16,7 @@ from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.costmodel.estimate import estimate, layer_parts
 from megatron.pipeline.costmodel.links import Links, exchange_seconds
 from megatron.pipeline.costmodel.memory import expert_copies, fixed_memory
-from megatron.pipeline.costmodel.parameters import activated_parameters, layer_parameters, total_parameters
+from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_latent import check_latent
@@ -127,11 +127,10 @@ def test_latent_attention_holds_narrow_vectors_and_what_heads_read() -> None:
     assert activations.layer_activation(cut) == expected / 4
 
 
-def test_parameters_that_a_token_meets() -> None:
-    idle = 4 * 248 * 3 * 7168 * 2048
-    assert total_parameters(DEEPSEEK, False) - activated_parameters(DEEPSEEK, False) == idle
-    dense = replace(DEEPSEEK, experts=None)
-    assert total_parameters(dense, False) == activated_parameters(dense, False)
+def test_parameters_of_experts_and_their_routers() -> None:
+    assert DEEPSEEK.experts is not None
+    few = replace(DEEPSEEK, experts=replace(DEEPSEEK.experts, count=8, parallel=1))
+    assert total_parameters(DEEPSEEK, False) - total_parameters(few, False) == 4 * 248 * (3 * 7168 * 2048 + 7168)
 
 
 def test_what_all_to_alls_need_for_a_moment() -> None:

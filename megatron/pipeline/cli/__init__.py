@@ -12,7 +12,8 @@ from functools import cache
 from importlib import import_module
 
 from megatron.pipeline.cli.arguments import Parser, complain
-from megatron.pipeline.cli.packages import Completion, Version, missing
+from megatron.pipeline.cli.versions import Completion, Version
+from megatron.pipeline.flags.packages import missing
 from megatron.pipeline.planning.collecting import without_collecting
 from megatron.pipeline.schedule.families import meant
 

@@ -11,8 +11,8 @@ import signal
 from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain
-from megatron.pipeline.cli.packages import missing
 from megatron.pipeline.dist.processes import let_rank_0_speak
+from megatron.pipeline.flags.packages import missing
 
 NAME = "launch"
 _HELP = "run Megatron-LM's own pretrain_gpt.py, or a script like it, under a schedule"

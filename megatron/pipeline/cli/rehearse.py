@@ -14,10 +14,10 @@ from math import prod
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain
 from megatron.pipeline.cli.memory import quietly
-from megatron.pipeline.cli.packages import missing
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import add_flags
+from megatron.pipeline.flags.packages import missing
 from megatron.pipeline.flags.validation_rehearsal import MEASURED
 from megatron.pipeline.tune import trial
 

@@ -95,15 +95,6 @@ def total_parameters(shape: Shape, tied: bool) -> int:
     return parameters(whole, Placement(((0,),)), [shape.layers], None, tied)[0].total
 
 
-def activated_parameters(shape: Shape, tied: bool) -> int:
-    """The parameters of those that a token meets: of the experts only as many as it visits."""
-    idle = 0
-    if shape.experts:
-        each = sum(_mlp(shape, shape.experts.ffn))
-        idle = sum(shape.experts.layers) * (shape.experts.count - shape.experts.topk) * each
-    return total_parameters(shape, tied) - idle
-
-
 def _mlp(shape: Shape, ffn: int) -> tuple[int, int]:
     """Parameters of an MLP that ranks share, and those that each has for itself."""
     before = 2 if shape.gated else 1

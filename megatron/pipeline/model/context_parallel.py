@@ -11,6 +11,7 @@ import copy
 from typing import Any
 
 import torch
+from einops import rearrange
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -65,22 +66,15 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        ranks = group.size()
-        gathered = local.new_empty((ranks * local.size(0), *local.shape[1:]))
+        gathered = local.new_empty((group.size() * local.size(0), *local.shape[1:]))
         torch.distributed.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        chunks = dict(zip(_order(ranks), gathered.chunk(2 * ranks), strict=True))
-        return torch.cat([chunks[number] for number in range(2 * ranks)])
+        front, back = rearrange(gathered, "(rank half token) ... -> half rank token ...", rank=group.size(), half=2)
+        return rearrange(torch.cat([front, back.flip(0)]), "chunk token ... -> (chunk token) ...")
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ranks = ctx.group.size()
-        chunks = gradient.chunk(2 * ranks)
-        by_rank = torch.cat([chunks[number] for number in _order(ranks)])
-        local = by_rank.new_empty((by_rank.size(0) // ranks, *by_rank.shape[1:]))
-        torch.distributed.reduce_scatter_tensor(local, by_rank, group=ctx.group)
+        front, back = rearrange(gradient, "(half rank token) ... -> half rank token ...", rank=ctx.group.size(), half=2)
+        by_rank = rearrange(torch.stack([front, back.flip(0)], dim=1), "rank half token ... -> rank (half token) ...")
+        local = torch.empty_like(by_rank[0])
+        torch.distributed.reduce_scatter_tensor(local, by_rank.flatten(0, 1), group=ctx.group)
         return local, None
-
-
-def _order(ranks: int) -> list[int]:
-    """The chunks of rank 0, of rank 1, and so on."""
-    return [number for rank in range(ranks) for number in (rank, 2 * ranks - 1 - rank)]

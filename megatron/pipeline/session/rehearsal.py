@@ -6,6 +6,7 @@ import json
 import logging
 from argparse import Namespace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.session.atomic import write_text
-from megatron.pipeline.session.trace import in_mib
+from megatron.pipeline.session.trace import in_mib, no_picture
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.view.picture import draw
 
@@ -128,10 +129,8 @@ def _write(args: Namespace, found: Rehearsal) -> list[str]:
         except OSError as error:
             logger.warning("WARNING: the rehearsal could not be written to %s (%s)", args.rehearse_dir, error.strerror)
             return absent
-    return [
-        *absent,
-        *(f" {what}: {folder / name}" for what, name in (("numbers", RESULT), ("costs", COSTS), ("picture", PICTURE))),
-    ]
+    files = {"numbers": RESULT, "costs": COSTS} | ({"picture": PICTURE} if find_spec("matplotlib") else {})
+    return [*absent, *(f" {what}: {folder / name}" for what, name in files.items())]
 
 
 def _draw(found: Rehearsal, path: Path) -> None:
@@ -142,4 +141,7 @@ def _draw(found: Rehearsal, path: Path) -> None:
         own: in_mib(activation_profile(schedule, found.timeline, found.costs)),
         other: in_mib(activation_profile(stock.schedule, stock.timeline, stock.problem.costs)),
     }
-    draw({own: found.timeline, other: stock.timeline}, path, memory, "s", {own: schedule.splits}, "MiB")
+    try:
+        draw({own: found.timeline, other: stock.timeline}, path, memory, "s", {own: schedule.splits}, "MiB")
+    except ModuleNotFoundError as error:
+        no_picture(path, error)

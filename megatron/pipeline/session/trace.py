@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.pipeline.flags.packages import missing
 from megatron.pipeline.record.cost_profile import measured_costs
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -98,10 +99,16 @@ def draw_last_trace(directory: str) -> Path | None:
             memory_unit="MiB",
             waits={measured: [[(start, end) for _, start, end in row] for row in record["waits"]]},
         )
-    except OSError as error:
-        logger.warning("WARNING: no picture in %s (%s)", path, error.strerror)
+    except (OSError, ModuleNotFoundError) as error:
+        no_picture(path, error)
         return None
     return path
+
+
+def no_picture(path: Path, error: Exception) -> None:
+    """Say why there is no picture: a full disk, what others have put into the directory, or no matplotlib."""
+    why = missing(error) if isinstance(error, ModuleNotFoundError) else getattr(error, "strerror", None) or error
+    logger.warning("WARNING: no picture in %s (%s)", path, why)
 
 
 def draw_consecutive(directory: str) -> Path | None:
@@ -115,8 +122,8 @@ def draw_consecutive(directory: str) -> Path | None:
         if joined is None:
             return None
         draw({joined.title: joined.timeline}, path, unit="s", consecutive={joined.title: joined})
-    except (OSError, ValueError) as error:  # what others put into the directory may be no trace
-        logger.warning("WARNING: no picture in %s (%s)", path, error)
+    except (OSError, ValueError, ModuleNotFoundError) as error:  # what others put into the directory may be no trace
+        no_picture(path, error)
         return None
     return path
 

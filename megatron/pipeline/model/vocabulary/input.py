@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import gradient_of, mark_accumulated
@@ -57,7 +58,8 @@ class EmbeddingShard(torch.nn.Module):
         part = torch.nn.functional.embedding(rows, self.weight).masked_fill_(~own[..., None], 0)
         if self.sequence_group is None:
             return part
-        part, reduction = reduce_scatter(part.transpose(0, 1).contiguous(), self.sequence_group)
+        part = rearrange(part, "batch sequence hidden -> sequence batch hidden").contiguous()
+        part, reduction = reduce_scatter(part, self.sequence_group)
         reduction.wait()
         return part
 
@@ -75,12 +77,13 @@ class EmbeddingShard(torch.nn.Module):
         if self.sequence_group is not None:
             gradient, gathering = gather(gradient, self.sequence_group)
             gathering.wait()
-            gradient = gradient.transpose(0, 1)
+            gradient = rearrange(gradient, "sequence batch hidden -> batch sequence hidden")
         rows, own = locate(tokens, self.shards, self.index)
         weight = self.weight
         total = gradient_of(weight)
         added_to = self.tied.of_input(total) if self.tied else total
-        added_to.index_add_(0, rows.flatten(), gradient.masked_fill(~own[..., None], 0).flatten(0, 1).to(total.dtype))
+        by_token = rearrange(gradient.masked_fill(~own[..., None], 0), "batch sequence hidden -> (batch sequence) hidden")
+        added_to.index_add_(0, rows.flatten(), by_token.to(total.dtype))
         if total is not weight.grad:
             mark_accumulated(weight)
         if self.tied:

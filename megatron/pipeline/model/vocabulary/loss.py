@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 
 # Without the loss's scale in them, fp16 has few digits left for what is small among thousands of probabilities, and for
 # gradients by hidden states before tokens are weighed: until then both are as many times larger.
@@ -84,7 +85,7 @@ class Statistics:
         self.label_share, self.uniform_share = 1 - smoothing, smoothing / counted
         self.softmax_scale = (1 + 2 * settings.z_loss * lse) / total
         batch, sequence = shape
-        self.losses = losses.view(sequence, batch).t().contiguous()
+        self.losses = rearrange(losses, "(sequence batch) -> batch sequence", sequence=sequence, batch=batch).contiguous()
 
 
 def weigh(gradient: torch.Tensor, weights: torch.Tensor, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
@@ -96,5 +97,5 @@ def weigh(gradient: torch.Tensor, weights: torch.Tensor, tp_rank: int = 0, tp_si
         tp_rank: which part of the sequence the gradient is for.
         tp_size: number of parts, 1 without sequence parallelism.
     """
-    own = weights.t().chunk(tp_size)[tp_rank].float() / enlarged(gradient.dtype)
-    return (gradient * own[..., None]).to(gradient.dtype)
+    own = rearrange(weights, "batch (rank token) -> rank token batch 1", rank=tp_size)[tp_rank]
+    return (gradient * (own.float() / enlarged(gradient.dtype))).to(gradient.dtype)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import torch
+from einops import rearrange
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import accumulate, gradient_of
@@ -19,6 +20,7 @@ from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, en
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
 from megatron.pipeline.shape.shards import Shards
 
+_BY_TOKEN = "sequence batch hidden -> (sequence batch) hidden"
 _ELEMENTS = 4 * 1024**2  # logits in float32 at a time, on a CPU
 
 
@@ -108,11 +110,11 @@ class OutputPart:
     def __init__(self, layer: OutputShard, hidden: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> None:
         self._layer = layer
         self._hidden = hidden
-        self._row, self._own = locate(labels.t().flatten(), layer.shards, layer.index)
+        self._row, self._own = locate(rearrange(labels, "batch sequence -> (sequence batch)"), layer.shards, layer.index)
         whole, gathering = sequence.gather(hidden, layer.sequence_group)
         gathering.wait()
         self._shape = whole.shape
-        tokens = whole.flatten(0, 1)
+        tokens = rearrange(whole, _BY_TOKEN)
         pieces = layer.pieces(len(tokens))
         self._logits: torch.Tensor | None = None
         self._products = torch.empty_like(tokens) if with_gradient else None
@@ -209,22 +211,22 @@ class OutputPart:
         """
         layer = self._layer
         whole, gathering = sequence.gather(self._hidden, layer.sequence_group)
-        weights = weights.t().flatten().float()
-        pieces = layer.pieces(len(weights))
+        weights = rearrange(weights, "batch sequence -> (sequence batch)").float()
+        pieces, tokens = layer.pieces(len(weights)), rearrange(whole, _BY_TOKEN)
         gradient = torch.empty_like(whole) if with_gradient else None
         part, reduction = None, None
         if self._logits is None:
             gathering.wait()  # otherwise behind the work before the weight gradient
         for piece in pieces:
-            logits = layer.logits(whole.flatten(0, 1)[piece]) if self._logits is None else self._logits
+            logits = layer.logits(tokens[piece]) if self._logits is None else self._logits
             self._differentiate(logits, piece, statistics, weights)
             if gradient is not None:
-                torch.mm(logits, layer.weight, out=gradient.flatten(0, 1)[piece])
+                torch.mm(logits, layer.weight, out=rearrange(gradient, _BY_TOKEN)[piece])
                 if piece is pieces[-1]:
                     part, reduction = sequence.reduce_scatter(gradient, layer.sequence_group)
             if self._logits is not None:
                 gathering.wait()
-            accumulate(layer.weight, logits, whole.flatten(0, 1)[piece])
+            accumulate(layer.weight, logits, tokens[piece])
         self._logits = None
         if layer.tied:
             layer.tied.added(gradient_of(layer.weight))

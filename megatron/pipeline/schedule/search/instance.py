@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +32,33 @@ class Plan:
     makespan: float
     order: Array
     ends: Array
+
+
+@dataclass
+class Few:
+    """The shortest of some plans.
+
+    Attributes:
+        most: as many at most.
+        near: none that is more than this many times as long as the shortest.
+        limit: none that is longer.
+    """
+
+    most: int
+    near: float
+    limit: float
+    plans: list[Plan] = field(default_factory=list)
+
+    def longest(self) -> float:
+        """The value above which another plan is of no use."""
+        values = [plan.value for plan in self.plans]
+        return min([self.limit, *(self.near * value for value in values[:1]), *values[self.most - 1 :]])
+
+    def add(self, plans: Iterable[Plan | None]) -> None:
+        for plan in plans:
+            if plan is not None and plan.value <= self.longest():
+                self.plans = sorted([*self.plans, plan], key=attrgetter("value"))[: self.most]
+                self.plans = [each for each in self.plans if each.value <= self.longest()]
 
 
 class Seed(NamedTuple):
@@ -65,12 +94,13 @@ class Instance:
         self.counts = np.array([len(range(first, problem.microbatches, placement.replicas)) for first in self.replica.tolist()])
         self.seconds, self.allocated = np.zeros((2, KINDS, len(stages)))
         self.before = np.full((KINDS, len(stages)), -2)
+        slot_of = slots(backwards)
         for stage, cost in zip(stages, problem.costs.stages, strict=True):
             recomputed = stage in problem.recompute
             kinds = stage_kinds(recomputed, stage in problem.fused)
             last = -1
             for kind in reversed(kinds) if backwards else kinds:
-                slot = slots(backwards)[kind]
+                slot = slot_of[kind]
                 self.seconds[slot, stage] = cost.seconds(kind)
                 self.allocated[slot, stage] = cost.allocated(kind, recomputed) * (-1 if backwards else 1)
                 self.before[slot, stage] = last
@@ -147,22 +177,23 @@ class Instance:
 
     def sorted(self, targets: Array) -> Plan | None:
         """Every rank runs its passes in the order of their targets, without regard to memory; None if they cannot finish."""
+        kind, stage, index = np.unravel_index(self.numbers, self.shape)
+        by_rank = np.lexsort((targets[kind, stage, index], self.home[stage]))
         order = np.full((len(self.lengths), int(self.lengths.max()), 3), -1, np.int32)
-        for rank, length in enumerate(self.lengths):
-            kinds, stages = np.nonzero((self.before != -2) & (self.home == rank)[None, :])
-            which = np.repeat(np.arange(len(kinds)), self.counts[stages])
-            index = np.concatenate([np.arange(count) for count in self.counts[stages]])
-            passes = np.stack([kinds[which], stages[which], index], axis=1)
-            order[rank, :length] = passes[np.argsort(targets[tuple(passes.T)], kind="stable")]
+        order[np.arange(order.shape[1]) < self.lengths[:, None]] = np.stack((kind, stage, index), axis=1)[by_rank]
         return self.replay(order)
+
+    @cached_property
+    def numbers(self) -> Array:
+        """All passes, int[N]: the places of their times in an array of all, flat."""
+        exists = (self.before != -2)[:, :, None] & (np.arange(self.shape[2]) < self.counts[:, None])
+        return np.flatnonzero(exists)
 
     def within(self, plan: Plan, limits: Array) -> bool:
         """Whether no rank of a plan ever holds more than its limit."""
-        for rank, length in enumerate(self.lengths):
-            kind, stage, _ = plan.order[rank, :length].T
-            if np.cumsum(self.allocated[kind, stage]).max(initial=0.0) > limits[rank] * (1 + engine.SLACK):
-                return False
-        return True
+        kind, stage, _ = np.moveaxis(plan.order, 2, 0)
+        held = np.where(kind < 0, 0.0, self.allocated[kind, stage]).cumsum(axis=1).max(axis=1, initial=0.0)
+        return bool((held <= limits * (1 + engine.SLACK)).all())
 
     def read(self, passes: Order) -> Plan | None:
         """A plan from passes; None if they cannot finish, or are not the passes of the problem."""
@@ -179,24 +210,28 @@ class Instance:
 
     def turned(self, order: Array) -> Array:
         """An order of the reversed instance as one of this one."""
-        turned = np.full_like(order, -1)
-        for rank, length in enumerate(self.lengths):
-            row = order[rank, :length][::-1]
-            turned[rank, :length, 0] = POST - row[:, 0]
-            turned[rank, :length, 1] = row[:, 1]
-            turned[rank, :length, 2] = self.counts[row[:, 1]] - 1 - row[:, 2]
+        place = self.lengths[:, None] - 1 - np.arange(order.shape[1])
+        turned = order[np.arange(len(order))[:, None], place]
+        turned[:, :, 0] = POST - turned[:, :, 0]
+        turned[:, :, 2] = self.counts[turned[:, :, 1]] - 1 - turned[:, :, 2]
+        turned[place < 0] = -1
         return turned
 
     def passes(self, plan: Plan) -> Order:
         """The passes of every rank."""
-        placement = self.problem.placement
-        chunks = [placement.home(stage)[1] for stage in range(placement.last_stage + 1)]
+        placement, fused = self.problem.placement, self.problem.fused
         names = {slot: kind for kind, slot in slots(self.backwards).items() if kind is not Kind.BW}
-        rows = []
-        for rank, length in enumerate(self.lengths):
-            row = []
-            for slot, stage, index in plan.order[rank, :length].tolist():
-                kind = Kind.BW if slot == UP and stage in self.problem.fused else names[slot]
-                row.append(Pass(kind, index * placement.replicas + int(self.replica[stage]), chunks[stage]))
-            rows.append(tuple(row))
-        return tuple(rows)
+        chunks = [placement.home(stage)[1] for stage in range(placement.last_stage + 1)]
+        lines = {
+            (slot, stage): (Kind.BW if slot == UP and stage in fused else kind, first, chunk)
+            for slot, kind in names.items()
+            for stage, (first, chunk) in enumerate(zip(self.replica.tolist(), chunks, strict=True))
+        }
+        return tuple(
+            tuple(
+                Pass(kind, index * placement.replicas + first, chunk)
+                for slot, stage, index in row[:length]
+                for kind, first, chunk in (lines[slot, stage],)
+            )
+            for row, length in zip(plan.order.tolist(), self.lengths.tolist(), strict=True)
+        )

@@ -17,7 +17,7 @@ from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import rounded_up
 from megatron.pipeline.schedule.search.engine import SLACK
-from megatron.pipeline.schedule.search.instance import Instance, Plan, Seed
+from megatron.pipeline.schedule.search.instance import Few, Instance, Plan, Seed
 from megatron.pipeline.schedule.search.rounds import can_be_in_rounds, rounds
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.schedule.search.squeeze import squeeze
@@ -42,6 +42,7 @@ _ROUNDS = 3  # with this many per rank, enough to find its two ends and how its 
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
 _NEAR = 1.02  # a plan up to this many times as long as the best is squeezed, and at first also improved further
 _NEAR_OF_LONG = 1.04  # the same in a long problem before a plan is squeezed
+_CLOSE = 1.005  # a plan of full length up to this many times as long as the bound ends the search of a long problem's level
 _DOMINATED = 1.01  # a level whose best start is this many times as long as another level's plan is not searched further
 _KEPT = 64  # levels whose plans are cached, so that trying several limits searches each level once
 
@@ -197,13 +198,17 @@ class _Level:
     @cached_property
     def begin(self) -> list[Plan]:
         """The plans to begin with, the best first; empty if none fits."""
-        near = _NEAR_OF_LONG if self.long else np.inf
-        return _begin(self.instance, self.known, self._room, self.budget // 2, self._goal, near)
+        near, known = (_NEAR_OF_LONG, self.in_rounds) if self.long else (np.inf, [])
+        few = Few(_SQUEEZED, near, near * min((plan.value for plan in known), default=np.inf))
+        return _begin(self.instance, self.known, self._room, self.budget // 2, self._goal, few)
 
     @cached_property
     def plans(self) -> list[Plan]:
-        """The plans to begin with, improved; the best first."""
-        return sorted((_improve(self.instance, plan, self._room, self._tries, self._goal) for plan in self.begin), key=_value)
+        """The plans to begin with, improved; the best first. Of a part of a longer problem only those that are near the best."""
+        known = [*self.begin[:1], *self.in_rounds] if self.long else []
+        longest = _DOMINATED * min((plan.value for plan in known), default=np.inf)
+        near = [plan for plan in self.begin if plan.value <= longest]
+        return sorted(_each(near, lambda plan: _improve(self.instance, plan, self._room, self._tries, self._goal)), key=_value)
 
     @property
     def budget(self) -> int:
@@ -241,20 +246,21 @@ class _Long:
     def candidates(self, level: _Level, limits: Array, best: Plan | None, goal: float, thorough: bool) -> Iterator[Plan]:
         """Better and better plans of a level; none where the best known plan shows that they would hardly be better."""
         whole, room = self._whole, _room(self._whole, limits)
-        quick = [*starts(whole, room, 0)] if can_be_in_rounds(whole) else []
-        if self._whole.size <= _HUGE:
-            quick = [plan for plan in quick if plan.value <= goal * _NEAR]
+        most = goal * _NEAR if whole.size <= _HUGE else np.inf
+        quick = [plan for plan in starts(whole, room, 0, lambda: most) if plan.value <= most] if can_be_in_rounds(whole) else []
         longest = min((plan.span for plan in (*quick, *([best] if best else []))), default=np.inf)
         made = list(rounds(whole, room, longest * _DOMINATED, few=True))
         self._in_rounds = self._in_rounds or bool(made)
-        if not (quick or made) and self._whole.size > _HUGE:
+        if not (quick or made) and whole.size > _HUGE:
             quick = [*starts(whole, room, _PROBES)]
         for plan in sorted([*quick, *made], key=_value)[:1]:
             if best is None or plan.value <= best.value * _DOMINATED:
                 squeezed = squeeze(whole, plan, room)
                 best = squeezed if best is None else min(best, squeezed, key=_value)
                 yield squeezed
-        if self._whole.size <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
+                if squeezed.value <= goal * _CLOSE:
+                    return
+        if whole.size <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
             yield from _extended(whole, level, room, best)
 
 
@@ -262,43 +268,49 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
     """The best plan of a level for fewer microbatches, with its middle repeated; none if the level is dominated."""
     small = level.instance
     more = (whole.problem.microbatches - small.problem.microbatches) * period_and_unit(small)[0]
-    dominated = best.value * _DOMINATED if best else np.inf
+    known = best.value if best else np.inf
+    near = known * _NEAR_OF_LONG
     if best is not None and not level.in_rounds:
-        glance = itertools.islice(starts(small, _room(small, level.limits), _PROBES), _PROBES)
-        if min((plan.value for plan in glance), default=np.inf) + more > best.value * _NEAR_OF_LONG:
+        glance = itertools.islice(starts(small, _room(small, level.limits), _PROBES, lambda: near - more), _PROBES)
+        if min((plan.value for plan in glance), default=np.inf) + more > near:
             return
-    if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > dominated:
+    if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > known * _DOMINATED:
         return
-    tried: list[Plan | None] = [*starts(whole, room, max(2, level.budget // 16))] if not level.in_rounds else []
-    for plan in sorted([*level.in_rounds, *level.plans], key=_value)[:2]:
+    few = Few(max(1, min(_STARTS, level.budget // _FEWEST)), _NEAR_OF_LONG, near)
+    if not level.in_rounds:
+        few.add(starts(whole, room, max(2, level.budget // 16), few.longest))
+    for plan in sorted(_distinct([*level.in_rounds, *level.plans]), key=_value)[:2]:
         for block in _BLOCKS:
             targets = _repeated(small, plan, whole, block)
             exact = whole.sorted(targets)
-            tried.append(exact if exact and whole.within(exact, room) else None)
-            tried += [whole.construct(Seed(targets, in_order=in_order), room) for in_order in (True, False)]
-    begin = sorted((plan for plan in tried if plan is not None), key=_value)[: max(1, min(_STARTS, level.budget // _FEWEST))]
-    yield from (squeeze(whole, plan, room) for plan in begin)
+            few.add([exact] if exact and whole.within(exact, room) else [])
+            few.add(whole.construct(Seed(targets, in_order=in_order), room, few.longest()) for in_order in (True, False))
+    yield from (squeeze(whole, plan, room) for plan in _distinct(few.plans))
 
 
-def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, near: float) -> list[Plan]:
+def _distinct(plans: Iterable[Plan]) -> list[Plan]:
+    """The plans without those whose order another one has."""
+    return list({plan.order.tobytes(): plan for plan in plans}.values())
+
+
+def _each(plans: list[Plan], change: Callable[[Plan], Plan]) -> list[Plan]:
+    """All plans, changed; those that have one order are changed once."""
+    changed = {plan.order.tobytes(): change(plan) for plan in _distinct(plans)}
+    return [changed[plan.order.tobytes()] for plan in plans]
+
+
+def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, few: Few) -> list[Plan]:
     """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal.
 
     Args:
-        near: plans more than this many times as long as the best are not squeezed.
+        few: those that are squeezed, none yet.
     """
-    best, some = list[Plan](), list[Plan]()
-
-    def longest() -> float:
-        """The value above which a plan is not squeezed."""
-        return min(near * some[0].value if some else np.inf, some[-1].value if len(some) == _SQUEEZED else np.inf)
-
-    plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most, longest))
+    best = list[Plan]()
+    plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most, few.longest))
     for number in (_GLANCE, most):  # the first few are often enough
-        some = []
-        for plan in itertools.islice(plans, number):
-            some = sorted([*some, plan], key=_value)[:_SQUEEZED]
-        some = [plan for plan in some if plan.value <= near * some[0].value]
-        best = sorted([*best, *(squeeze(instance, plan, limits) for plan in some)], key=_value)[:_STARTS]
+        few.plans = []
+        few.add(itertools.islice(plans, number))
+        best = sorted([*best, *_each(few.plans, lambda plan: squeeze(instance, plan, limits))], key=_value)[:_STARTS]
         if best and best[0].value <= goal:
             return best[:1]
     return best

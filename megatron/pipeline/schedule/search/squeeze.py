@@ -32,9 +32,7 @@ def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
     order, ends, starts = plan.order.copy(), plan.ends.copy(), plan.ends - instance.seconds[:, :, None]
-    exists = (instance.before != -2)[:, :, None] & (np.arange(starts.shape[2]) < instance.counts[None, :, None])
-    numbers = np.flatnonzero(exists)
-    by_start = numbers[np.argsort(starts.ravel()[numbers], kind="stable")]
+    by_start = instance.numbers[np.argsort(starts.ravel()[instance.numbers], kind="stable")]
     places = np.zeros((2, len(order)), np.int64)
     if not _squeeze(instance.arrays, limits, order, ends, by_start, *np.zeros((2, *order.shape[:2])), *places):
         return plan

@@ -1,40 +1,13 @@
-"""Which packages are here: what ``mpipe --version`` prints, and what is said where a command needs one that is not."""
+"""Packages that are here, and what is said where one is needed that is not."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import platform
 import re
-from typing import Any, NoReturn
-
-from megatron.pipeline import __version__
 
 OWN = "megatron-pipeline"
 _NAMES = {"megatron.core": "megatron-core", "yaml": "PyYAML"}  # of packages, by what Python imports, where these differ
 _TRAINING = ("torch", "megatron.core")
-
-
-class Version(argparse.Action):
-    """A flag that prints the versions of this package and of what it trains with, and ends the program.
-
-    Nothing is imported for that: to import torch takes seconds.
-    """
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        versions = {OWN: __version__} | {name: _installed(name) or "not installed" for name in ("megatron-core", "torch")}
-        print("\n".join(f"{name} {version}" for name, version in (versions | {"Python": platform.python_version()}).items()))
-        parser.exit()
-
-
-class Completion(argparse.Action):
-    """A flag that prints a shell's completion of the parser that has it, and ends the program."""
-
-    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, *__: object) -> NoReturn:
-        import shtab
-
-        print(shtab.complete(parser, shell))
-        parser.exit()
 
 
 def missing(error: ModuleNotFoundError) -> str:
@@ -54,7 +27,8 @@ def missing(error: ModuleNotFoundError) -> str:
     return f"this needs the {needed} not installed: pip install {' '.join(repr(_required(each)) for each in packages)}"
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of a package; nothing is imported for that."""
     from importlib import metadata  # as slow to import as a small plan is to make
 
     try:
