@@ -48,11 +48,11 @@ def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
         chunk: as DDP has wrapped it, or not.
         order: its parameters, as forwards take them.
     """
-    # A loop may take the hooks out for a while.
-    hooks = getattr(chunk, "use_forward_hook", False) and chunk.remove_forward_pre_hook_handles
-    if not hooks or not chunk.ddp_config.align_param_gather:
+    ddp: Any = chunk
+    hooks = getattr(ddp, "use_forward_hook", False) and ddp.remove_forward_pre_hook_handles  # which a loop may take out
+    if not hooks or not ddp.ddp_config.align_param_gather:
         return
-    of: Any = chunk.param_to_bucket_group
+    of = ddp.param_to_bucket_group
     for group in dict.fromkeys(of[parameter] for parameter in order if parameter in of):
         if not group.param_gather_dispatched:
             group.start_param_sync()

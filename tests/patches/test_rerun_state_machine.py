@@ -37,7 +37,12 @@ def check(machine: Any, loss: torch.Tensor) -> None:
 def test_results_are_copied_when_they_are_given_and_read_once_at_the_end(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     stack = torch.stack
-    monkeypatch.setattr(patch.torch, "stack", lambda tensors: reads.append(len(tensors)) or stack(tensors))
+
+    def noting(tensors: list[torch.Tensor]) -> torch.Tensor:
+        reads.append(len(tensors))
+        return stack(tensors)
+
+    monkeypatch.setattr(patch.torch, "stack", noting)
     with patch.together():
         for value in (1.0, 2.0):
             loss = torch.tensor(value, requires_grad=True) * 1.0
@@ -55,7 +60,7 @@ def test_what_is_no_number_is_found_as_at_once(machine: Any, values: tuple[float
         for value in values:
             check(machine, torch.tensor(value))
         assert machine.failed_validation_call is None
-    later = machine.failed_validation_call
+    later: Any = machine.failed_validation_call
     assert machine.rerun_requested and (later.caller.message, later.sequence) == (message, sequence)
     machine.rerun_requested, machine.failed_validation_call = False, None
     machine.validation_counts.clear()
