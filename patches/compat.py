@@ -66,8 +66,12 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.distributed.finalize_model_grads": {
         "_get_main_grad_attr": Name("the attribute that holds the gradient of a tied weight"),
     },
-    "megatron.core.distributed.param_and_grad_buffer": {
-        "_ParamAndGradBucketGroup.check_grads": Name("reads whether gradients are numbers: once per iteration", required=False),
+    "megatron.core.distributed.distributed_data_parallel": {
+        "DistributedDataParallel.__init__": Name("buckets on every rank and chunk: wrapped"),
+        "ProcessGroupCollection.setup_process_groups_for_ddp": Name("replaced while DDP is built"),
+    },
+    "megatron.core.rerun_state_machine": {
+        "RerunStateMachine.validate_result": Name("reads whether losses and gradients are numbers: once per iteration"),
     },
     "megatron.core.models.gpt.gpt_layer_specs": {
         "get_gpt_decoder_block_spec": Name("the layers of a stage"),
@@ -151,8 +155,14 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.optimizer.distrib_optimizer": {
         "DistributedOptimizer.sharded_state_dict": Name("checkpoints of torch's optimizers: wrapped"),
         "DistributedOptimizer._set_main_param_and_optimizer_states": Name("checkpoints of torch's optimizers: wrapped"),
+        "DistributedOptimizer.compute_full_param_layout": Name("buckets on every rank: wrapped", "0.18-0.19", required=False),
         "DistributedOptimizer.sharded_param_state_fully_reshardable": Name("checkpoints: wrapped"),
         "DistributedOptimizer.load_parameter_state_from_fully_reshardable": Name("checkpoints: wrapped"),
+    },
+    "megatron.core.optimizer.layer_wise_optimizer": {
+        "LayerWiseDistributedOptimizer.compute_full_param_layout": Name(
+            "buckets on every rank: wrapped", "0.18-0.19", required=False
+        ),
     },
     "megatron.core.dist_checkpointing.strategies.filesystem_async": {
         "_get_write_results_queue": Name("the writers' process ends with its rank: replaced", "0.16-0.16"),

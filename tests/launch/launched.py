@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from pool import forked, free_port
@@ -21,21 +22,33 @@ SIZES = (
 Steps = list[tuple[float, float]]
 
 
-def launch(directory: Path, script: Path, flags: str, ranks: int = 2, before: str = "") -> Steps:
+def launch(
+    directory: Path, script: Path, flags: str, ranks: int = 2, before: str = "", target: Callable[..., None] | None = None
+) -> Steps:
     """Losses and gradient norms of a run that must end well; it has 2 pipeline ranks, or as many as the flags say."""
-    codes, output, metrics = run(directory, script, flags, ranks, before)
+    codes, output, metrics = run(directory, script, flags, ranks, before, target=target)
     assert codes == [0] * ranks, output
     return metrics
 
 
 def run(
-    directory: Path, script: Path, flags: str, ranks: int, before: str = "", started: int | None = None
+    directory: Path,
+    script: Path,
+    flags: str,
+    ranks: int,
+    before: str = "",
+    started: int | None = None,
+    target: Callable[..., None] | None = None,
 ) -> tuple[list[int | None], str, Steps]:
-    """Exit codes of the ranks that are started, by default all; what they printed; and losses and gradient norms."""
+    """Exit codes of the ranks that are started, by default all; what they printed; and losses and gradient norms.
+
+    Args:
+        target: what each runs; by default ``rank``, or ``own``.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     port, output, metrics = free_port(), directory / "output", directory / "metrics.jsonl"
     arguments = ["--pipeline-model-parallel-size", "2", *flags.split(), "--metrics", str(metrics)]
-    function = own if script == OWN else rank
+    function = target or (own if script == OWN else rank)
     if script != OWN:
         arguments = [*before.split(), str(script), *arguments]
     processes = [forked(function, number, ranks, port, output, arguments) for number in range(started or ranks)]

@@ -176,6 +176,7 @@ def save_common(directory: Path, state: dict[str, object]) -> None:
         ("zb-h1", {"virtual_pipeline_model_parallel_size": 2}),
         ("zb-h1 --num-layers-in-first-pipeline-stage 3", {}),
         ("zb-h1 --vocab-parallel 1", {}),
+        ("zb-h1 --overlap-grad-reduce", {"overlap_grad_reduce": True}),
         ("stock", {"pipeline_schedule": "zb-v"}),
     ],
 )

@@ -35,7 +35,7 @@ DUTIES = {
     "config.finalize_model_grads_func": _OURS,
     "config.grad_sync_func": f"{_OURS}; ours are per chunk",
     "config.no_sync_func": "GradientSync",
-    "config.param_sync_func": "ModelStages asks for a chunk's parameters before its first forward",
+    "config.param_sync_func": "Iteration asks for all chunks' parameters before the first pass",
     "config.timers": _OURS,
     "create_cudagraphs": f"{_REFUSED}: cuda_graph_impl",
     "deallocate_output_tensor": "ModelStages.release",

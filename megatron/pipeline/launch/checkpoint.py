@@ -24,6 +24,7 @@ _NOT_SAVED = {
     "vocab_parallel": OFF,
     "mtp_num_layers": None,
     "pipeline_model_parallel_layout": None,
+    "overlap_grad_reduce": False,
 }
 
 
@@ -37,7 +38,7 @@ def save_by_parameter(args: Namespace) -> bool:
 
 
 def check_placement(args: Namespace, placement: Placement) -> None:
-    """Refuse a checkpoint whose optimizer state is by bucket, and of other layers on the ranks.
+    """Refuse a checkpoint whose optimizer state is by bucket, and of other layers or buckets on the ranks.
 
     Args:
         args: as our own program has them.
@@ -61,8 +62,8 @@ def check_placement(args: Namespace, placement: Placement) -> None:
         return
     raise ValueError(
         f"the checkpoint {path} has the distributed optimizer's state by bucket ({kind}), as the ranks held the layers under "
-        f"--pipeline-schedule {schedule}, and {args.pipeline_schedule} places them otherwise: run one iteration as before with "
-        f"{_FLAG} and --save, and load what it saves; or give --no-load-optim, which starts the optimizer anew"
+        f"--pipeline-schedule {schedule}, and {args.pipeline_schedule} places them or cuts buckets otherwise: run one iteration "
+        f"as before with {_FLAG} and --save, and load what it saves; or give --no-load-optim, which starts the optimizer anew"
     )
 
 
@@ -78,15 +79,16 @@ def _latest(args: Namespace) -> Path | None:
 
 
 def _held(args: Namespace, placement: Placement | None = None) -> Any:
-    """What every rank holds: its stages, their layers, and its part of the vocabulary.
+    """What every rank holds: its stages, their layers, its part of the vocabulary, and whether every rank cuts it into buckets.
 
     Args:
         args: of this run, or those that upstream has saved, which lack our flags.
         placement: None for that of megatron-core's own schedules.
     """
     given = Namespace(**_NOT_SAVED | vars(args))
+    ours = getattr(given, "pipeline_schedule", STOCK) != STOCK
     if placement is None:
-        if getattr(given, "pipeline_schedule", STOCK) != STOCK:
+        if ours:
             return None
         placement = interleaved(given.pipeline_model_parallel_size, given.virtual_pipeline_model_parallel_size or 1)
-    return placement, stage_layers(given, placement), given.vocab_parallel
+    return placement, stage_layers(given, placement), given.vocab_parallel, ours and given.overlap_grad_reduce

@@ -127,6 +127,9 @@ class Run:
             notes.append(f"WARNING: {wrong}")
         if not stock and checkpoint.save_by_parameter(args):
             notes.append("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
+        if not stock and args.overlap_grad_reduce:
+            args.align_grad_reduce = False  # by which upstream would reduce behind the passes
+            notes.append("--no-align-grad-reduce is on: every pipeline rank reduces gradients in buckets, within its passes")
         if os.environ.get("RANK", "0") == "0":
             for note in notes:
                 self._print_once(note)

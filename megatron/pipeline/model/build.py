@@ -21,7 +21,7 @@ from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.schedule.core.names import OFF, STOCK
-from megatron.pipeline.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.schedule.core.placement import Placement
 
 __all__ = ["build_model"]
 
@@ -73,14 +73,11 @@ def build_model(
     boundary = BoundaryModules(placement)
     boundary.tie(models)
     config.finalize_model_grads_func = boundary.finalize_model_grads if split else finalize_model_grads
-    in_rounds = placement == interleaved(placement.ranks, placement.chunks)
     chunks: list[torch.nn.Module] = models
     if config.fp16 or config.bf16:
         chunks = [LowPrecision(config, model, stage, sharded) for model, stage in zip(models, stages, strict=True)]
-    return [
-        # Where chunks are interleaved, all but the first end early, and megatron-core reduces each in one piece. In a V all end
-        # last: one piece would begin with the chunk's last W.
-        DistributedDataParallel(config, _ddp_config(args, split), chunk, disable_bucketing=index > 0 and in_rounds)
+    return [  # as Megatron-LM does; what is split is cut into buckets even so
+        DistributedDataParallel(config, _ddp_config(args, split), chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
 

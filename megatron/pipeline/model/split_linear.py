@@ -11,6 +11,7 @@ from collections import Counter
 import torch
 from megatron.core.tensor_parallel import layers as upstream_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.pipeline.patches import distributed_data_parallel
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import SplitLinear
@@ -28,7 +29,7 @@ def split_weights(chunk: torch.nn.Module, fuse_recomputed: bool = False) -> list
 
     DDP then leaves the readiness of these weights to ``register_wgrad_accumulation_and_reduce_hooks`` of their modules,
     provided its config says ``delay_wgrad_compute``. Modules of Transformer Engine split if they have been built after
-    ``te_linear.delay_weight_gradients``.
+    ``te_linear.delay_weight_gradients``. On every pipeline rank DDP cuts the chunk into buckets.
 
     Args:
         fuse_recomputed: B also computes the weight gradients of layers whose activations it recomputes. Otherwise W does, and
@@ -44,6 +45,7 @@ def split_weights(chunk: torch.nn.Module, fuse_recomputed: bool = False) -> list
     """
     if upstream_layers.LinearWithGradAccumulationAndAsyncCommunication is not SplitLinear:
         raise RuntimeError("megatron-core's linears are not patched: call megatron.pipeline.patches.install() first")
+    distributed_data_parallel.mark(chunk)
     uses = Counter(parameter for module in chunk.modules() for parameter in module.parameters(recurse=False))
     if has_adapter(chunk):
         uses.update(adapter_of(chunk).extra_uses(chunk))

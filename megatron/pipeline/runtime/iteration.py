@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.patches import param_and_grad_buffer
+from megatron.pipeline.patches import distributed_data_parallel, rerun_state_machine
 
 from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
 from megatron.pipeline.health.device_progress import DeviceProgress
@@ -110,7 +111,7 @@ class Iteration:
         config, rank = call.config, self.channels.rank
         reduces_late = config.grad_sync_func is not None and rank != 0
         sync = GradientSync(config.no_sync_func, self.plan.schedule.passes[rank], reduces_late)
-        with _timed(config):
+        with _timed(config), rerun_state_machine.together() as checks:
             if self.resolve is None:
                 attempt = self._begin(call, call.iterators, sync)
             else:
@@ -120,20 +121,20 @@ class Iteration:
                 if result is not ValidationResult.ACCEPTED:
                     attempt.executor.abandon()
                     rewind.rewind()
+                    checks.clear()
                 rewind.forget()
                 if result is ValidationResult.STOPPED:
                     return []
                 if result is ValidationResult.ROLLED_BACK:
                     attempt = self._begin(call, rewind.iterators, sync)
-            with param_and_grad_buffer.together():
-                with sync, attempt.recorder.observing():
-                    attempt.executor.finish()
-                attempt.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
-                for chunk in call.chunks if self.first else ():
-                    check_no_gradient_is_lost(chunk)
-                if not call.forward_only:
-                    with attempt.recorder.finishing():
-                        self._finish_gradients(call, attempt, reduces_late)
+            with sync, attempt.recorder.observing():
+                attempt.executor.finish()
+            attempt.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
+            for chunk in call.chunks if self.first else ():
+                check_no_gradient_is_lost(chunk)
+            if not call.forward_only:
+                with attempt.recorder.finishing():
+                    self._finish_gradients(call, attempt, reduces_late)
         return attempt.stages.reported
 
     def _begin(self, call: Call, iterators: Sequence[Any], sync: GradientSync) -> _Attempt:
@@ -143,6 +144,7 @@ class Iteration:
         if not call.forward_only and config.finalize_model_grads_func is not None:
             chunk = call.chunks[plan.schedule.placement.home(plan.schedule.placement.last_stage)[1]]
             embedding = schedules.clear_embedding_activation_buffer(config, chunk, self._holds_output)
+        self._gather_parameters(call)
         recorder = self.record()
         program = plan.programs[rank]
         stages: ModelStages
@@ -163,6 +165,18 @@ class Iteration:
         with recorder.observing():
             executor.begin()
         return _Attempt(stages, offloaded, executor, recorder, embedding)
+
+    def _gather_parameters(self, call: Call) -> None:
+        """Start all gathers of parameters that a distributed optimizer has left in shards, in the order of their use."""
+        sync = call.config.param_sync_func
+        for index in dict.fromkeys(work.chunk for work in self.plan.schedule.passes[self.channels.rank]):
+            chunk = call.chunks[index]
+            if sync is None:
+                vocabulary = getattr(unwrap_model(chunk), "vocabulary", None)  # IF comes before all layers
+                first = vocabulary.parameters() if vocabulary is not None else ()
+                distributed_data_parallel.gather(chunk, chain(first, chunk.parameters()))
+            elif not call.forward_only:
+                per_chunk(sync, index)(chunk.parameters())
 
     def situation(self, iterations: int) -> Situation:
         """Where this rank is, for a report of a failure. May be called from another thread.

@@ -35,7 +35,6 @@ class ModelStages:
         self._in_flight = most_in_flight(schedule.passes[rank])
         self._slices = Slices(call.chunks, schedule.splits, keep_graphs=not call.forward_only)
         self._forwarded: set[int] = set()  # chunks that have run a forward
-        self._asked: set[int] = set()  # chunks whose parameters have been asked for
         self._read: dict[tuple[int, int], list[Any]] = {}  # what forwards read that will be recomputed
         self.reported: list[Any] = []
         self._num_tokens = torch.zeros([], dtype=torch.int, device=call.device)
@@ -51,7 +50,6 @@ class ModelStages:
         return self._num_tokens
 
     def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
-        self._ask_for_parameters(work.chunk)
         first = work.chunk not in self._forwarded
         self._forwarded.add(work.chunk)
         data = self._data(work, keep_graph)
@@ -101,13 +99,6 @@ class ModelStages:
     def _step_function(self, work: Pass) -> Callable[..., Any]:
         """What upstream's forward step calls, with the data and the chunk."""
         return self._call.forward_step_func
-
-    def _ask_for_parameters(self, chunk: int) -> None:
-        """Where parameters arrive chunk by chunk, as for the distributed optimizer, start with that; once."""
-        if self._config.param_sync_func is None or self._call.forward_only or chunk in self._asked:
-            return
-        self._asked.add(chunk)
-        per_chunk(self._config.param_sync_func, chunk)(self._chunks[chunk].parameters())
 
     def _forward_step(
         self, work: Pass, inputs: Tensors, data: Iterator[Any] | None, reported: list[Any], first: bool

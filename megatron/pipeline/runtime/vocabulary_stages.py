@@ -30,7 +30,7 @@ class VocabularyStages(ModelStages):
     @property
     def handlers(self) -> Handlers:
         vocabulary = self._vocabulary
-        passes: dict[Kind, Handler] = {**dict.fromkeys(VOCABULARY_KINDS, vocabulary.run), Kind.IF: self._look_up}
+        passes: dict[Kind, Handler] = dict.fromkeys(VOCABULARY_KINDS, vocabulary.run)
         return Handlers(passes, dict.fromkeys(Exchange, vocabulary), abandon=(vocabulary.abandon,))
 
     @property
@@ -58,10 +58,6 @@ class VocabularyStages(ModelStages):
             assert output is not None
             gradients = [self._vocabulary.output_gradient(work.microbatch, output.dtype)]
         return super().backward(work, inputs, outputs, gradients)
-
-    def _look_up(self, work: Pass, received: Tensors) -> Tensors:
-        self._ask_for_parameters(0)  # the first chunk has the shard
-        return self._vocabulary.run(work, received)
 
     def _hand_embedding_over(self, work: Pass, again: bool) -> None:
         if self._placement.is_first(self._placement.stage(self._rank, work.chunk)):

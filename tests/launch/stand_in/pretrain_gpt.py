@@ -7,6 +7,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
@@ -57,6 +58,9 @@ def datasets_provider(vp_stage=None):
 def loss_func(loss_mask, output_tensor, model=None):
     losses, mask = output_tensor.view(-1).float(), loss_mask.view(-1)
     loss, tokens = torch.sum(losses * mask), mask.sum().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for message, reject in (("found NaN", torch.isnan), ("found Inf", torch.isinf)):
+            get_rerun_state_machine().validate_result(loss, reject, f"{message} in local forward loss calculation")
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 

@@ -14,6 +14,7 @@ from megatron.pipeline.flags import flags
 def add_megatron_arguments(parser):
     flags.add_flags(parser, flags.MEGATRON)  # of the same names, and for a start of the same meaning
     parser.add_argument("--use-mup", action="store_true")
+    parser.add_argument("--no-align-grad-reduce", action="store_false", dest="align_grad_reduce")
     return parser
 
 

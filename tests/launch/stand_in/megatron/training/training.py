@@ -41,7 +41,9 @@ def get_model(model_provider_func, model_type=None, wrap_with_ddp=True, config=N
 
 def _ddp(args):
     fields = [field.name for field in dataclasses.fields(DistributedDataParallelConfig)]
-    return DistributedDataParallelConfig(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
+    given = {name: getattr(args, name) for name in fields if hasattr(args, name)}
+    given |= {"bucket_size": args.ddp_bucket_size, "check_for_nan_in_grad": args.check_for_nan_in_loss_and_grad}
+    return DistributedDataParallelConfig(**given)
 
 
 def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func):
@@ -73,6 +75,8 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, data_iterato
     config.finalize_model_grads_func = finalize_model_grads
     if args.overlap_grad_reduce:
         config.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
+        if args.align_grad_reduce:
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in model] if len(model) > 1 else model[0].start_grad_sync
     step = get_forward_backward_func()
     for iteration in range(args.train_iters):
         args.curr_iteration = iteration
@@ -97,6 +101,7 @@ def pretrain(datasets_provider, model_provider, forward_step_func, weights=None,
         model = unimodal_build_distributed_models(container.build_model, container.transformer, "groups", _ddp(args))
     if weights:
         weights(model)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=args.lr, min_lr=args.lr, clip_grad=0.0, bf16=args.bf16), model)
+    shared = {name: getattr(args, name) for name in ("bf16", "use_distributed_optimizer", "overlap_param_gather")}
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=args.lr, min_lr=args.lr, clip_grad=0.0, **shared), model)
     iterators = [datasets_provider(chunk) for chunk in range(len(model))] if len(model) > 1 else datasets_provider()
     train(forward_step_func, model, optimizer, None, iterators, get_model_config(model[0]))

@@ -1,0 +1,90 @@
+"""megatron.core.distributed.distributed_data_parallel: gradients and weights are cut into buckets on every rank and chunk.
+
+``DistributedDataParallel.__init__``: upstream makes one bucket of all chunks but the first of the first pipeline rank, as under
+its schedules the others have time to reduce it when they are done. Under ours all ranks end together, with a W: one bucket would
+be reduced behind it. Chunks that ``mark`` has seen are cut as that first one is; no setting does so. A program asks for all
+gathers of weights where it begins (``gather``), so that no layer starts the next one's (``align_param_gather``).
+``DistributedOptimizer.compute_full_param_layout``, ``LayerWiseDistributedOptimizer.compute_full_param_layout``: which from 0.18
+on Megatron-LM calls before, with its choice of buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from megatron.pipeline.patches import compat
+
+_PATH = "megatron.core.distributed.distributed_data_parallel"
+_LAYOUTS = (
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"),
+    ("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
+)
+_MARK = "in_buckets_on_every_rank"  # of a chunk, which may have no parameters, and of each of its parameters
+_FIRST = SimpleNamespace(rank=lambda: 0)
+
+
+def install() -> None:
+    """Wrap them."""
+    compat.wrap(compat.module(_PATH).DistributedDataParallel, "__init__", _cut)
+    for path, name in _LAYOUTS:
+        if compat.optional(path, f"{name}.compute_full_param_layout") is not None:
+            compat.wrap(getattr(compat.module(path), name), "compute_full_param_layout", _laid_out)
+
+
+def mark(chunk: torch.nn.Module) -> None:
+    """Have DDP, which is yet to wrap a chunk, cut it into buckets wherever it is."""
+    for one in (chunk, *chunk.parameters()):
+        setattr(one, _MARK, True)
+
+
+def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
+    """Start all gathers of weights that the last step has left in shards; DDP's hooks of modules wait for each.
+
+    Args:
+        chunk: as DDP has wrapped it, or not.
+        order: its parameters, as forwards take them.
+    """
+    ddp: Any = chunk
+    hooks = getattr(ddp, "use_forward_hook", False) and ddp.remove_forward_pre_hook_handles  # which a loop may take out
+    if not hooks or not ddp.ddp_config.align_param_gather:
+        return
+    of = ddp.param_to_bucket_group
+    for group in dict.fromkeys(of[parameter] for parameter in order if parameter in of):
+        if not group.param_gather_dispatched:
+            group.start_param_sync()
+
+
+def _cut(
+    build: Any, ddp: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False, *rest: Any, **options: Any
+) -> None:
+    if not hasattr(unwrap_model(module), _MARK):
+        build(ddp, config, ddp_config, module, disable_bucketing, *rest, **options)
+        return
+    groups, found = compat.module(_PATH).ProcessGroupCollection, []
+    setup = groups.setup_process_groups_for_ddp
+
+    def as_first(*given: Any) -> dict[str, Any]:
+        found.append(setup(*given))
+        return found[0] | {"pp_group": _FIRST}
+
+    ddp_config.align_param_gather = ddp_config.overlap_param_gather
+    groups.setup_process_groups_for_ddp = staticmethod(as_first)
+    try:
+        build(ddp, config, ddp_config, module, False, *rest, **options)
+    finally:
+        groups.setup_process_groups_for_ddp = staticmethod(setup)
+    ddp.pp_group = found[0]["pp_group"]
+    if ddp.bucket_size != ddp_config.bucket_size:
+        raise RuntimeError(
+            f"megatron-core {compat.version()} cuts a chunk into buckets of {ddp.bucket_size} elements, and not of "
+            f"{ddp_config.bucket_size}, as it does on the first pipeline rank; {compat.ADVICE}"
+        )
+
+
+def _laid_out(compute: Any, parameters: Any, bucket_size: Any, replicas: int, ddp_config: Any, *rest: Any, **options: Any) -> Any:
+    size = ddp_config.bucket_size if any(hasattr(one, _MARK) for one in parameters) else bucket_size
+    return compute(parameters, size, replicas, ddp_config, *rest, **options)

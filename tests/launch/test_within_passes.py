@@ -1,0 +1,91 @@
+"""What ``mpipe launch`` leaves to run within and beside the passes, counted on every rank of a script of Megatron-LM's.
+
+A stand-in has the settings of Megatron-LM's loop; with MEGATRON_LM, which names a checkout, the real one is run as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import reductions
+from launch.launched import SIZES, STAND_IN, launch, rank
+
+CHECKOUT = os.environ.get("MEGATRON_LM")
+UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
+ON_UPSTREAM = "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 "
+needs_upstream = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM is not set: it names a checkout of Megatron-LM")
+SCRIPTS = [
+    pytest.param(STAND_IN, "", id="stand-in"),
+    pytest.param(UPSTREAM, ON_UPSTREAM, id="Megatron-LM", marks=[needs_upstream, pytest.mark.slow]),
+]
+BOTH = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096 "
+ON_A_GPU = (
+    "--transformer-impl local --use-cpu-initialization --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion "
+    "--no-gradient-accumulation-fusion "
+)
+FOUR = "--pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights --train-iters 4 "
+
+
+def counting_buckets(number: int, ranks: int, port: int, output: Path, arguments: list[str]) -> None:
+    """A rank that writes what ``reductions.noted`` has found."""
+    with reductions.noted() as found:
+        try:
+            rank(number, ranks, port, output, arguments)
+        finally:
+            output.with_name(f"rank-{number}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved --num-layers-per-virtual-pipeline-stage 1"])
+@pytest.mark.parametrize(("script", "more"), SCRIPTS)
+def test_every_rank_reduces_and_gathers_in_buckets_within_its_passes(
+    tmp_path: Path, script: Path, more: str, schedule: str
+) -> None:
+    flags = f"{SIZES} {more} {FOUR} {BOTH} --pipeline-schedule {schedule}"
+    steps = launch(tmp_path, script, flags, 4, "--core pip" if script == UPSTREAM else "", counting_buckets)
+    assert len(steps) == 4
+    for number in range(4):
+        found = reductions.Buckets(*json.loads((tmp_path / f"rank-{number}.json").read_text())[-1])
+        assert min(found.groups) > 1 and found.reduced == found.groups, found
+        assert sum(early < groups for early, groups in zip(found.early, found.groups, strict=True)) <= 1, found
+        assert found.ahead == sum(found.groups) and found.in_order, found
+    output = (tmp_path / "output").read_text()
+    assert output.count("--no-align-grad-reduce is on: every pipeline rank reduces gradients in buckets") == 1
+
+
+def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: list[str]) -> None:
+    """A rank on the device model that writes where its host waited for the device in each iteration."""
+    from gpu_model import device, pose
+
+    pose()
+    sys.modules["megatron.legacy.fused_kernels"] = SimpleNamespace(load=lambda _: None)  # type: ignore[assignment]
+    from megatron.pipeline.runtime.iteration import Iteration
+
+    run, found = Iteration.run, []
+
+    def counting(iteration: Iteration, call: object) -> object:
+        device().syncs.clear()
+        result = run(iteration, call)  # type: ignore[arg-type]
+        found.append([Path(one.place.partition(":")[0]).name for one in device().syncs if one.stream in ("compute", "all")])
+        return result
+
+    with patch.object(Iteration, "run", counting):
+        try:
+            rank(number, ranks, port, output, arguments)
+        finally:
+            output.with_name(f"rank-{number}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "zb-v --vocab-parallel 2"])
+def test_no_host_reads_the_device_within_an_iteration(tmp_path: Path, schedule: str) -> None:
+    """But once at its end: losses and gradients, which Megatron-LM asks about one by one."""
+    flags = f"{SIZES} {FOUR} {BOTH} {ON_A_GPU} --pipeline-schedule {schedule}"
+    assert len(launch(tmp_path, STAND_IN, flags, 4, target=counting_reads)) == 4
+    for number in range(4):
+        found = json.loads((tmp_path / f"rank-{number}.json").read_text())
+        assert found[2:] == [["rerun_state_machine.py"]] * 2, (number, found)

@@ -1,0 +1,88 @@
+"""What DDP does while passes run: where reductions of gradients and gathers of weights begin, on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+
+class Buckets(NamedTuple):
+    """Of one training iteration of a rank.
+
+    Attributes:
+        reduced: of each chunk, how many groups of buckets were being reduced when the last pass ended.
+        early: of them, how many when the last pass began.
+        groups: of each chunk, how many there are.
+        ahead: how many were being gathered when the first pass began.
+        in_order: whether gathers began in the order in which passes asked for what they bring.
+    """
+
+    reduced: list[int]
+    early: list[int]
+    groups: list[int]
+    ahead: int
+    in_order: bool
+
+
+@contextmanager
+def noted() -> Iterator[list[Buckets]]:
+    """The training iterations that run within."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    from megatron.pipeline.runtime.executor import Executor
+    from megatron.pipeline.runtime.iteration import Iteration
+
+    found: list[Buckets] = []
+    events: list[tuple[str, Any]] = []
+
+    def telling(name: str, original: Callable[..., Any], after: str = "") -> Callable[..., Any]:
+        def told(self: Any, *given: Any, **options: Any) -> Any:
+            events.append((name, self))
+            result = original(self, *given, **options)
+            if after:
+                events.append((after, self))
+            return result
+
+        return told
+
+    run = Iteration.run
+
+    def running(iteration: Iteration, call: Any) -> Any:
+        events.clear()
+        result = run(iteration, call)
+        if not call.forward_only:
+            found.append(_summary(events, [chunk.bucket_groups + chunk.expert_parallel_bucket_groups for chunk in call.chunks]))
+        return result
+
+    with ExitStack() as stack:
+        for owner, method, names in (
+            (Group, "start_grad_sync", ("reduce",)),
+            (Group, "start_param_sync", ("gather",)),
+            (Group, "finish_param_sync", ("take",)),
+            (Executor, "_compute", ("begin", "end")),
+        ):
+            name, *after = names
+            stack.enter_context(patch.object(owner, method, telling(name, getattr(owner, method), *after)))
+        stack.enter_context(patch.object(Iteration, "run", running))
+        yield found
+
+
+def _summary(events: list[tuple[str, Any]], chunks: list[list[Any]]) -> Buckets:
+    names = [name for name, _ in events]
+    begins, last = names.index("begin"), len(names) - 1 - names[::-1].index("begin")
+    ends = len(names) - 1 - names[::-1].index("end")
+
+    def of(name: str, until: int) -> list[Any]:
+        return list(dict.fromkeys(one for what, one in events[:until] if what == name))
+
+    reduced, early = of("reduce", ends), of("reduce", last)
+    gathered, taken = of("gather", len(events)), of("take", len(events))
+    return Buckets(
+        [sum(group in reduced for group in groups) for groups in chunks],
+        [sum(group in early for group in groups) for groups in chunks],
+        [len(groups) for groups in chunks],
+        len(of("gather", begins)),
+        gathered == taken,
+    )
