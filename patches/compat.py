@@ -285,7 +285,7 @@ def optional(path: str, symbol: str) -> Any | None:
 
 
 def has_module(path: str) -> bool:
-    """Whether this release has a module of the table."""
+    """Tell whether this release has a module of the table."""
     assert path in NAMES, "every module that some releases lack has a row"
     try:
         return importlib.util.find_spec(path) is not None
@@ -313,7 +313,7 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version of megatron-core is a tested release, of any commit. A release candidate is not."""
+    """Tell whether a version of megatron-core is a tested release, of any commit. A release candidate is not."""
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", version)
     return release is not None and release[1] in RELEASES
 
@@ -333,37 +333,39 @@ def version() -> str:
 
 
 def reduces_experts_right() -> bool:
-    """Whether this release reduces the gradients of all experts over the right ranks, as 0.19 and later do."""
+    """Tell whether this release reduces the gradients of all experts over the right ranks, as 0.19 and later do."""
     return _minor(version()) >= (0, 19)
 
 
 def shares_packed_sequences() -> bool:
-    """Whether every stage and tensor-parallel rank learns where packed sequences begin, as from 0.17 on."""
+    """Tell whether every stage and tensor-parallel rank learns where packed sequences begin, as from 0.17 on."""
     return _minor(version()) >= (0, 17)
 
 
 def has_local_grouped_experts() -> bool:
-    """Whether experts in one grouped product work without Transformer Engine; the class for it was removed in 0.17."""
+    """Tell whether experts in one grouped product work without Transformer Engine; the class for it was removed in 0.17."""
     return optional("megatron.core.transformer.moe.experts", "GroupedMLP") is not None
 
 
 def null_tokenizer(name: str) -> str:
-    """What this release calls the library of a tokenizer without a model: ``name`` from 0.17 on."""
+    """Name in this release of the library of a tokenizer without a model: ``name`` from 0.17 on."""
     return name if _minor(version()) >= (0, 17) else "null"
 
 
 def ramps_up_by_steps() -> bool:
-    """Whether megatron-core takes a growing batch size as steps; from 0.18 on it ignores --rampup-batch-size."""
+    """Tell whether megatron-core takes a growing batch size as steps; from 0.18 on it ignores --rampup-batch-size."""
     return optional("megatron.core.num_microbatches_calculator", "StepBatchsizeNumMicroBatchesCalculator") is not None
 
 
 def saves_common_state_as_object() -> bool:
-    """Whether checkpoints have the state that is no tensor among the tensors, as from 0.19 on, and not in a file of its own."""
+    """Tell whether checkpoints have the state that is no tensor among the tensors, as from 0.19 on, and not in a file of its
+    own.
+    """
     return _minor(version()) >= (0, 19)
 
 
 def _required(row: Name) -> bool:
-    """Whether the installed release must have a name; one that the newest tested release has, all later ones must have."""
+    """Tell whether the installed release must have a name; one that the newest tested release has, all later ones must have."""
     last = row.releases.partition("-")[2]
     return row.required and (last == RELEASES[-1] or _minor(version()) <= _minor(last))
 

@@ -43,7 +43,9 @@ def install() -> None:
 
 
 def _counts_padding(cut: Any) -> bool:
-    """Whether a release's function, given a parameter behind a bucket that ends in padding, reads it from the wrong place."""
+    """Tell whether a release's function, given a parameter behind a bucket that ends in padding, reads it from the wrong
+    place.
+    """
     first, second = torch.zeros(1), torch.zeros(1)
     bucket = SimpleNamespace(grad_data=torch.zeros(2), numel_unpadded=1)
     buffer = SimpleNamespace(buckets=[bucket, bucket], numel_unpadded=2, param_index_map={first: (0, 1, 0), second: (2, 3, 1)})
@@ -81,7 +83,7 @@ def _without_padding(original: Any, optimizer: Any, *args: Any, **options: Any) 
 
 
 def padding_before(buffer: Any) -> list[int]:
-    """Of every bucket of a buffer: how many elements pad the ends of those before it."""
+    """Padding before every bucket of a buffer: the elements at the ends of those before it."""
     padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
     return list(accumulate(padding[:-1], initial=0))
 

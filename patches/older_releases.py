@@ -1,4 +1,5 @@
-"""What older releases of megatron-core lack is given to them here, so that all else is written for the newest one alone.
+"""Functions that older releases of megatron-core lack are given to them here, so that all else is written for the newest one
+alone.
 
 ``optimizer.MegatronOptimizer.get_grads_for_grad_norm`` (0.19) is called ``get_main_grads_for_grad_norm`` before.
 ``utils.get_batch_on_this_cp_rank``: ``is_hybrid_cp`` (0.18) is False.

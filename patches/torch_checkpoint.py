@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 
 class DamagedFile(Exception):
-    """What is in a file of a checkpoint is not what was written."""
+    """Error: a file of a checkpoint does not have what was written."""
 
 
 def install() -> None:

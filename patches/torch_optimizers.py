@@ -15,7 +15,7 @@ _OWN = (*WITH_STEPS, torch.optim.SGD)
 
 
 def is_torch(optimizer: Any) -> bool:
-    """Whether an optimizer is one of torch's, and not a fused one."""
+    """Tell whether an optimizer is one of torch's, and not a fused one."""
     return type(optimizer) in _OWN
 
 

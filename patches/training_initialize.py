@@ -1,4 +1,4 @@
-"""Where megatron.training's flags are validated and complete, before a process group exists.
+"""Point at which megatron.training's flags are validated and complete, before a process group exists.
 
 Up to 0.17 ``initialize.py`` calls both functions, from 0.18 on ``arguments.py``: each is wrapped wherever it was imported.
 

@@ -81,7 +81,7 @@ def accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_inpu
 
 
 def gradient_of(weight: torch.nn.Parameter) -> torch.Tensor:
-    """What gradients are added to: ``main_grad``, or ``grad`` where there is no DDP."""
+    """Tensor that gradients are added to: ``main_grad``, or ``grad`` where there is no DDP."""
     main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is not None:
         return main_grad

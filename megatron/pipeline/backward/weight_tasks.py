@@ -1,4 +1,4 @@
-"""What W does, as tasks: backward makes one for every weight whose gradient can wait, B leaves them to W, BW runs them at once.
+"""Tasks of W: backward makes one for every weight whose gradient can wait, B leaves them to W, BW runs them at once.
 
 A kind of layer joins by making a ``WeightTask`` in its backward and giving it to ``submit``: megatron-core's linears do
 (``split_linear.py``), their grouped experts (``grouped_experts.py``) and Transformer Engine's linears (``te_linear.py``).
@@ -32,7 +32,7 @@ _USED_ELSEWHERE = (
 
 
 class WeightTask(Protocol):
-    """What W does for one layer and one microbatch."""
+    """Work of W for one layer and one microbatch."""
 
     @property
     def held(self) -> Sequence[torch.Tensor]:
@@ -62,7 +62,7 @@ def deferring(tasks: list[WeightTask]) -> Iterator[None]:
 
 
 def is_deferred(fused: bool = False) -> bool:
-    """Whether a task submitted now is left to W.
+    """Tell whether a task submitted now is left to W.
 
     Args:
         fused: what ``runs_fused`` said when the layer ran its forward.
@@ -85,7 +85,7 @@ def prepare(weight: torch.nn.Parameter) -> None:
 
 
 def is_prepared(weight: torch.Tensor | None) -> bool:
-    """Whether ``prepare`` has seen a weight."""
+    """Tell whether ``prepare`` has seen a weight."""
     return hasattr(weight, _HOOKS)
 
 

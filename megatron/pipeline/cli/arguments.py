@@ -1,4 +1,4 @@
-"""How ``mpipe`` reads its command line, and how it says what is wrong: in one line.
+"""Read the command line of ``mpipe``, and say in one line what is wrong.
 
 The groups of flags that several commands share are functions that return a parent parser.
 """
@@ -201,7 +201,7 @@ def report_flags(
     json: str = "one JSON object, which the other commands read",
     output: str = "write there instead of to the terminal: .json for what the other commands read, .txt for text",
 ) -> Parser:
-    """What to print, and where; the arguments are what the help says of each."""
+    """Add the flags that say what to print, and where; the arguments are what the help says of each."""
     flags = Parser(add_help=False)
     flags.add_argument("--json", action="store_true", help=json)
     flags.add_argument("-o", "--output", metavar="FILE", help=output)

@@ -72,7 +72,7 @@ def add(commands: Commands) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared.
+    """Schedules that were compared.
 
     Attributes:
         whole: the most that a rank of 1F1B holds under the same costs; None where its stages do not fit these costs.
@@ -172,7 +172,7 @@ def _print_table(compared: Comparison) -> None:
 
 
 def _offloaded(plan: Planned, unit: Unit) -> tuple[str, str, str]:
-    """What a schedule holds without copies, what it has in host memory, and which share of all activations goes there."""
+    """Memory that a schedule holds without copies, its share in host memory, and which share of all activations goes there."""
     fields = gain(plan)
     without, host = (unit.number(max(fields[name])) for name in ("peak_without", "host_peak"))
     return without, host, f"{fmean(fields['moved_share']):.1%}"

@@ -91,7 +91,7 @@ def page(path: str, shown: Mapping[str, tuple[Timeline, Planned | None]]) -> Non
 
 
 def _read_iteration(path: str) -> Iteration:
-    """What a training run recorded about one iteration.
+    """Read the record of one iteration of a training.
 
     Raises:
         ValueError: the file cannot be read, is malformed, or a schedule; the message names the file.

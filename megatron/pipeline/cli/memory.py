@@ -67,7 +67,7 @@ class Prediction:
 
     @property
     def message_bytes(self) -> float | None:
-        """What ``message_buffers`` take."""
+        """Bytes of ``message_buffers``."""
         size = hidden_bytes(Shape.of(self.args)) / self.schedule.splits
         return None if self.message_buffers is None else self.message_buffers * size
 
@@ -204,7 +204,7 @@ def _fewer_microbatches(args: Namespace) -> None:
 
 
 def report(prediction: Prediction) -> dict[str, Any]:
-    """What ``--json`` says of a training."""
+    """Content of ``--json`` about a training."""
     args = prediction.args
     return {
         "schedule": args.pipeline_schedule,

@@ -1,4 +1,4 @@
-"""What the flags of ``mpipe`` ask for: a ``Request`` of a family or of all, or ``Changes`` of a schedule from a file."""
+"""Requests from the flags of ``mpipe``: a ``Request`` of a family or of all, or ``Changes`` of a schedule from a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILE = "file:"
 
 
 def requested(options: Namespace) -> Request:
-    """What ``mpipe plan`` or ``mpipe compare`` is asked for.
+    """Request of ``mpipe plan`` or ``mpipe compare``.
 
     Args:
         options: of ``size_flags``, ``goal_flags``, ``cost_flags``, ``pass_flags`` and ``offload_flags``, and the schedule's name
@@ -69,7 +69,7 @@ def requested(options: Namespace) -> Request:
 
 
 def changes(options: Namespace) -> Changes:
-    """What the flags of a command change about a schedule from a file; a command need not have all of these flags.
+    """Changes that the flags of a command ask for in a schedule from a file; a command need not have all of these flags.
 
     Raises:
         ValueError: flags do not go together.

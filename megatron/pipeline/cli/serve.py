@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def requested(flags: Sequence[str]) -> Request:
-    """What ``mpipe plan`` with these flags asks for.
+    """Request of ``mpipe plan`` with these flags.
 
     Raises:
         ValueError: they are wrong; the message is the command's.

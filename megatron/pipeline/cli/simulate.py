@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """How good a schedule is, with the costs it was planned with or with others, offloaded or not."""
+    """Say how good a schedule is, with the costs it was planned with or with others, offloaded or not."""
     check_output(options, drawn=True)
     planned = read(options.file, changes(options))
     put(report(planned), planned.timeline, options)

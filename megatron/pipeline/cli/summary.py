@@ -1,4 +1,4 @@
-"""What the commands print for a person."""
+"""Text that the commands print for a person."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.pipeline.view import Consecutive, render
 
 
 def above_bound(objective: str) -> str:
-    """What a column of that name says: see ``schedule/optimum/bound.py`` ``own_bound``."""
+    """Name of the column for that bound: see ``schedule/optimum/bound.py`` ``own_bound``."""
     return (
         f"above bound: how far the {objective} is above a proven lower bound of any order on the same placement "
         "within the same memory"
@@ -77,7 +77,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
 
 
 def _unit(data: dict[str, Any]) -> Unit:
-    """What memory is counted in: costs of every stage, from a file, may count it in any unit."""
+    """Unit of memory: costs of every stage, from a file, may count it in any unit."""
     return unit_of(Costs.from_fields(data["stage_costs"]) if "stage_costs" in data else None)
 
 
@@ -102,7 +102,7 @@ def _brief(data: dict[str, Any]) -> str:
 
 
 def _offloaded(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
-    """What a report says of a schedule with copies to host memory."""
+    """Lines of a report about a schedule with copies to host memory."""
     offload = data["offload"]
     mode = f", --offload {offload['mode']}" if offload["mode"] else ""
     longer = data["span"] / offload["span_without"] - 1 if offload["span_without"] else 0.0

@@ -145,7 +145,7 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
 
 
 def report(base: Namespace, cluster: Cluster, ours: SearchResult, stock: SearchResult) -> dict[str, Any]:
-    """What ``--json`` says."""
+    """Content of ``--json``."""
     shape = Shape.of(Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({}))  # the same in any layout
     return {
         "gpus": cluster.gpus,
@@ -169,7 +169,7 @@ def report(base: Namespace, cluster: Cluster, ours: SearchResult, stock: SearchR
 
 
 def row(result: Result) -> dict[str, Any]:
-    """What the report says of one training."""
+    """Entry of the report about one training."""
     fullest = result.fullest
     return {
         **result.candidate.sizes,
@@ -343,7 +343,7 @@ def _how_to_run(cluster: Cluster, directory: Path) -> str:
 
 
 def _fits_nowhere(layouts: Layouts, found: SearchResult) -> str:
-    """How much memory is missing, and the smallest changes with which something fits."""
+    """Say how much memory is missing, and the smallest changes with which something fits."""
     cluster, base = layouts.cluster, layouts.base
     if not found.misfits:
         reasons = "; ".join(f"{reason} ({times} times)" if times > 1 else reason for reason, times in found.refused[:3])

@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def text(found: Measurements, args: Namespace, measured: Device) -> str:
-    """What was measured, for people: times, and how well the formulas agree with them."""
+    """Text about a measurement: times, and how well the formulas agree with them."""
     heads = ("tensor", "samples", "F ms", "B ms", "W ms", "predicted", "activation MiB", "predicted")
     rows = []
     for timing in found.timings:
@@ -181,7 +181,7 @@ def _rehearsed(options: argparse.Namespace, model: Namespace) -> Timing:
 
 
 def _ranks(wanted: int | None) -> int:
-    """How many processes measure: those that torchrun or srun has started, or those that are to be started here."""
+    """Number of processes that measure: those that torchrun or srun has started, or those that are to be started here."""
     import torch
 
     if "RANK" in os.environ:

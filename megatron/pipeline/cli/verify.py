@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Whether a schedule obeys every rule, and its programs cannot deadlock."""
+    """Tell whether a schedule obeys every rule, and its programs cannot deadlock."""
     planned = read(options.file, changes(options))
     schedule = planned.schedule
     verify_programs(schedule, planned.programs)

@@ -1,4 +1,4 @@
-"""What a rank holds of a microbatch: bytes of activations, from a GPT's shape and from how ranks share it (``gpt.Holding``)."""
+"""Memory of a microbatch on a rank: bytes of activations, from a GPT's shape and from how ranks share it (``gpt.Holding``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Held(NamedTuple):
 
 
 def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:
-    """What the layers of a stage hold of a microbatch.
+    """Bytes that the layers of a stage hold of a microbatch.
 
     B goes through the layers, or units of them, from the last to the first: it makes one of them whole again while those before
     it still have what F kept, and those behind it what W needs.

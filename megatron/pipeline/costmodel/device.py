@@ -1,4 +1,4 @@
-"""How fast a GPU computes, moves its memory and talks to others: one JSON file for each kind, shipped or measured.
+"""Speeds of a GPU: products, memory and links; one JSON file for each kind, shipped or measured.
 
 The files in ``devices/`` have what makers publish, and one efficiency that is fitted to published trainings. Those that
 ``mpipe tune --measure`` writes have what was measured on a machine, times of single layers included.
@@ -89,7 +89,7 @@ class MeasuredLayer:
 
     @property
     def size(self) -> tuple[Any, ...]:
-        """What makes layers alike: all but its seconds."""
+        """Key of layers that are alike: all but the seconds."""
         return tuple(value for name, value in vars(self).items() if name not in Work._fields)
 
 
@@ -153,7 +153,7 @@ class Device:
                 _positive(f"{name} of a measured layer", seconds)
 
     def seconds(self, operations: float) -> float:
-        """Of products."""
+        """Seconds of products."""
         return operations / (self.peak * self.efficiency)
 
     def moving(self, size: float) -> float:
@@ -166,7 +166,7 @@ class Device:
         return replace(self, within=link, hop=link, between=link)
 
     def to_json(self) -> str:
-        """What ``from_json`` reads back."""
+        """Text that ``from_json`` reads back."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod

@@ -169,7 +169,7 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
 
 
 def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
-    """What was measured of a layer of this size, if it was."""
+    """Measurement of a layer of this size, if there is one."""
     held = shape.holding
     wanted = layer_size(shape)
     if held.context > 1 or shape.latent:
@@ -186,13 +186,13 @@ def layer_size(shape: Shape) -> tuple[Any, ...]:
 
 
 def embedding_costs(shape: Shape, device: Device) -> StageCosts:
-    """What the embedding adds to the first stage."""
+    """Costs that the embedding adds to the first stage."""
     forward, backward = map(device.moving, traffic.embedding_traffic(shape))
     return StageCosts(forward, backward, 0.0, 0.0, 0.0)
 
 
 def output_costs(shape: Shape, device: Device) -> StageCosts:
-    """What the output layer and the loss add to the last stage."""
+    """Costs that the output layer and the loss add to the last stage."""
     kept = activations.output_activation(shape)
     work = _seconds(device, gpt.output_work(shape).times(shape.holding.of_cut_layers))
     forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.holding.tensor))
@@ -223,7 +223,7 @@ def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary
 
 
 def shards(shape: Shape, ranks: int) -> Shards:
-    """How the vocabulary is cut over the ranks of a pipeline, and the tensor-parallel ones of each."""
+    """Shards of the vocabulary over the ranks of a pipeline, and the tensor-parallel ones of each."""
     return Shards.of(shape.vocabulary, shape.vocabulary, ranks * shape.holding.tensor)
 
 

@@ -1,4 +1,4 @@
-"""Which links the ranks of a layout talk over, and what that takes within a layer.
+"""Links between the ranks of a layout, and the time that they take within a layer.
 
 Megatron-LM's order of ranks is assumed, tp-cp-ep-dp-pp: tensor-parallel ranks are neighbours, and stages the farthest apart.
 """
@@ -39,7 +39,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Links:
-    """What every kind of group talks over.
+    """Link of every kind of group.
 
     Attributes:
         hop: from a stage to the next.
@@ -87,7 +87,7 @@ class Links:
         stage, own = tensor * context * data, parts * expert  # ranks of a stage, and those of them that have all of its experts
 
         def stays(ranks: int) -> bool:
-            """Whether every group of that number of neighbours is on one node."""
+            """Tell whether every group of that number of neighbours is on one node."""
             return stage * pipeline <= per_node or per_node % ranks == 0
 
         def group(first: int, size: int) -> Link:
@@ -191,5 +191,5 @@ def exchange_seconds(shape: Shape, links: Links) -> float:
 
 
 def hop_seconds(shape: Shape, links: Links) -> float:
-    """Of the message from a stage to the next."""
+    """Seconds of the message from a stage to the next."""
     return links.hop.seconds(activations.hidden_bytes(shape))

@@ -1,4 +1,4 @@
-"""How much memory of its GPU every rank of a training needs, from the flags and the schedule alone.
+"""Memory of its GPU that every rank of a training needs, from the flags and the schedule alone.
 
 ``predict`` is the one place for that. It counts
 
@@ -37,7 +37,7 @@ _ANY = "H100-80GB"  # where no GPU is named: activations are the same on all, wo
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank needs, in bytes.
+    """Memory of one rank, in bytes.
 
     Attributes:
         layers: transformer layers that it has.
@@ -64,7 +64,7 @@ class RankMemory:
 
     @property
     def allocated(self) -> float:
-        """What torch's ``max_memory_allocated`` would be."""
+        """Bytes that torch's ``max_memory_allocated`` would give."""
         return self.counted + self.workspaces
 
     @property
@@ -118,7 +118,7 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Dev
 
 @dataclass(frozen=True)
 class FixedMemory:
-    """What a rank needs in addition to activations, in bytes, under any schedule.
+    """Memory of a rank in addition to activations, in bytes, under any schedule.
 
     Attributes:
         count: its parameters.
@@ -138,7 +138,7 @@ class FixedMemory:
 def fixed_memory(
     args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None
 ) -> list[FixedMemory]:
-    """What every rank needs in addition to activations; arguments as in ``predict``."""
+    """Memory of every rank in addition to activations; arguments as in ``predict``."""
     shape = Shape.of(args)
     counts = parameters(shape, placement, layers, vocabulary, not args.untie_embeddings_and_output_weights)
     output_rank = None if vocabulary else placement.home(placement.last_stage)[0]
@@ -157,7 +157,7 @@ def fixed_memory(
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What one microbatch holds on every stage, in bytes.
+    """Bytes that one microbatch holds on every stage.
 
     Attributes:
         layers: of its transformer layers, from F to B.
@@ -211,12 +211,12 @@ def step_bytes(args: Namespace, count: Parameters) -> float:
 
 
 def gradient_bytes(args: Namespace) -> int:
-    """Of one parameter."""
+    """Bytes of the gradient of one parameter."""
     return SINGLE if args.accumulate_allreduce_grads_in_fp32 else gpt.number_bytes(args)
 
 
 def optimizer_parameters(args: Namespace, count: Parameters) -> float:
-    """Of how many parameters a rank has the optimizer's state."""
+    """Parameters whose optimizer state a rank stores."""
     if not args.use_distributed_optimizer:
         return count.total
     copies = args.data_parallel_size * args.context_parallel_size
@@ -226,7 +226,7 @@ def optimizer_parameters(args: Namespace, count: Parameters) -> float:
 
 
 def expert_copies(args: Namespace) -> int:
-    """How many ranks have the same experts of a layer."""
+    """Number of ranks with the same experts of a layer."""
     ranks = args.data_parallel_size * args.context_parallel_size * args.tensor_model_parallel_size
     return int(ranks // (args.expert_tensor_parallel_size * args.expert_model_parallel_size))
 
@@ -240,6 +240,6 @@ def recomputed(args: Namespace, shape: Shape, schedule: Schedule) -> Schedule:
 
 
 def makes_weights_again(args: Namespace) -> bool:
-    """Whether W runs with B, since that makes its inputs again."""
+    """Tell whether W runs with B, since that makes its inputs again."""
     whole = args.recompute_granularity == "full" and args.recompute_method != "block"
     return bool(whole and args.recompute_fused_backward)

@@ -1,4 +1,4 @@
-"""Which training measured costs are of: what the ``costs.json`` of a rehearsal says beside its numbers."""
+"""Origin of measured costs: what the ``costs.json`` of a rehearsal says beside its numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RANKS = ("tensor_model_parallel_size", "expert_model_parallel_size", "micro_bat
 
 
 class Rehearsed(NamedTuple):
-    """What a costs file has.
+    """Entries of a costs file.
 
     Attributes:
         of: as ``described`` wrote it; empty in a file of other origin.
@@ -25,7 +25,7 @@ class Rehearsed(NamedTuple):
 
 
 def described(args: Namespace, collectives: str) -> dict[str, Any]:
-    """Which training costs are of, for ``read``.
+    """Describe the training that costs are of, for ``read``.
 
     Args:
         collectives: those of tensor, context and expert parallelism, in words: ``none``, ``run``, ``priced`` or ``left out``.
@@ -39,7 +39,7 @@ def described(args: Namespace, collectives: str) -> dict[str, Any]:
 
 
 def shares_layers(args: Namespace) -> bool:
-    """Whether several ranks share a layer, and so exchange data within passes."""
+    """Tell whether several ranks share a layer, and so exchange data within passes."""
     sizes = args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size
     return max(sizes) > 1
 

@@ -13,7 +13,7 @@ from megatron.pipeline.shape.gpt import Holding, Shape
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one rank.
+    """Numbers of parameters of one rank.
 
     Attributes:
         dense: those that all data-parallel ranks have.
@@ -34,7 +34,8 @@ class Parameters:
 def parameters(
     shape: Shape, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None = None, tied: bool = False
 ) -> list[Parameters]:
-    """What every pipeline rank has of a GPT of megatron-core; with tensor parallelism one of the ranks that share its layers.
+    """Parameters of every pipeline rank, of a GPT of megatron-core; with tensor parallelism one of the ranks that share its
+    layers.
 
     Args:
         layers: of every stage, in the model's order.

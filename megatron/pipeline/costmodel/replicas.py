@@ -1,4 +1,4 @@
-"""What data-parallel replicas add to an iteration: the sum of their gradients, and new weights on all of them."""
+"""Time that data-parallel replicas add to an iteration: the sum of their gradients, and new weights on all of them."""
 
 from __future__ import annotations
 

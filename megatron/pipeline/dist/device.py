@@ -1,4 +1,4 @@
-"""Where this rank computes."""
+"""Device of this rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def to_device(numbers: Sequence[float]) -> torch.Tensor:
 
 
 def side_stream(device: torch.device, purpose: str = "collectives") -> AbstractContextManager[Any]:
-    """What starts in here on a GPU neither waits for what computes nor keeps it waiting; one stream for each purpose."""
+    """Start work on a GPU that neither waits for what computes nor keeps it waiting; one stream for each purpose."""
     return torch.cuda.stream(_stream(device, purpose)) if device.type == "cuda" else nullcontext()
 
 

@@ -64,7 +64,7 @@ def barrier() -> None:
 
 
 def done_by_rank_0(action: Callable[[], _T]) -> _T:
-    """What a function returns that rank 0 alone calls, on every rank; a collective over the world.
+    """Return on every rank the result of a function that rank 0 alone calls; a collective over the world.
 
     Raises:
         Exception: on every rank the one that the function raised.

@@ -34,7 +34,7 @@ Price = Callable[[str, float, int], float]  # from "all_reduce", ..., bytes, and
 
 
 class _World:
-    """What the groups that are made need to know: torch tells a backend no more than its members."""
+    """Facts that the groups need when they are made: torch tells a backend no more than its members."""
 
     ranks_of_stage = 1
 
@@ -65,7 +65,7 @@ def stand_in(rank: int) -> int:
 
 
 def is_last_present(group: torch.distributed.ProcessGroup) -> bool:
-    """Whether this rank is the last of a group, of those that are there."""
+    """Tell whether this rank is the last of a group, of those that are there."""
     return all(stand_in(rank) != rank for rank in torch.distributed.get_process_group_ranks(group)[group.rank() + 1 :])
 
 
@@ -242,7 +242,7 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
     # -- how
 
     def _answers(self, peer: int) -> bool:
-        """Whether a member is another rank that is there."""
+        """Tell whether a member is another rank that is there."""
         return self._gloo is not None and self._acting[peer] != self._here and self._acting.index(self._acting[peer]) == peer
 
     def _gather(self, gathered: Sequence[tuple[Tensors, torch.Tensor]]) -> _Work:
@@ -325,7 +325,7 @@ class _DeviceDelay(_Delay):
 
 @cache
 def _cycles_per_second(device: torch.device) -> float:
-    """Of the clock that ``torch.cuda._sleep`` counts, measured."""
+    """Measured frequency of the clock that ``torch.cuda._sleep`` counts."""
     cycles = 20_000_000
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(cycles)

@@ -8,7 +8,7 @@ import torch
 
 
 class Waitable(Protocol):
-    """What is under way until it has been waited for."""
+    """Operation that is under way until it has been waited for."""
 
     def wait(self) -> object: ...
 

@@ -10,7 +10,7 @@ PACKED = ("sft", "dataloader_inter_document_masking")  # sequences whose documen
 
 
 def cautions(args: Namespace) -> list[str]:
-    """What these flags, validated, do wrong or not at all, and what to change; ``args`` may lack Megatron-LM's own."""
+    """Settings that do wrong or nothing, of validated flags, and what to change; ``args`` may lack Megatron-LM's own."""
     found = []
     masked = next((name for name in ("eod_mask_loss", "sft") if getattr(args, name, False)), None)
     if masked and args.context_parallel_size > 1 and not args.calculate_per_token_loss:

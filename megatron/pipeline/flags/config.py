@@ -68,7 +68,9 @@ def transformer_config(args: Namespace, placement: Placement) -> TransformerConf
 
 
 def can_free_outputs(chunks: int) -> bool:
-    """Whether megatron-core's schedules may free what they send: the interleaved one does so while gloo is still sending it."""
+    """Tell whether megatron-core's schedules may free what they send: the interleaved one does so while gloo is still sending
+    it.
+    """
     return torch.cuda.is_available() or chunks == 1
 
 

@@ -1,4 +1,4 @@
-"""What flags may be: from a word of the command line to a number, or an error that says what is expected."""
+"""Types of flags: from a word of the command line to a number, or an error that says what is expected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMORY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10*
 
 
 def _number(kind: type[int] | type[float], wanted: str, low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """What reads a number from ``low`` to ``high``."""
+    """Reader of a number from ``low`` to ``high``."""
 
     def read(text: str) -> Any:
         try:

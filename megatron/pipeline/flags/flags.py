@@ -30,7 +30,7 @@ TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "Se
 
 
 class Role(Enum):
-    """What a flag decides, for programs that put aside a user's flags of one kind: see ``neutral``."""
+    """Topic of a flag, for programs that put aside a user's flags of one kind: see ``neutral``."""
 
     CHUNKS = auto()  # chunks per rank, and how many microbatches each runs in turn
     LAYOUT = auto()  # how ranks share the model, its gradients and its optimizer
@@ -68,7 +68,7 @@ def given(args: argparse.Namespace, *names: str) -> list[str]:
 
 @cache
 def actions() -> dict[str, argparse.Action]:
-    """What every flag of ``pretrain_gpt.py`` means, by name, in the order of ``--help``."""
+    """Meaning of every flag of ``pretrain_gpt.py``, by name, in the order of ``--help``."""
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
     return {action.dest: action for action in parser._actions}

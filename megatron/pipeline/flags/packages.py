@@ -11,7 +11,7 @@ _TRAINING = ("torch", "megatron.core")
 
 
 def missing(error: ModuleNotFoundError) -> str:
-    """What to install where an import failed.
+    """Name the package to install where an import failed.
 
     What trains is named together, by whichever of it was imported first.
 

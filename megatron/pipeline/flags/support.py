@@ -1,4 +1,4 @@
-"""Which features of Megatron-LM work with our schedules: one table, for ``mpipe support``, docs/support.md and launch's warnings.
+"""Features of Megatron-LM under our schedules: one table, for ``mpipe support``, docs/support.md and launch's warnings.
 
 Everything marked as tested was tested on CPUs over gloo; nothing here has run on a GPU yet.
 """
@@ -14,7 +14,7 @@ __all__ = ["FEATURES", "Feature", "Support", "of_flag", "unsupported", "untested
 
 
 class Support(StrEnum):
-    """What happens with a feature under a schedule of ours."""
+    """Result of a feature under a schedule of ours."""
 
     TESTED = "tested"
     UNTESTED = "untested"  # accepted, with a warning at the start
@@ -204,7 +204,7 @@ def of_flag(flag: str) -> Feature | None:
 
 
 def unsupported(flag: str) -> str:
-    """What to say of a flag of Megatron-LM that ``pretrain_gpt.py`` does not train with."""
+    """Words about a flag of Megatron-LM that ``pretrain_gpt.py`` does not train with."""
     feature = of_flag(flag.lstrip("-"))
     if feature is None:
         return f"unknown flag {flag}; --help lists all flags, and mpipe launch runs Megatron-LM's own script with its flags"

@@ -1,4 +1,4 @@
-"""Which of megatron-core's FP8 goes with delayed weight gradients? For the flags of ``mpipe launch``; ours has none yet.
+"""FP8 of megatron-core with delayed weight gradients: what is refused. For the flags of ``mpipe launch``; ours has none yet.
 
 docs/versions.md has the table of recipes. What the schedule decides as well is ``te_linear.check_quantized``'s to say.
 """

@@ -1,4 +1,4 @@
-"""Where a GPU is in a program whose host may be far ahead of it.
+"""Position of a GPU in a program whose host may be far ahead of it.
 
 The host posts receives and launches passes without waiting, so in a hang all hosts stand in the next read of the device, and
 their own position says nothing of who waits for whom. An event behind every pass and every wait says where the device is.

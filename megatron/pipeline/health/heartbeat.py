@@ -74,11 +74,11 @@ class Heartbeat:
         return self.news
 
     def claim(self) -> bool:
-        """Whether this rank prints the news: the first rank that asks does, and every rank that gets no answer."""
+        """Tell whether this rank prints the news: the first rank that asks does, and every rank that gets no answer."""
         return self._first(_SPEAKER, str(self._rank)) in (str(self._rank), None)
 
     def _first(self, key: str, value: str) -> str | None:
-        """What was written first under a key, by this rank or by another; None if the store is gone or does not answer."""
+        """Value that was written first under a key, by this rank or by another; None if the store is gone or does not answer."""
         answers: list[str] = []
 
         def write() -> None:

@@ -1,4 +1,4 @@
-"""Where every rank is, and which ranks block the others: the facts and the diagnosis of hang reports."""
+"""Position of every rank, and the ranks that block the others: the facts and the diagnosis of hang reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLACED = 16  # waiting ranks whose places a report shows
 
 @dataclass(frozen=True)
 class Situation:
-    """Where one rank is. Ranks are global ranks, those of the world.
+    """Position of one rank. Ranks are global ranks, those of the world.
 
     Attributes:
         place: what the rank does, such as ``"Wait gradient of microbatch 1 from stage 3, for B1.0"``.
@@ -55,7 +55,7 @@ class Situation:
     def in_program(
         cls, program: Program, position: Operation, begun: int, progress: tuple[int, ...], to_world: Callable[[int], int]
     ) -> Situation:
-        """Of a rank that runs a program.
+        """Position of a rank that runs a program.
 
         Args:
             position: the operation it runs.
@@ -103,7 +103,7 @@ class Situation:
 
 
 class RanksSeen:
-    """What one rank has read from the others, and when.
+    """Positions that one rank has read from the others, and when.
 
     Its clock stops while its own process is stopped: after a machine has slept, or a whole job was suspended, no rank is
     accused.
@@ -150,7 +150,7 @@ class RanksSeen:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Which ranks block the others.
+    """Ranks that block the others.
 
     Attributes:
         culprits: the likely causes; several where the facts do not decide.

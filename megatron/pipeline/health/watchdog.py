@@ -110,7 +110,7 @@ class Watchdog:
                 self._end(news)
 
     def _judge(self, silence: float) -> str | None:
-        """What has gone wrong, if anything. Ranks without a sign of life for ``silence`` seconds are lost."""
+        """Find what has gone wrong, if anything. Ranks without a sign of life for ``silence`` seconds are lost."""
         heartbeat, view = self._heartbeat, self._seen
         if heartbeat.news:
             return heartbeat.news
@@ -139,7 +139,7 @@ class Watchdog:
         return set() if self._heartbeat.keeper is None else {self._heartbeat.keeper}
 
     def _blame(self, error: BaseException) -> str | None:
-        """Which other rank failed or was lost just before an exception on this one; None if this one is to blame."""
+        """Find the other rank that failed or was lost just before an exception on this one; None if this one is to blame."""
         lost_peer = isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower()
         deadline = time.monotonic() + 2 * _SILENT_LOOKS * self._interval * lost_peer
         while time.monotonic() < deadline:

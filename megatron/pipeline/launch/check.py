@@ -1,4 +1,4 @@
-"""Which of Megatron-LM's flags our schedules support, and the flags as our own planning reads them."""
+"""Flags of Megatron-LM that our schedules support, and the flags as our own planning reads them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_source(args: Namespace) -> None:
 
 
 def wrong_in_megatron_core(args: Namespace) -> str | None:
-    """Which flags this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
+    """Flags that this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
     tensor = args.tensor_model_parallel_size
     if separates_documents(args) == "sft" and tensor > 1 and not compat.shares_packed_sequences():
         return (
@@ -217,7 +217,7 @@ def check_model(model: object, pipeline: Pipeline) -> None:
 
 
 def defaults_without_gpu() -> dict[str, object]:
-    """What Megatron-LM's flags have to be on a machine without a GPU; empty on others."""
+    """Values that Megatron-LM's flags need on a machine without a GPU; empty on others."""
     if torch.cuda.is_available():
         return {}
     fusions = ("masked_softmax", "gradient_accumulation", "bias_gelu", "bias_swiglu", "bias_dropout", "apply_rope")

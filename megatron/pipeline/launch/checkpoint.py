@@ -1,4 +1,4 @@
-"""Which of Megatron-LM's checkpoints another placement can load: those whose optimizer state is saved by parameter.
+"""Checkpoints of Megatron-LM that another placement can load: those whose optimizer state is saved by parameter.
 
 Megatron-LM saves the distributed optimizer's state by bucket, unless --dist-ckpt-optim-fully-reshardable is given. A bucket has
 the parameters of one rank's layers, so another placement cannot read it.
@@ -79,7 +79,7 @@ def _latest(args: Namespace) -> Path | None:
 
 
 def _held(args: Namespace, placement: Placement | None = None) -> Any:
-    """What every rank holds: its stages, their layers, its part of the vocabulary, and whether every rank cuts it into buckets.
+    """Share of every rank: its stages, their layers, its part of the vocabulary, and whether every rank cuts it into buckets.
 
     Args:
         args: of this run, or those that upstream has saved, which lack our flags.

@@ -16,7 +16,7 @@ from megatron.pipeline.session.trace import draw_consecutive, draw_last_trace
 
 
 def is_last_rank() -> bool:
-    """Whether this is the rank on which Megatron-LM reports losses."""
+    """Tell whether this is the rank on which Megatron-LM reports losses."""
     return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 

@@ -64,7 +64,7 @@ from megatron.pipeline.session.startup_lines import plan_in_words
 
 
 class Run:
-    """What one run has.
+    """State of one run.
 
     Attributes:
         pipeline: which schedule it uses; None until flags are complete.
@@ -234,7 +234,7 @@ class Run:
     # the data
 
     def needs_data(self, original: Callable[..., bool], vp_stage: int | None) -> bool:
-        """Whether a chunk reads microbatches."""
+        """Tell whether a chunk reads microbatches."""
         pipeline = self._placed
         if pipeline is None:
             return original(vp_stage)
@@ -243,7 +243,7 @@ class Run:
 
     @property
     def shares_whole_batches(self) -> bool:
-        """Whether tensor-parallel ranks need all of a batch, not what the first or the last rank alone would use."""
+        """Tell whether tensor-parallel ranks need all of a batch, not what the first or the last rank alone would use."""
         pipeline = self._placed
         return pipeline is not None and (
             self._shards_vocabulary or self._separates_documents or pipeline.placement.home(pipeline.placement.last_stage)[0] == 0

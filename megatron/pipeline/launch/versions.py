@@ -1,4 +1,4 @@
-"""Which ``megatron.core`` and ``megatron.training`` run together."""
+"""Releases of ``megatron.core`` and ``megatron.training`` that run together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Versions:
-    """Where both come from.
+    """Origin of both packages.
 
     Attributes:
         core: version of the ``megatron.core`` that runs.
@@ -26,7 +26,7 @@ class Versions:
 
     @property
     def in_words(self) -> str:
-        """Which these are, in a line."""
+        """Both releases, in a line."""
         if self.core_path.parent != self.training_path.parent:
             where = f"in {self.core_path}"
         else:
@@ -35,7 +35,7 @@ class Versions:
 
     @property
     def difference(self) -> str | None:
-        """What to do where the two are of different releases; None where they are of one."""
+        """Advice where the two are of different releases; None where they are of one."""
         if self.checkout is None or _release(self.checkout) == _release(self.core):
             return None
         return (

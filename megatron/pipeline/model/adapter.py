@@ -1,4 +1,4 @@
-"""What the pipeline has to know of one kind of model: one adapter for each kind, and nothing anywhere else.
+"""Facts about one kind of model that the pipeline needs: one adapter for each kind, and nothing anywhere else.
 
 ``GPT`` is the adapter of megatron-core's GPTModel and its subclasses. A model of another kind names its own adapter in the
 attribute ``pipeline_adapter``; ``tests/model/test_adapter.py`` has one.
@@ -64,7 +64,7 @@ class ModelAdapter(Protocol):
         """
 
     def last_stage_in_layers(self, args: Namespace) -> float:
-        """What the last stage computes in addition to its transformer layers, in units of one such layer."""
+        """Work of the last stage in addition to its transformer layers, in units of one such layer."""
 
     def shared_weight(self, model: Any) -> torch.nn.Parameter | None:
         """The first or the last stage's copy of a weight that both have; None if the model has no such weight.
@@ -93,7 +93,7 @@ def adapter_of(model: Any) -> ModelAdapter:
 
 
 def has_adapter(model: Any) -> bool:
-    """Whether ``adapter_of`` finds one; a part of a model, such as a single linear, needs none."""
+    """Tell whether ``adapter_of`` finds one; a part of a model, such as a single linear, needs none."""
     return isinstance(model, GPTModel) or hasattr(model, "pipeline_adapter")
 
 

@@ -53,7 +53,7 @@ class ContextParallelAttention(DotProductAttention):
 
 
 def causal_mask(tokens: int, rank: int, ranks: int, device: torch.device) -> torch.Tensor:
-    """Which keys of the whole sequence come after a rank's queries: (1, 1, tokens, tokens * ranks), true for those."""
+    """Mask of the keys of the whole sequence that come after a rank's queries: (1, 1, tokens, tokens * ranks), true for those."""
     chunk = tokens // 2
     first = torch.arange(chunk, device=device)
     positions = torch.cat([first + number * chunk for number in (rank, 2 * ranks - 1 - rank)])

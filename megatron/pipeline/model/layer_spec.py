@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of: upstream's specifications, with what a machine without their packages needs."""
+"""Modules of a transformer layer: upstream's specifications, with what a machine without their packages needs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _seeded(args: Namespace, layer: ModuleSpec) -> ModuleSpec:
 
 
 def _replacements(config: TransformerConfig) -> dict[type, type]:
-    """Which local modules stand in for upstream's, which lack something."""
+    """Local modules that stand in for upstream's, which lack something."""
     found: dict[type, type] = {SequentialMLP: SeededExperts} | GROUPED_EXPERTS
     if config.sequence_parallel:
         found[WrappedTorchNorm] = SequenceParallelTorchNorm

@@ -1,4 +1,4 @@
-"""How many layers every stage has, and where: megatron-core's layout of the layers, for any placement."""
+"""Number and place of the layers of every stage: megatron-core's layout of the layers, for any placement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlacementLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """How many layers of a type the stages before this one have."""
+        """Number of layers of a type on the stages before this one."""
         rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         before = self.stages[: self.placement.stage(rank, vp_stage or 0)]
         return sum(stage.count(layer_type) for stage in before)
@@ -45,7 +45,7 @@ def decoder_layers(args: Namespace, placement: Placement) -> list[int]:
 
 
 def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> tuple[tuple[LayerType, ...], ...]:
-    """What every stage of the model consists of, in the model's order, from Megatron-LM's flags.
+    """Contents of every stage of the model, in the model's order, from Megatron-LM's flags.
 
     ``--pipeline-model-parallel-layout`` says it all. Otherwise layers are spread evenly; those left over go to the ranks that
     have the fewest, and there to the stages in the middle, since the first has the embedding and the last the output layer.
@@ -74,7 +74,7 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
 
 
 def last_stage_in_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> dict[int, float]:
-    """What the last stage computes in addition to its transformer layers, in units of one such layer; by stage."""
+    """Work of the last stage in addition to its transformer layers, in units of one such layer; by stage."""
     return {placement.last_stage: adapter.last_stage_in_layers(args)}
 
 

@@ -49,7 +49,7 @@ class SeededPredictionLayer(MultiTokenPredictionLayer):
 
 @contextmanager
 def _numbers_of_this_expert_rank() -> Iterator[None]:
-    """What is drawn on the CPU within depends on the expert-parallel rank; what is drawn after it does not."""
+    """Make random numbers that are drawn on the CPU within, and no later ones, depend on the expert-parallel rank."""
     state = torch.get_rng_state()
     torch.manual_seed(seeding.derive(torch.initial_seed(), "experts", parallel_state.get_expert_model_parallel_rank()))
     try:

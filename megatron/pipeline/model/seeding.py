@@ -68,7 +68,7 @@ def seed_layer(base: int, layer: int, tensor_rank: int | None = None) -> None:
 
 @contextmanager
 def kept_random_states() -> Iterator[None]:
-    """What is drawn within leaves every random stream where it was."""
+    """Leave every random stream where it was, after draws within."""
     tracker = get_cuda_rng_tracker()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     states = tracker.get_states()

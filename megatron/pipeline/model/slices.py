@@ -77,7 +77,7 @@ def check_slices(args: Namespace, splits: int) -> None:
 
 
 class Slices:
-    """What is known of the microbatches that are in flight on one rank, in slices. One iteration owns it.
+    """Facts about the microbatches that are in flight on one rank, in slices. One iteration owns it.
 
     Args:
         chunks: this rank's, wrapped or not.
@@ -127,7 +127,7 @@ class Slices:
         return again
 
     def completes(self, work: Pass) -> bool:
-        """Whether a forward is its microbatch's last: then its report and number of tokens are the microbatch's."""
+        """Tell whether a forward is its microbatch's last: then its report and number of tokens are the microbatch's."""
         return work.microbatch % self.splits == self.splits - 1
 
     def _slice(self, work: Pass) -> _Slice:

@@ -1,4 +1,4 @@
-"""Which weights of a model have a gradient that W computes, later than B and in any order.
+"""Weights of a model whose gradient W computes, later than B and in any order.
 
 The layers' backwards are in ``backward/`` (megatron-core's linears and grouped experts) and ``te_linear.py`` (Transformer
 Engine's). B finishes the gradients of all other parameters: norms, biases, embeddings.

@@ -1,4 +1,4 @@
-"""Where a chunk of this rank stands in the model."""
+"""Place of a chunk of this rank in the model."""
 
 from __future__ import annotations
 

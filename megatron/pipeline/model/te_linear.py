@@ -30,7 +30,7 @@ _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other nam
 
 
 def is_installed() -> bool:
-    """Whether there is a Transformer Engine; where there is none, megatron-core says None, or from 0.19 on 0.0.0."""
+    """Tell whether there is a Transformer Engine; where there is none, megatron-core says None, or from 0.19 on 0.0.0."""
     return str(get_te_version() or "0.0.0") != "0.0.0"
 
 
@@ -102,12 +102,12 @@ def check_quantized(settings: Any, offloads: bool, counts: bool, steps_ahead: bo
 
 
 def is_engines(module: torch.nn.Module) -> bool:
-    """Whether a module is a linear of Transformer Engine."""
+    """Tell whether a module is a linear of Transformer Engine."""
     return hasattr(module, "wgrad_store")
 
 
 def is_delayed(module: torch.nn.Module) -> bool:
-    """Whether a module is Transformer Engine's, and built to have ``backward_dw`` called."""
+    """Tell whether a module is Transformer Engine's, and built to have ``backward_dw`` called."""
     store: Any = getattr(module, "wgrad_store", None)
     return store is not None and store.delay_wgrad_compute()
 

@@ -13,7 +13,7 @@ _FEWEST, _MOST = 3, 8  # iterations of a kind, for its time to be known, and tha
 
 @dataclass(frozen=True)
 class Observation:
-    """What is known of a step once the iteration after it has ended; the same on all ranks.
+    """Facts about a step once the iteration after it has ended; the same on all ranks.
 
     Attributes:
         ahead: it was taken before its validation.

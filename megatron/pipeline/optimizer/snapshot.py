@@ -16,7 +16,7 @@ _PURPOSE = ("copies of the optimizer's state", "or keep them on the device: --po
 
 
 class Keep(StrEnum):
-    """Where copies are kept."""
+    """Place where copies are kept."""
 
     DEVICE = "device"  # copied when the step is taken, freed when it is accepted
     HOST = "host"  # copied while the backwards before the step run, into pinned memory that stays allocated
@@ -47,12 +47,12 @@ class Snapshot:
 
     @property
     def taken(self) -> bool:
-        """Whether there is a copy to go back to."""
+        """Tell whether there is a copy to go back to."""
         return bool(self._groups)
 
     @property
     def bytes(self) -> int:
-        """What the copies take now."""
+        """Bytes that the copies take now."""
         return sum(copy.numel() * copy.element_size() for _, copy in self._copies)
 
     def take(self) -> None:

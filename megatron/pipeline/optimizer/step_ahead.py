@@ -27,7 +27,7 @@ from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``optimizer.step()`` would have returned, and whether the step ahead was another one.
+    """Result that ``optimizer.step()`` would have had, and whether the step ahead was another one.
 
     Attributes:
         successful: whether there was a step; there is none where a scaled gradient is not finite.
@@ -54,7 +54,7 @@ def snapshot_of(optimizer: MegatronOptimizer, keep: Keep = Keep.DEVICE) -> Snaps
 
 
 def clips(limit: float, norm: float) -> bool:
-    """Whether megatron-core scales gradients of that norm; a limit of 0 is none."""
+    """Tell whether megatron-core scales gradients of that norm; a limit of 0 is none."""
     return limit > 0 and limit / (norm + 1e-6) < 1
 
 

@@ -1,4 +1,4 @@
-"""How many layers every stage gets, found together with the order of passes: a descent from the even split.
+"""Number of layers of every stage, found together with the order of passes: a descent from the even split.
 
     Request("zb-v", ranks=4, microbatches=16, costs=costs, layers=32).plan().split.layers
 
@@ -65,7 +65,7 @@ class Model:
         return replace(self.costs, stages=tuple(stages))
 
     def extra(self, placement: Placement) -> dict[int, float]:
-        """What the ends compute, in mean layers; by stage."""
+        """Work of the ends, in mean layers; by stage."""
         layer = sum(each.total for each in self.layers) / len(self.layers)
         ends = ((0, self.first), (placement.last_stage, self.last))
         return {stage: end.total / layer for stage, end in ends if layer and end.total}
@@ -142,13 +142,13 @@ def balanced(placement: Placement, model: Model, microbatches: int, plan: Callab
 
 @dataclass(frozen=True)
 class _Tried:
-    """What came of a split: a plan, or the refusal of one that holds too much."""
+    """Result of a split: a plan, or the refusal of one that holds too much."""
 
     counts: tuple[int, ...]
     plan: Planned | LimitTooLow
 
     def length(self) -> tuple[bool, float]:
-        """What is to be short; of splits that do not fit, those are better that need less."""
+        """Length to minimise; of splits that do not fit, those are better that need less."""
         plan = self.plan
         return (False, plan.value) if isinstance(plan, Planned) else (True, plan.least)
 

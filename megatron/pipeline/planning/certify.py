@@ -1,4 +1,4 @@
-"""What ``mpipe certify`` reads: any schedule as traffic between ranks, with the costs that its times follow from."""
+"""Input of ``mpipe certify``: any schedule as traffic between ranks, with the costs that its times follow from."""
 
 from __future__ import annotations
 

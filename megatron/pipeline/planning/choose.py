@@ -1,4 +1,4 @@
-"""Which schedule is the best here? Every family, planned for the same request, and a choice among them.
+"""Choice of the best schedule: every family, planned for the same request, and a choice among them.
 
 planned, refused = candidates(Request(AUTO, ranks=8, microbatches=32, costs=costs_of, memory_limit=6), variants(ranks=8))
 schedule = choose(planned).best.schedule
@@ -182,7 +182,7 @@ def best(
 
 
 def _ties(plan: Planned) -> tuple[float, int, int]:
-    """What decides between schedules that are equally short: memory, messages per microbatch, and the family's place."""
+    """Order of schedules that are equally short: memory, messages per microbatch, and the family's place."""
     memory = float(f"{plan.peak:.9g}")  # sums of fractions such as 1/3 differ in their last bits
     messages = plan.problem.placement.chunks_per_replica * plan.problem.splits
     return memory, messages, list(families.FAMILIES).index(plan.schedule.name)

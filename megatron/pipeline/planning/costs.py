@@ -175,7 +175,7 @@ def share_of(costs: Costs, placement: Placement, value: Callable[[StageCosts], f
 
 
 def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, copies: bool = False) -> dict[str, Any]:
-    """What ``costs_of`` reads back: one rank's share on average, and every stage where these do not suffice.
+    """Fields that ``costs_of`` reads back: one rank's share on average, and every stage where these do not suffice.
 
     Args:
         vocabulary: whether it is spread, so that its costs matter.

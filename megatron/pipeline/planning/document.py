@@ -41,7 +41,7 @@ _OF_EACH = (
 
 
 def report(planned: Planned) -> dict[str, Any]:
-    """What ``--json`` prints of a schedule; ``read`` reads it."""
+    """Data that ``--json`` prints of a schedule; ``read`` reads it."""
     return _report(planned) | {"message_buffers": planned.message_buffers}
 
 
@@ -141,7 +141,7 @@ def gain(planned: Planned) -> dict[str, Any]:
 
 
 def curves(shown: Mapping[str, Planned]) -> dict[str, Any]:
-    """What ``view.draw`` takes to draw the memory of schedules: by title what each rank holds over time, and the unit of all."""
+    """Arguments of ``view.draw`` for the memory of schedules: by title what each rank holds over time, and the unit of all."""
     units = {_unit(planned) for planned in shown.values()}
     unit = units.pop() if len(units) == 1 else COSTS_UNIT
     memory = {
@@ -161,7 +161,7 @@ def _unit(planned: Planned) -> Unit:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a user changes about a schedule from a file. None: the file's value stays.
+    """Changes by a user to a schedule from a file. None: the file's value stays.
 
     Attributes:
         costs: what passes cost.
@@ -200,7 +200,7 @@ def read_timeline(path: str, changes: Changes) -> tuple[Timeline, Planned | None
 
 
 def read_recorded_plan(path: str) -> Timeline | None:
-    """What an iteration was planned to be that a training has recorded; None for other files.
+    """Plan of an iteration that a training has recorded; None for other files.
 
     Raises:
         ValueError: the file cannot be read, or its plan is malformed; the message names the file.
@@ -227,7 +227,7 @@ def read_costs(path: str, text: str | None = None) -> Costs:
 
 
 def naming(path: str, read: Callable[[str], _Read], text: str | None = None) -> _Read:
-    """What ``read`` makes of the text of a file; its complaints name the file.
+    """Document that ``read`` makes of the text of a file; its complaints name the file.
 
     Args:
         text: of the file, where it has been read.
@@ -256,7 +256,7 @@ def schedule_of(path: str, text: str) -> tuple[Schedule, dict[str, Any]]:
 
 
 def is_schedule(path: str) -> bool:
-    """Whether a file holds passes without times."""
+    """Tell whether a file holds passes without times."""
     return is_csv(path) or '"passes"' in read_text(path)
 
 

@@ -1,4 +1,4 @@
-"""What each rank may hold: 1F1B's peak, the unit of amounts of memory, and the limits of families that stand for an amount.
+"""Memory limits of each rank: 1F1B's peak, the unit of amounts of memory, and the limits of families that stand for an amount.
 
 Stages differ: the last one holds the logits of each microbatch too. What matters is whether a training that fits under 1F1B
 fits under another schedule, so that every rank may hold as much as the fullest one of 1F1B does.
@@ -27,7 +27,7 @@ _GIVEN_UP = 0.5  # of its memory that a family does without at most where weight
 
 @dataclass(frozen=True)
 class Beside:
-    """What every rank needs beside activations, such as weights and optimizer states, in the costs' unit of memory.
+    """Memory that every rank needs beside activations, such as weights and optimizer states, in the costs' unit of memory.
 
     Attributes:
         stock: under megatron-core's 1F1B.
@@ -63,7 +63,7 @@ def of_stages(name: str, problem: Problem) -> Schedule:
 
 
 def kept_limits(family: Family, problem: Problem, beside: Beside | None = None) -> tuple[float, ...] | None:
-    """What each rank may hold, in the costs' unit, from the problem's limits and the amount that the family's name stands for.
+    """Memory limit of each rank, in the costs' unit, from the problem's limits and the amount that the family's name stands for.
 
     Args:
         beside: what ranks need beside activations, where that is known. Without limits of the problem no rank then needs more in
@@ -111,7 +111,7 @@ def _own_limits(family: Family, problem: Problem, beside: Beside | None) -> tupl
 
 
 def least_limits(family: Family, problem: Problem) -> tuple[float, ...]:
-    """What every rank cannot do without: one microbatch, or the order in which each W follows its B."""
+    """Memory that no rank can do without: one microbatch, or the order in which each W follows its B."""
     ranks, more = problem.ranks, spreading(problem)
     # B and W run as one where B would make activations again.
     grows = {stage for stage, cost in enumerate(problem.costs.stages) if cost.grows}
@@ -123,7 +123,7 @@ def least_limits(family: Family, problem: Problem) -> tuple[float, ...]:
 
 
 def spreading(problem: Problem) -> float:
-    """What a rank may hold more where the vocabulary is spread, in the costs' unit."""
+    """Memory that a rank may hold more where the vocabulary is spread, in the costs' unit."""
     if problem.vocabulary is None:
         return 0.0
     return postponed(problem.vocabulary, problem.ranks) * largest_microbatch(problem) + logits(problem)
@@ -135,5 +135,5 @@ def largest_microbatch(problem: Problem) -> float:
 
 
 def logits(problem: Problem) -> float:
-    """What a rank holds for its shard of the vocabulary: while one S runs, ``MOST_WAITING`` others wait for their T."""
+    """Memory that a rank holds for its shard of the vocabulary: while one S runs, ``MOST_WAITING`` others wait for their T."""
     return (MOST_WAITING + 1) * problem.costs.vocabulary.activation

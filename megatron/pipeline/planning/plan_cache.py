@@ -1,4 +1,4 @@
-"""What a training runs: a schedule with its programs for each number of microbatches, planned at first use.
+"""Plans of a training: a schedule with its programs for each number of microbatches, planned at first use.
 
 The schedule comes from a family, which plans any number of microbatches and can plan again at other costs; from a file, which
 is for one number; or it is megatron-core's own, which is not planned here at all.
@@ -73,7 +73,7 @@ class PlanCache:
 
     @property
     def has_family(self) -> bool:
-        """Whether a family plans the schedule, and can do so again at other costs."""
+        """Tell whether a family plans the schedule, and can do so again at other costs."""
         return not self.is_stock and self._file is None
 
     @property
@@ -84,12 +84,12 @@ class PlanCache:
 
     @property
     def offloads(self) -> bool:
-        """Whether any iteration copies activations to host memory."""
+        """Tell whether any iteration copies activations to host memory."""
         return bool(self.offload or (self._file and self._file.has_copies))
 
     @property
     def planned_costs(self) -> Costs:
-        """What schedules are planned for: measured costs, or equal ones, where copies take as long as passes do (k = 1)."""
+        """Costs that schedules are planned for: measured costs, or equal ones, where copies take as long as passes do (k = 1)."""
         if self.costs:
             return self.costs
         costs = replace(self._request, vocabulary=self.vocabulary).equal_costs(self.placement)
@@ -133,7 +133,7 @@ class PlanCache:
                 )
 
     def plan_again(self, costs: Costs, memory_limit: Limits) -> dict[int, Schedule]:
-        """What the family makes of these costs, for every number of microbatches that is planned by now.
+        """Plan again at these costs, for every number of microbatches that is planned by now.
 
         A schedule in use stays where it fits into the limit and the family's new one is not shorter; copies to host memory are
         always planned anew. Nothing changes until ``adopt``; another thread may call this while iterations run.
@@ -220,7 +220,7 @@ class PlanCache:
         )
 
     def _problem(self, microbatches: int, costs: Costs | None, limit: Limits) -> Problem:
-        """What a schedule for that request answers, within the limits that its family keeps."""
+        """Problem that a schedule for that request answers, within the limits that its family keeps."""
         request = self._at(microbatches, costs, limit)
         return request.problem() if self.has_family else request.on(self.placement, self.splits)
 

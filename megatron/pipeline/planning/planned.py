@@ -1,4 +1,4 @@
-"""What came of a request: a schedule that obeys every rule, the problem that it answers, and how good it is."""
+"""Result of a request: a schedule that obeys every rule, the problem that it answers, and how good it is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Split:
-    """How the layers of a model are split over its stages.
+    """Split of a model's layers over its stages.
 
     Attributes:
         layers: of every stage, in the model's order.
@@ -63,7 +63,7 @@ class Planned:
 
     @property
     def title(self) -> str:
-        """What it is called above a drawing."""
+        """Title above a drawing."""
         return f"{self.schedule.name}, offloaded" if self.schedule.has_copies else self.schedule.name
 
     @property
@@ -123,15 +123,15 @@ class Planned:
 
     @cached_property
     def bound(self) -> float:
-        """What no order of the passes within the schedule's own memory can beat: see ``own_bound``."""
+        """Time that no order of the passes within the schedule's own memory can beat: see ``own_bound``."""
         return own_bound(self.schedule, self.problem)
 
     @property
     def gap(self) -> float:
-        """How far the schedule is above that bound, as a share of the bound."""
+        """Distance of the schedule above that bound, as a share of the bound."""
         return above(self.value, self.bound)
 
 
 def above(value: float, bound: float) -> float:
-    """How far a value is above a bound, as a share of the bound."""
+    """Distance of a value above a bound, as a share of the bound."""
     return value / bound - 1 if bound else 0.0

@@ -23,7 +23,7 @@ class Bytes(float):
 
 @dataclass(frozen=True)
 class Unit:
-    """How an amount of memory is written.
+    """Unit in which an amount of memory is written.
 
     Attributes:
         name: follows the number.
@@ -47,7 +47,7 @@ class Unit:
         return f"needs {self.at_least(least)}, limit {self.number(limit) if self.name.startswith(' ') else self.amount(limit)}"
 
     def too_little(self, given: str, name: str, least: float, others: Sequence[str] = ()) -> ValueError:
-        """What to raise where a limit is below what a schedule needs.
+        """Error for a limit below what a schedule needs.
 
         Args:
             given: the limit as the user wrote it, with its flag.
@@ -66,7 +66,7 @@ HOST_MIB = Unit("MiB", 2**20 / ROUNDED_UP)  # of host memory, for copied bytes
 
 
 def unit_of(costs: Costs | None) -> Unit:
-    """How memory is written at the costs of a file; None for costs in microbatches."""
+    """Unit of memory at the costs of a file; None for costs in microbatches."""
     if costs is None:
         return MICROBATCHES
     return MIB if costs.unit is MemoryUnit.BYTES else COSTS_UNIT
@@ -127,7 +127,7 @@ def folded(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> list[
 
 
 def nothing_fits(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> ValueError:
-    """What to raise where every schedule is refused: the least limit that one of them can take, or what else is wrong."""
+    """Error for where every schedule is refused: the least limit that one of them can take, or what else is wrong."""
     needs = {refusal.needs: refusal.variant for refusal in reversed(refused) if refusal.needs is not None}
     if needs and limit is not None:
         least = min(needs)

@@ -1,4 +1,4 @@
-"""What is asked for: a schedule's name and sizes, what passes cost, what memory there is, and what is to be changed.
+"""Request for a plan: a schedule's name and sizes, what passes cost, what memory there is, and what is to be changed.
 
     planned = Request("v-auto", ranks=8, microbatches=32, costs=costs, memory_limit=6).plan()
 
@@ -38,7 +38,7 @@ EqualOf = Callable[[Placement, Vocabulary | None], Sequence[StageCosts]]
 
 
 class BesideOf(Protocol):
-    """What ranks need beside activations, on a placement with the vocabulary where it is; None where that is not known."""
+    """Memory that ranks need beside activations, on a placement with the vocabulary where it is; None where that is not known."""
 
     def __call__(self, placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = ...) -> Beside | None:
         """Args: in_bytes: in place of the unit in which the request's own costs count memory."""
@@ -46,7 +46,7 @@ class BesideOf(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What a schedule is wanted for.
+    """Request for a schedule.
 
     Attributes:
         schedule: a family's name; or ``AUTO`` where ``candidates`` tries several (see ``variants``).
@@ -114,7 +114,7 @@ class Request:
         return replace(self, schedule=variant.name, chunks=variant.chunks, group=variant.group, splits=variant.splits)
 
     def problem(self) -> Problem:
-        """What the family is asked to plan.
+        """Problem that the family is asked to plan.
 
         Raises:
             LimitTooLow: the memory limit is below what the family's name stands for.
@@ -164,7 +164,7 @@ class Request:
         return costs
 
     def equal_costs(self, placement: Placement) -> Costs:
-        """What passes cost where no costs are given."""
+        """Costs of passes where no costs are given."""
         costs = uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
         if callable(self.equal):
             return replace(costs, stages=tuple(self.equal(placement, self.vocabulary)))

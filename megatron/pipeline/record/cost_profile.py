@@ -1,4 +1,4 @@
-"""What passes and hops cost on this machine: from measured iterations to ``Costs``, in seconds and bytes."""
+"""Costs of passes and hops on this machine: from measured iterations to ``Costs``, in seconds and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much activation memory a rank holds: bytes saved for backward, counted by storage as they come and go."""
+"""Activation memory of a rank: bytes saved for backward, counted by storage as they come and go."""
 
 from __future__ import annotations
 

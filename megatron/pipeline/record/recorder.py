@@ -28,7 +28,7 @@ class Waited(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank did in one iteration. Times are in seconds since the epoch.
+    """Record of one rank and one iteration. Times are in seconds since the epoch.
 
     Attributes:
         passes: in the order they ran.
@@ -149,7 +149,7 @@ class Recorder(Unmeasured):
             self._peak = self._meter.peak
 
     def record(self) -> Record:
-        """What was measured. On a GPU this waits for the passes to end, but not for what was started after them."""
+        """Measurements of the iteration. On a GPU this waits for the passes to end, but not for what was started after them."""
         if self._on_gpu:
             self._last.synchronize()
             if self._epoch is None:

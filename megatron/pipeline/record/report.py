@@ -100,7 +100,7 @@ class RecordFormat:
 
     @property
     def length(self) -> int:
-        """How many numbers a record is at most."""
+        """Most numbers that a record can have."""
         return 1 + 3 * (len(self._works) + self._copies + len(self._messages))
 
     def encode(self, record: Record, length: int) -> list[float]:

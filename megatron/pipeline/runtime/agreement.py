@@ -55,7 +55,7 @@ def agree(plans: Mapping[str, Planned]) -> None:
 
 
 def differences(hosts: Sequence[str], identities: Sequence[Identity]) -> str:
-    """Which ranks differ from most others, and in what, in words.
+    """Name the ranks that differ from most others, and in what.
 
     Args:
         hosts: of every global rank.
@@ -77,7 +77,7 @@ def differences(hosts: Sequence[str], identities: Sequence[Identity]) -> str:
 
 
 class Built(NamedTuple):
-    """What a chunk says of itself; where it says nothing, nothing is compared.
+    """Layers and ends of a chunk by its own account; where it says nothing, nothing is compared.
 
     Attributes:
         ends: which of ``_ENDS`` it has.
@@ -115,7 +115,7 @@ def check_chunks(
 
 
 def misplaced(chunks: Sequence[Sequence[Built]], placement: Placement, schedule: str) -> str | None:
-    """What is where the placement of a schedule has something else, in words; None if all is right.
+    """Say what is where the placement of a schedule has something else; None if all is right.
 
     Args:
         chunks: of every rank, as many as the placement has.
@@ -170,7 +170,7 @@ def _version(package: str) -> str:
 
 
 def _digest(plan: Planned) -> str:
-    """Of all that ranks must have in common: the order of all passes, and all programs."""
+    """Digest of all that ranks must have in common: the order of all passes, and all programs."""
     digest = hashlib.sha256(plan.schedule.to_json().encode())
     for program in plan.programs:
         digest.update(repr(program).encode())

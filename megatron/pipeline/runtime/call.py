@@ -68,7 +68,7 @@ class Call:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where this rank computes; its chunks may all be without parameters."""
+        """Device of this rank; its chunks may all be without parameters."""
         return next((parameter.device for chunk in self.chunks for parameter in chunk.parameters()), this_device())
 
     @cached_property
@@ -105,7 +105,8 @@ class Call:
         return groups
 
     def shapes(self, splits: int) -> dict[Flow, list[Any]]:
-        """What a message carries, for microbatches in that many slices; a gradient has the shapes of the activation that this
+        """Shapes of the tensors of a message, for microbatches in that many slices; a gradient has the shapes of the activation
+        that this
         rank sent."""
         received = schedules.get_tensor_shapes(
             seq_length=self.seq_length // splits,

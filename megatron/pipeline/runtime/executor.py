@@ -49,7 +49,7 @@ class Background(Protocol):
 
 @dataclass(frozen=True)
 class Handlers:
-    """What runs the operations of a program: a new kind of pass needs one entry, and nothing else of the runtime.
+    """Functions that run the operations of a program: a new kind of pass needs one entry, and nothing else of the runtime.
 
     Attributes:
         passes: compute passes, by their kind.

@@ -42,7 +42,9 @@ from megatron.pipeline.schedule.lower.program import Program
 
 
 class ValidationResult(Enum):
-    """Whether the optimizer step before an iteration is kept. The first forwards of the iteration ran before that was known."""
+    """Decision whether the optimizer step before an iteration is kept. The first forwards of the iteration ran before that was
+    known.
+    """
 
     ACCEPTED = auto()  # the step is kept
     ROLLED_BACK = auto()  # the step has been undone, or taken again with clipped gradients: forwards start anew
@@ -55,7 +57,7 @@ def _wiring(plan: Planned, rank: int) -> Wiring:
 
 
 class _Attempt(NamedTuple):
-    """What one run of a program needs; after a roll-back there is a second one."""
+    """State of one run of a program; after a roll-back there is a second one."""
 
     stages: ModelStages
     offloaded: InFlight | None
@@ -179,7 +181,7 @@ class Iteration:
                 per_chunk(sync, index)(chunk.parameters())
 
     def situation(self, iterations: int) -> Situation:
-        """Where this rank is, for a report of a failure. May be called from another thread.
+        """Position of this rank, for a report of a failure. May be called from another thread.
 
         Args:
             iterations: how many have begun.
@@ -194,12 +196,12 @@ class Iteration:
 
     @property
     def _holds_output(self) -> bool:
-        """Whether this rank has the output layer of the whole vocabulary."""
+        """Tell whether this rank has the output layer of the whole vocabulary."""
         schedule = self.plan.schedule
         return self.channels.rank == schedule.placement.home(schedule.placement.last_stage)[0] and not schedule.vocabulary
 
     def _in_flight(self, program: Program, chunks: Sequence[torch.nn.Module]) -> InFlight | None:
-        """What moves activations to host memory and back, if any are to be moved."""
+        """Mover of activations to host memory and back, if any are to be moved."""
         if not self.plan.schedule.has_copies:
             return None
         if self.offloading is None:

@@ -45,7 +45,8 @@ class _Forwarded:
 
 
 class _Beside(NamedTuple):
-    """What runs beside a forward: the plan of a backward, the gradient that it starts from, and what takes the forward's output
+    """Work that runs beside a forward: the plan of a backward, the gradient that it starts from, and what takes the forward's
+    output
     when all of its layers have been launched."""
 
     plan: Any = None
@@ -135,7 +136,7 @@ def _gradients(inputs: Tensors) -> Tensors:
 
 
 def _keep_tokens(plan: Any) -> None:
-    """Where a rank has one expert, let it keep its tokens.
+    """Let a rank with one expert keep its tokens.
 
     Upstream frees what it gives to experts: several have made a sorted copy, one has not.
     """

@@ -1,4 +1,4 @@
-"""What the stages of one rank compute: upstream's forward and backward steps on the chunks of a model."""
+"""Computation of the stages of one rank: upstream's forward and backward steps on the chunks of a model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModelStages:
 
     @property
     def num_tokens(self) -> torch.Tensor:
-        """How many tokens count, over all microbatches; 0 on ranks without the last stage."""
+        """Number of tokens that count, over all microbatches; 0 on ranks without the last stage."""
         return self._num_tokens
 
     def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
@@ -78,26 +78,26 @@ class ModelStages:
             schedules.deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
 
     def _data(self, work: Pass, keep_graph: bool) -> Iterator[Any] | None:
-        """What a forward reads; one that keeps no graph notes it."""
+        """Read the data of a forward; one that keeps no graph notes it."""
         data = self._slices.iterator(work, self._iterators[work.chunk])
         if data is not None and not keep_graph:
             data = noting(data, self._read.setdefault((work.microbatch, work.chunk), []))
         return data
 
     def _data_again(self, work: Pass) -> Iterator[Any] | None:
-        """What a forward has read that runs again now."""
+        """Data that a forward has read that runs again now."""
         read = self._read.pop((work.microbatch, work.chunk), None)
         return None if read is None else iter(read)
 
     def _gives_loss(self, work: Pass) -> bool:
-        """Whether a forward returns the loss."""
+        """Tell whether a forward returns the loss."""
         return self._is_last(work)
 
     def _is_last(self, work: Pass) -> bool:
         return self._placement.is_last(self._placement.stage(self._rank, work.chunk))
 
     def _step_function(self, work: Pass) -> Callable[..., Any]:
-        """What upstream's forward step calls, with the data and the chunk."""
+        """Function that upstream's forward step calls, with the data and the chunk."""
         return self._call.forward_step_func
 
     def _forward_step(

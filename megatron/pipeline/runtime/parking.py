@@ -15,7 +15,7 @@ _MIB = 2**20
 
 
 class DoesNotFit(RuntimeError):
-    """What one rank needs in its turn is more than the device has."""
+    """Error: one rank needs more in its turn than the device has."""
 
 
 class Parking:
@@ -31,7 +31,7 @@ class Parking:
         self._away: dict[int, tuple[torch.UntypedStorage, int]] = {}  # with their bytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage is one of those that move."""
+        """Tell whether a tensor's storage is one of those that move."""
         return _key(tensor) in self._storages()
 
     def leave(self) -> None:
@@ -77,7 +77,7 @@ class Parking:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """What names a tensor's storage as long as it lives, wherever its memory lies."""
+    """Key of a tensor's storage as long as it lives, wherever its memory lies."""
     return tensor.untyped_storage()._cdata
 
 

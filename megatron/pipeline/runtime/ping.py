@@ -1,4 +1,4 @@
-"""How long a message between two ranks of a pipeline takes, and a collective of all of them, measured between iterations."""
+"""Time of a message between two ranks of a pipeline, and of a collective of all of them, measured between iterations."""
 
 from __future__ import annotations
 

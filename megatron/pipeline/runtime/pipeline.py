@@ -89,7 +89,7 @@ class Pipeline:
 
     @property
     def transport(self) -> Transport | None:
-        """What carried the messages of the last iteration; None before the first, and under megatron-core's own schedule."""
+        """Transport of the last iteration's messages; None before the first, and under megatron-core's own schedule."""
         return self._iteration.executor.transport if self._iteration and self._iteration.executor else None
 
     @property
@@ -193,11 +193,11 @@ class Pipeline:
 
     @property
     def situation(self) -> Situation:
-        """Where this rank is, for a report of a failure. May be called from another thread."""
+        """Position of this rank, for a report of a failure. May be called from another thread."""
         return self._iteration.situation(self._iterations) if self._iteration else Situation()
 
     def report(self) -> Report | None:
-        """What the last training iteration did, on all ranks of the pipeline: ``start_report``, and the wait for it."""
+        """Report of the last training iteration, on all ranks of the pipeline: ``start_report``, and the wait for it."""
         pending = self.start_report()
         return pending.wait() if pending else None
 
@@ -236,7 +236,7 @@ class Pipeline:
 
 
 def _title(microbatches: int, forward_only: bool) -> str:
-    """What a plan is called in an error."""
+    """Name of a plan in an error."""
     return f"plan of {microbatches} microbatches{', forwards alone' if forward_only else ''}"
 
 
@@ -253,5 +253,5 @@ def _messages(plan: Planned) -> frozenset[tuple[int, int]]:
 
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
 def _record_formats(plan: Planned) -> tuple[RecordFormat, ...]:
-    """How ranks send each other what they did in an iteration."""
+    """Formats of the records that ranks send each other after an iteration."""
     return tuple(map(RecordFormat, plan.programs))

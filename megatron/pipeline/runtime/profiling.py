@@ -1,4 +1,4 @@
-"""What the passes of a training cost: its first iterations, measured while it goes on."""
+"""Costs of the passes of a training: its first iterations, measured while it goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Steps: TypeAlias = Generator[list[str], Report, None]
 
 
 class Profile(NamedTuple):
-    """What a pipeline costs, in seconds and bytes, and the reports of the iterations that were timed."""
+    """Costs of a pipeline, in seconds and bytes, and the reports of the iterations that were timed."""
 
     costs: Costs
     timed: list[Report]
@@ -55,7 +55,7 @@ def profiled(pipeline: Pipeline) -> Generator[list[str], Report, Profile]:
 
 
 def _costs(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
-    """What the ranks agree that passes, hops and the vocabulary's collectives cost. Collective over the world."""
+    """Agree on the costs of passes, hops and the vocabulary's collectives. Collective over the world."""
     mine = cost_profile.measured_costs(timed, counted)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     transport, groups = pipeline.transport, pipeline.vocabulary_groups

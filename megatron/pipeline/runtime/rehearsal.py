@@ -44,7 +44,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rehearsal found.
+    """Result of a rehearsal.
 
     Attributes:
         report: of the last iteration that was timed.
@@ -73,7 +73,7 @@ class Rehearsal:
     tokens: int
 
     def seconds(self, timeline: Timeline) -> float:
-        """Of an iteration: its passes, the optimizer's step, and what replicas add."""
+        """Seconds of an iteration: its passes, the optimizer's step, and what replicas add."""
         return timeline.makespan + self.step + (self.replicas or 0.0)
 
     def fields(self) -> dict[str, Any]:

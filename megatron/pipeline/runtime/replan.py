@@ -104,7 +104,7 @@ def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, An
 
 
 def _answered(answers: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What rank 0 of the world has planned, once it has, on every rank. Collective over the world."""
+    """Wait on every rank for what rank 0 of the world has planned. Collective over the world."""
     ready = torch.tensor(bool(answers), dtype=torch.int32, device=this_device())
     torch.distributed.broadcast(ready, src=0)
     if not ready.item():
@@ -116,7 +116,7 @@ def _answered(answers: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None, objective: Objective) -> str:
-    """What a new schedule is expected to bring."""
+    """Say what a new schedule is expected to bring."""
     timelines = [simulate(schedule, costs) for schedule in (before, after)]
     (old, waste), (new, wastes) = ((objective.length(one), one.bubble_rate) for one in timelines)
     held, holds = (max(activation_peaks(schedule, costs)) / _MIB for schedule in (before, after))

@@ -18,7 +18,7 @@ from megatron.pipeline.schedule.lower.program import Compute, Program
 
 
 class Stages(Protocol):
-    """What the stages of a rank compute."""
+    """Computation of the stages of a rank."""
 
     def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
         """Run a forward. Inputs are [None] on the first stage; outputs are the loss on the last.

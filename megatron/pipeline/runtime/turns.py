@@ -243,7 +243,7 @@ def _sharing_passes() -> torch.distributed.ProcessGroup | None:
 
 
 class InTurns(Unmeasured):
-    """What measures an iteration, or does not, with every pass in a turn."""
+    """Recorder of an iteration, or of none, with every pass in a turn."""
 
     def __init__(self, recorder: Unmeasured, turns: Turns) -> None:
         self._recorder, self._turns = recorder, turns

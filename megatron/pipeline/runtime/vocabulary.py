@@ -93,7 +93,7 @@ class Reader(torch.nn.Module):
 
 @dataclass
 class _Microbatch:
-    """What this rank has of one microbatch; each is dropped with its last use.
+    """Tensors of one microbatch on this rank; each is dropped with its last use.
 
     Attributes:
         left: what is yet to come before all of it can be: T, IB and the end of the exchange of gradients.
@@ -240,7 +240,7 @@ class VocabularyPasses:
         self._microbatches.clear()
 
     def batch(self, microbatch: int) -> Iterator[Any]:
-        """What the user's forward step reads of a microbatch, on any chunk."""
+        """Batch that the user's forward step reads, on any chunk."""
         return iter(self._microbatches[microbatch].batch)
 
     def arrive(self, microbatch: int, again: bool) -> None:
@@ -262,7 +262,7 @@ class VocabularyPasses:
         self._microbatches[microbatch].output = output.detach().to(weight.dtype).contiguous()
 
     def output_gradient(self, microbatch: int, dtype: torch.dtype) -> torch.Tensor:
-        """What the last stage's backward starts from."""
+        """Gradient that the last stage's backward starts from."""
         one = self._microbatches[microbatch]
         assert one.gradient is not None
         gradient = sequence.complete(one.gradient, self._tensor, reduced=self._config.sequence_parallel)
@@ -345,7 +345,7 @@ class VocabularyPasses:
 
     @property
     def _scatters(self) -> bool:
-        """Whether IF sums over the tensor-parallel ranks."""
+        """Tell whether IF sums over the tensor-parallel ranks."""
         return self._shard.embedding.sequence_group is not None
 
     def _blank_output(self, one: _Microbatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which tensors each pass of one rank takes and makes: read off its program."""
+"""Tensors that each pass of one rank takes and makes: read off its program."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def wiring(program: Program, rank: int, placement: Placement) -> Wiring:
 
 
 def _handed_over(work: Pass, rank: int, placement: Placement) -> Message | None:
-    """What a pass takes from a neighbouring stage on its own rank."""
+    """Tensors that a pass takes from a neighbouring stage on its own rank."""
     for source in sources(placement, None)[work.kind, rank, work.chunk]:
         (home, chunk), flow = source.homes[0], source.kinds[0].row.sends
         if flow and home == rank and source.need.where in (Where.PREVIOUS, Where.NEXT):

@@ -1,4 +1,4 @@
-"""What one query of the page is answered with: it becomes the flags of ``mpipe plan``, and these a ``Request``.
+"""Answers to the queries of the page: one becomes the flags of ``mpipe plan``, and these a ``Request``.
 
 So a schedule on the page is the one that ``mpipe plan`` makes, a download is what ``mpipe draw`` or ``mpipe export`` writes, and
 bad parameters are refused in the same words.
@@ -67,7 +67,7 @@ def flags(query: Iterable[tuple[str, str]], costs: str = "") -> list[str]:
 
 
 def work(query: Query) -> int:
-    """How much work a plan is, about: its passes, times what is done for each; 0 for what is refused at once."""
+    """Work of making a plan, about: its passes, times what is done for each; 0 for what is refused at once."""
     given = dict(query)
     sizes = [given.get(name) or "1" for name in ("pp", "microbatches", "splits", "chunks")]
     if not all(size.isdecimal() and len(size) < 10 for size in sizes):
@@ -87,7 +87,8 @@ def command(query: Query, costs: str = "") -> str:
 
 
 def planned(query: Query, ask: Ask, quick: bool = False, costs: str = "") -> Answer:
-    """What ``mpipe plan --json`` prints for these flags as ``plan``, and its timeline for the page's scripts as ``panel``; or
+    """Data that ``mpipe plan --json`` prints for these flags as ``plan``, and its timeline for the page's scripts as ``panel``;
+    or
     with status 400 ``message``, why there is none. ``least`` is the least limit that there is a plan for, where a limit makes a
     difference.
 

@@ -107,7 +107,7 @@ class Opened:
         return self._known[id]
 
     def path(self, id: str) -> str:
-        """Where the file is; empty for no file. Raises as ``about``."""
+        """Path of the file; empty for no file. Raises as ``about``."""
         return str(self._path(self.about(id)["costs"])) if id else ""
 
     def name(self, id: str) -> str:
@@ -149,7 +149,7 @@ class Opened:
 
 
 def _about(costs: Costs) -> dict[str, Any]:
-    """What a page shows of costs: ``microbatch`` is the memory of one on all stages together."""
+    """Facts about costs that a page shows: ``microbatch`` is the memory of one on all stages together."""
     unit = unit_of(costs)
     return {
         "stages": len(costs.stages),

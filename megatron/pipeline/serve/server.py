@@ -150,7 +150,7 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         return JSONResponse(opened.about(request.path_params["id"]))
 
     async def about(_: Request) -> Response:
-        """What there is to choose from, how much of it, and how passes look."""
+        """Choices of the page, their limits, and the looks of passes."""
         rows = [{name: getattr(family, name) for name in _ABOUT} for family in families.FAMILIES.values()]
         most = {"pp": MOST_RANKS, "passes": MOST_PASSES, "chunks": MOST_CHUNKS}
         return JSONResponse({"families": rows, "auto": families.AUTO, "most": most, "gpus": opened.gpus, **looks()})
@@ -200,7 +200,7 @@ class _OwnPageOnly:
 
 
 def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a page of another site made a browser ask; older browsers say where the page is from alone."""
+    """Tell whether a page of another site made a browser ask; older browsers say where the page is from alone."""
     origin = headers.get(b"origin")  # "null" of a page that has none, such as a file
     of_another = origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
     return headers.get(b"sec-fetch-site") == b"cross-site" or of_another

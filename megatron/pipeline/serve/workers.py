@@ -94,7 +94,7 @@ class Workers:
             _settle(job.result, Busy(ENDING))
 
     async def run(self, function: Callable[..., Any], *arguments: Any, ahead: bool = False, work: float = 0) -> Any:
-        """What the function returns for the arguments; the same job is run once for all who ask for it at a time.
+        """Result of the function for the arguments; the same job is run once for all who ask for it at a time.
 
         If it is cancelled, a job that no other request waits for is dropped, or ended with its process.
 

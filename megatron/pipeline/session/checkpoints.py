@@ -73,7 +73,7 @@ def _newest(root: Path) -> Path | None:
 
 
 def latest(directory: str) -> Path | None:
-    """What ``find`` finds; None also where that cannot be read."""
+    """Checkpoint that ``find`` finds; None also where that cannot be read."""
     try:
         return find(directory)
     except ValueError:
@@ -85,12 +85,12 @@ def name_of(iteration: int) -> str:
 
 
 def replaced(path: Path) -> Path:
-    """Where a checkpoint lies while one of the same iteration takes its place."""
+    """Path of a checkpoint while one of the same iteration takes its place."""
     return path.with_name(f"{path.name}.replaced{UNFINISHED}")
 
 
 def reason(error: BaseException, frames: traceback.StackSummary | None = None) -> str:
-    """What went wrong in one line: the error's kind and words, or where it was raised if it has none.
+    """Reason of a failure in one line: the error's kind and words, or where it was raised if it has none.
 
     Args:
         frames: where, if the error comes from another process and has lost that.
@@ -140,7 +140,7 @@ def _complete(root: Path) -> dict[int, Path]:
 
 
 def _wrong(path: Path) -> str:
-    """What shows at a glance that a directory is no checkpoint that can be read; empty if nothing does."""
+    """Sign at a glance that a directory is no checkpoint that can be read; empty if nothing does."""
     if not path.is_dir():
         return "is missing"
     files = {file.name for file in path.iterdir()}
@@ -161,12 +161,12 @@ def _wrong(path: Path) -> str:
 
 
 def damaged(path: Path, what: str) -> ValueError:
-    """What to say of a checkpoint that cannot be read: what is wrong, and which other one can be taken."""
+    """Words about a checkpoint that cannot be read: what is wrong, and which other one can be taken."""
     return ValueError(f"the checkpoint {path} {what}{_instead(path.parent, path)}")
 
 
 def _instead(root: Path, damaged: Path | None = None) -> str:
-    """Which other checkpoint can be taken, and how."""
+    """Another checkpoint that can be taken, and how."""
     others = sorted(((iteration, path) for iteration, path in _complete(root).items() if path != damaged), reverse=True)
     for readable, path in others:
         with suppress(Unreadable):

@@ -43,12 +43,12 @@ def largest_iteration(args: Namespace, pipeline: Pipeline) -> Schedule:
 
 
 def predicted_memory(args: Namespace, pipeline: Pipeline) -> list[RankMemory]:
-    """What every pipeline rank needs on this machine."""
+    """Memory that every pipeline rank needs on this machine."""
     return _here(predict(args, largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement)))
 
 
 def stock_memory(args: Namespace) -> list[RankMemory] | None:
-    """What every pipeline rank needs under megatron-core's own 1F1B; None where the model cannot be cut for it."""
+    """Memory that every pipeline rank needs under megatron-core's own 1F1B; None where the model cannot be cut for it."""
     stock, ranks = Namespace(**vars(args) | STOCK_1F1B), args.pipeline_model_parallel_size
     try:
         layers = decoder_layers(stock, interleaved(ranks, 1))
@@ -85,7 +85,7 @@ def more_than_stock(args: Namespace, ranks: Sequence[RankMemory], stock: Sequenc
 
 
 def equal_stages(args: Namespace, share: StageCosts, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
-    """What passes cost before they are measured: equal times, and memory as the formulas have it, where they are known.
+    """Costs of passes before they are measured: equal times, and memory as the formulas have it, where they are known.
 
     A microbatch of a rank's mean share of the layers holds 1, until W; what the output layer holds comes on top.
 
@@ -108,7 +108,7 @@ def equal_stages(args: Namespace, share: StageCosts, placement: Placement, vocab
 
 
 def beside(args: Namespace, placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = False) -> Beside | None:
-    """What ranks need beside activations, under 1F1B and on a placement, by the formulas; None where they do not know.
+    """Memory that ranks need beside activations, under 1F1B and on a placement, by the formulas; None where they do not know.
 
     Args:
         in_bytes: in place of the unit of ``equal_stages``.
@@ -142,7 +142,7 @@ def _sizes(args: Namespace, placement: Placement, vocabulary: Vocabulary | None)
 
 
 def knows_sizes(args: Namespace) -> bool:
-    """Whether the formulas hold: a script of the user's may have no tokenizer, and they know no FP8."""
+    """Tell whether the formulas hold: a script of the user's may have no tokenizer, and they know no FP8."""
     return bool(getattr(args, "padded_vocab_size", None)) and not getattr(args, "fp8", None)
 
 

@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of an iteration over the ranks of a pipeline.
+    """Measurements of an iteration over the ranks of a pipeline.
 
     Attributes:
         bubble_rate: the idle share of the makespan.

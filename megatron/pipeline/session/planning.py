@@ -154,7 +154,7 @@ def _peak_of_1f1b(request: Request) -> float:
 
 
 def _group(args: Namespace) -> int | None:
-    """How many microbatches a chunk runs in turn; None for the schedule's own number."""
+    """Number of microbatches that a chunk runs in turn; None for the schedule's own number."""
     group: int | None = args.microbatch_group_size_per_vp_stage
     name = args.pipeline_schedule
     own = [known for known, family in families.FAMILIES.items() if family.grouped]
@@ -167,14 +167,14 @@ def _group(args: Namespace) -> int | None:
 
 
 def _equal_costs(args: Namespace) -> StageCosts:
-    """What passes cost before they are measured: a backward that makes whole layers again runs their forward."""
+    """Costs of passes before they are measured: a backward that makes whole layers again runs their forward."""
     if args.recompute_granularity != "full" or args.recompute_method != "uniform":
         return EQUAL_PASSES
     return replace(EQUAL_PASSES, recompute=1.0, checkpoint=1.0).remade(makes_weights_again(args))
 
 
 def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
-    """What the flags ask of any family: costs that follow its placement, and a limit even before bytes are known."""
+    """Requests of the flags to any family: costs that follow its placement, and a limit even before bytes are known."""
 
     def costs_of(placement: Placement) -> Costs:
         stage_layers(args, placement)  # a ValueError: there are too few layers

@@ -1,4 +1,4 @@
-"""What ``--rehearse`` leaves: lines in the log, ``rehearsal.json``, ``costs.json`` and a picture."""
+"""Results of ``--rehearse``: lines in the log, ``rehearsal.json``, ``costs.json`` and a picture."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | No
 
 
 def _collectives(args: Namespace) -> str:
-    """How collectives within passes were timed, for ``described``."""
+    """Describe how collectives within passes were timed, for ``described``."""
     if not shares_layers(args):
         return "none"
     if args.rehearse_share == 1:

@@ -156,7 +156,7 @@ def _remove(path: Path, text: str) -> bool:
 
 
 def _look(path: Path) -> tuple[str, int | None]:
-    """What the file says, and when it was touched, in nanoseconds; None if it is not there. Opening it asks the server.
+    """Read the file, and when it was touched, in nanoseconds; None if it is not there. Opening it asks the server.
 
     Raises:
         OSError: it cannot be read, or is something else than a file, such as a link to nowhere or a pipe, which has no end.
@@ -201,7 +201,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _lives(holder: dict[str, Any]) -> bool | None:
-    """Whether the process lives, which its machine knows; None on another one."""
+    """Tell whether the process lives, which its machine knows; None on another one."""
     if holder.get("machine") != _machine():
         return None
     return _started(holder.get("process")) == holder.get("started")

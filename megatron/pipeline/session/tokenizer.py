@@ -43,7 +43,7 @@ class ByteLevelTokenizer:
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What megatron-core's datasets put into the name of their caches."""
+        """Words that megatron-core's datasets put into the name of their caches."""
         return OrderedDict({"class": "ByteLevelTokenizer", "vocab_size": self.vocab_size})
 
 

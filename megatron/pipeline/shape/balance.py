@@ -1,4 +1,4 @@
-"""How many layers every stage gets, so that the heaviest rank is as light as possible."""
+"""Number of layers of every stage, so that the heaviest rank is as light as possible."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def balanced_layers(layers: int, placement: Placement, extra: Mapping[int, float
 
 
 def heaviest(counts: list[int], placement: Placement, extra: Mapping[int, float]) -> float:
-    """What the heaviest rank has to do, in layers."""
+    """Work of the heaviest rank, in layers."""
     return max(sum(counts[stage] + extra.get(stage, 0.0) for stage in row) for row in placement.stages)

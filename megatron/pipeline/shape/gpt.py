@@ -1,4 +1,4 @@
-"""What a GPT has to compute and to hold: its shape, and the operations of its layers.
+"""Work and memory of a GPT: its shape, and the operations of its layers.
 
 Operations are those of the matrix products, two per multiply-add, of one microbatch on all ranks that share a layer. Biases and
 norms, below 0.1 % of them, are left out. ``activations`` has what a rank holds of a microbatch, ``parameters`` its weights.
@@ -79,7 +79,7 @@ class Experts:
 
     @property
     def share(self) -> float:
-        """Of the layers that have experts."""
+        """Share of the layers that have experts."""
         return sum(self.layers) / len(self.layers)
 
     @property
@@ -137,7 +137,8 @@ class Latent:
 
 @dataclass(frozen=True)
 class Holding:
-    """How a rank holds its share of the activations. By default it holds all of them, in 16 bits, under fused attention.
+    """Policy by which a rank holds its share of the activations. By default it holds all of them, in 16 bits, under fused
+    attention.
 
     Attributes:
         number: bytes of a number.
@@ -189,7 +190,7 @@ class Holding:
 
     @property
     def recomputes(self) -> bool:
-        """Whether B makes anything again."""
+        """Tell whether B makes anything again."""
         return bool(self.recomputed or self.recompute_layers)
 
     @property
@@ -204,7 +205,7 @@ class Holding:
 
 
 def fuses_softmax(args: Namespace) -> bool:
-    """Whether a kernel scales, masks and takes the softmax at once, of attention that is not fused.
+    """Tell whether a kernel scales, masks and takes the softmax at once, of attention that is not fused.
 
     megatron-core's ``fused_softmax.py`` has one for up to 4096 keys; ours of context parallelism has none.
     """
@@ -298,7 +299,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of one microbatch: b*s."""
+        """Tokens of one microbatch: b*s."""
         return self.microbatch * self.seq
 
     @property
@@ -307,24 +308,26 @@ class Shape:
 
     @property
     def keys_and_values(self) -> int:
-        """What attention reads."""
+        """Values that attention reads."""
         if self.latent:
             return self.heads * (self.head_width + self.latent.values)
         return 2 * self.groups * self.head_width
 
     @property
     def projected_keys_and_values(self) -> int:
-        """What a linear layer makes of these: the part with the position, where it is one for all heads, is not among them."""
+        """Keys and values that a linear layer makes: the part with the position, where it is one for all heads, is not among
+        them.
+        """
         return self.keys_and_values - (self.heads * self.latent.position if self.latent else 0)
 
     @property
     def queries_and_keys(self) -> float:
-        """What is rotated."""
+        """Values that are rotated."""
         return 2 * self.queries if self.latent else self.queries + self.keys_and_values / 2
 
     @property
     def attended(self) -> int:
-        """What attention makes."""
+        """Values that attention makes."""
         return self.heads * self.latent.values if self.latent else self.queries
 
     @property
@@ -417,7 +420,7 @@ def training_operations(shape: Shape, causal: bool = False) -> float:
 
 
 def output_in_layers(shape: Shape, recompute: bool = False) -> float:
-    """How many transformer layers take as long as the output layer: V/(12h + 2s) for a plain GPT.
+    """Number of transformer layers that take as long as the output layer: V/(12h + 2s) for a plain GPT.
 
     Args:
         recompute: whether layers run their forward again before the backward, as Narayanan et al. count: V/(16h + 8s/3).

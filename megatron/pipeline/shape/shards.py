@@ -1,4 +1,4 @@
-"""How a vocabulary is cut over ranks: which rows a shard has, and which of them count. Pure arithmetic."""
+"""Shards of a vocabulary over ranks: which rows a shard has, and which of them count. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Shards:
         return range(index * self.rows, (index + 1) * self.rows)
 
     def counted(self, index: int) -> int:
-        """How many leading rows of a shard are in the softmax."""
+        """Number of leading rows of a shard in the softmax."""
         return self._leading(index, self.total_counted)
 
     def stored(self, index: int) -> int:
-        """How many leading rows of a shard are in checkpoints."""
+        """Number of leading rows of a shard in checkpoints."""
         return self._leading(index, self.stock_rows)
 
     def _leading(self, index: int, end: int) -> int:

@@ -100,7 +100,7 @@ def save(args: Namespace, training: Training) -> Path:
 
 
 def _bytes_to_write(state: dict[str, Any]) -> int:
-    """What all ranks will write of a sharded state: the bytes of tensors, with the archive that torch makes of each."""
+    """Bytes that all ranks will write of a sharded state: the bytes of tensors, with the archive that torch makes of each."""
     tensors = (one for one in nested_values(state) if isinstance(one, (ShardedTensor, ShardedTensorFactory)))
     own = sum(one.data.nbytes + _ARCHIVE for one in tensors if one.data is not None and is_main_replica(one.replica_id))
     total = torch.tensor(own, dtype=torch.int64, device=this_device())
@@ -109,7 +109,7 @@ def _bytes_to_write(state: dict[str, Any]) -> int:
 
 
 def _free_bytes(directory: Path) -> float:
-    """What can still be written there; infinite on a file system that does not say it. Quotas are not in it."""
+    """Bytes that can still be written there; infinite on a file system that does not say it. Quotas are not in it."""
     found = os.statvfs(directory)
     blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
     return blocks * found.f_frsize if found.f_blocks else math.inf
@@ -124,7 +124,7 @@ def _megabytes(count: float) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, without the tracebacks that torch's exception prints for every rank."""
+    """Reason of a failure, without the tracebacks that torch's exception prints for every rank."""
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({reason(failure, frames) for failure, frames in error.failures.values()}))
     return str(error) if isinstance(error, save_lock.CannotSave) else reason(error)
@@ -205,7 +205,7 @@ def _gathered_parameters(args: Namespace, training: Training) -> Iterator[None]:
 
 
 def _common_state(args: Namespace, training: Training) -> dict[str, Any]:
-    """What is no tensor, by the names that Megatron-LM looks for; most flags have its names already."""
+    """State that is no tensor, by the names that Megatron-LM looks for; most flags have its names already."""
     arguments = vars(args) | {
         "world_size": torch.distributed.get_world_size(),
         "add_position_embedding": True,  # whichever kind

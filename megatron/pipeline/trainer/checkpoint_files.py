@@ -1,4 +1,4 @@
-"""What the checkpoint that ``--load`` takes says of itself, and whether the flags go with it: before anything starts.
+"""Description that the checkpoint of ``--load`` has of itself, and whether the flags go with it: before anything starts.
 
 Ours say in ``training.json`` what was saved; those of Megatron-LM have its flags in the common state: the file ``common.pt``, or
 from megatron-core 0.19 on an object among the tensors.
@@ -47,7 +47,7 @@ _FOREIGN_FLAGS = (
 
 
 class _Saved(NamedTuple):
-    """What a checkpoint says of itself.
+    """Description that a checkpoint has of itself.
 
     Attributes:
         model, schedule: by flag; the learning rate's schedule is empty where the optimizer was not saved.
@@ -85,13 +85,13 @@ def check(args: Namespace) -> None:
 
 
 def model_flags(args: Namespace) -> dict[str, Any]:
-    """What decides the shapes and the meaning of the weights, by flag."""
+    """Flags that decide the shapes and the meaning of the weights."""
     model = {flag_of(name): getattr(args, name) for name in _MODEL_FLAGS}
     return model | {"--disable-bias-linear": not args.add_bias_linear, _VOCABULARY: args.vocab_size}
 
 
 def schedule_flags(args: Namespace) -> dict[str, Any]:
-    """What decides the learning rate and the weight decay of an iteration, by flag."""
+    """Flags that decide the learning rate and the weight decay of an iteration."""
     return {flag_of(name): getattr(args, name) for name in _SCHEDULE_FLAGS}
 
 

@@ -67,7 +67,7 @@ def check_data(args: Namespace, vocab_size: int) -> None:
 
 
 def evaluates(args: Namespace) -> bool:
-    """Whether the training stops for evaluations."""
+    """Tell whether the training stops for evaluations."""
     return bool(args.eval_iters > 0)
 
 
@@ -117,7 +117,7 @@ class Samples:
 
 
 def reading(args: Namespace, chunks: Sequence[MegatronModule]) -> list[bool]:
-    """Which of this rank's chunks need data; see ``Samples``."""
+    """Chunks of this rank that need data; see ``Samples``."""
     everywhere, sharded = args.reset_attention_mask, args.vocab_parallel != OFF
     ends = [any(get_attr_wrapped_model(chunk, end) for end in ("pre_process", "post_process")) for chunk in chunks]
     return [everywhere or (sharded and chunk is chunks[0]) or end for chunk, end in zip(chunks, ends, strict=True)]

@@ -20,7 +20,7 @@ _TOOL = "scripts/preprocess_data.py"
 
 
 class Index(NamedTuple):
-    """What an ``.idx`` file says: the type of a token, and the tokens of every sequence."""
+    """Contents of an ``.idx`` file: the type of a token, and the tokens of every sequence."""
 
     dtype: type[numpy.number]
     lengths: numpy.ndarray
@@ -40,7 +40,7 @@ def blend(paths: list[str]) -> Blend:
 
 
 def blend_per_split(args: Namespace) -> list[Blend | None]:
-    """What training, validation and test are drawn from."""
+    """Data from which training, validation and test are drawn."""
     if args.data_path:
         return [blend(args.data_path)] * 3
     return [blend(paths) if paths else None for paths in (args.train_data_path, args.valid_data_path, args.test_data_path)]
@@ -91,7 +91,7 @@ def check_prefix(prefix: str, vocab_size: int) -> None:
 
 
 def split_has_tokens(prefix: str, split: str | None, number: int) -> bool:
-    """Whether the ``number``-th part of the data holds a token; ``split`` None gives all of the data to every part.
+    """Tell whether the ``number``-th part of the data holds a token; ``split`` None gives all of the data to every part.
 
     The bounds are rounded as megatron-core rounds them.
     """

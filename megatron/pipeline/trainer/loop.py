@@ -87,7 +87,7 @@ def _pauses(
 
 
 def _pauses_after(args: Namespace, iteration: int) -> bool:
-    """Whether an iteration is followed by something else than the next one."""
+    """Tell whether an iteration is followed by something else than the next one."""
     intervals = [args.train_iters, args.exit_interval, args.save and args.save_interval, evaluates(args) and args.eval_interval]
     return any(interval and iteration % interval == 0 for interval in intervals)
 

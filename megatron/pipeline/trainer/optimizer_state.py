@@ -43,7 +43,7 @@ def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
 
 
 def kind_of_state(state: dict[Any, Any]) -> dict[str, Any]:
-    """What decides which optimizers can go on with a state, by flag.
+    """Flags that decide which optimizers can go on with a state.
 
     Args:
         state: of the optimizer, as it is in a checkpoint's ``common.pt``.
@@ -72,7 +72,9 @@ def wanted_kind(args: Namespace) -> dict[str, Any]:
 
 
 def has_state(args: Namespace, tensors: Iterable[str]) -> bool:
-    """Whether a checkpoint of these tensors has what the optimizer keeps of every parameter: not before its first step, once."""
+    """Tell whether a checkpoint of these tensors has what the optimizer keeps of every parameter: not before its first step,
+    once.
+    """
     kept = "exp_avg" if args.optimizer == "adam" else "momentum_buffer" if args.sgd_momentum else None
     return kept is None or any(f"optimizer.state.{kept}." in name for name in tensors)
 

@@ -180,7 +180,7 @@ def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator
 
 @contextmanager
 def _megatron_state(args: Namespace, placement: Placement) -> Iterator[None]:
-    """What megatron-core keeps in globals: its process groups, and the number of microbatches."""
+    """State that megatron-core keeps in globals: its process groups, and the number of microbatches."""
     initialize_model_parallel(args, placement)
     ramp: dict[str, Any] = {"rampup_batch_size": args.rampup_batch_size}
     if compat.ramps_up_by_steps() and args.rampup_batch_size is not None:
@@ -198,7 +198,7 @@ def _megatron_state(args: Namespace, placement: Placement) -> Iterator[None]:
 
 
 def _has_loss(pipeline: Pipeline) -> bool:
-    """Whether this is the one rank that logs: the last of those with the last stage."""
+    """Tell whether this is the one rank that logs: the last of those with the last stage."""
     pipeline_rank, _ = pipeline.placement.home(pipeline.placement.last_stage)
     return bool(
         parallel_state.get_pipeline_model_parallel_rank() == pipeline_rank
@@ -208,7 +208,7 @@ def _has_loss(pipeline: Pipeline) -> bool:
 
 
 def _last_words(args: Namespace, log: Log) -> str:
-    """How far the loss fell, and where everything lies."""
+    """Say how far the loss fell, and where everything lies."""
     lines = []
     if log.first_loss is not None:
         lines.append(f" loss: {log.first_loss:.4f} -> {log.last_loss:.4f}")

@@ -1,4 +1,4 @@
-"""What a run tells: log lines in Megatron's style, a progress bar, TensorBoard, one JSON line per iteration."""
+"""Outputs of a run: log lines in Megatron's style, a progress bar, TensorBoard, one JSON line per iteration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training run consists of, and how it is put together."""
+"""Parts of a training run, and how it is put together."""
 
 from __future__ import annotations
 

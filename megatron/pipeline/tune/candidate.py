@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def is_stock(self) -> bool:
-        """Whether megatron-core's own function runs it."""
+        """Tell whether megatron-core's own function runs it."""
         return bool(self.args.pipeline_schedule == STOCK)
 
     @property
@@ -77,12 +77,12 @@ class Candidate:
 
     @property
     def overlaps(self) -> bool:
-        """Whether experts' all-to-alls run behind the computation of another microbatch."""
+        """Tell whether experts' all-to-alls run behind the computation of another microbatch."""
         return bool(self.args.overlap_moe_expert_parallel_comm)
 
     @property
     def objective(self) -> Objective:
-        """What an iteration takes: see docs/post_validation.md."""
+        """Objective of the plan: see docs/post_validation.md."""
         return Objective.SPAN if self.args.post_validation else Objective.MAKESPAN
 
     @property

@@ -301,7 +301,7 @@ def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float
 
 
 def _fuses(candidate: Candidate) -> bool:
-    """Whether B and W run as one pass, always or where the plan likes."""
+    """Tell whether B and W run as one pass, always or where the plan likes."""
     args = candidate.args
     return families.named(candidate.variant.name).fused or makes_weights_again(args) or args.tensor_model_parallel_size > 1
 

@@ -40,7 +40,7 @@ LONG = 4096  # tokens of a sequence that are worth cutting up
 
 @dataclass(frozen=True)
 class Choices:
-    """What to try, by dimension; None for all values that may be of use.
+    """Values to try, by dimension; None for all values that may be of use.
 
     Attributes:
         tensor, pipeline, context, expert, microbatch: sizes.

@@ -64,7 +64,7 @@ def least_needed(layouts: Layouts, misfits: Sequence[Infeasible]) -> Infeasible:
 
 
 def fits(layouts: Layouts) -> bool:
-    """Whether any candidate fits that has all measures that save memory, with one sample per microbatch."""
+    """Tell whether any candidate fits that has all measures that save memory, with one sample per microbatch."""
     narrow = replace(layouts, choices=replace(layouts.choices, microbatch=(1,), schedules=("1f1b", "v-auto")))
     return any(
         isinstance(evaluate(narrow.cluster, leaner), Result)

@@ -200,7 +200,7 @@ def _finish(command: Sequence[str], output: Any, timeout: float) -> int | None:
 
 
 def _end(log: Path) -> str:
-    """What went wrong: what ``pretrain_gpt.py`` itself says of bad flags, or the last lines before torchrun's report."""
+    """Reason of a failure: what ``pretrain_gpt.py`` itself says of bad flags, or the last lines before torchrun's report."""
     lines = [line.rstrip()[:_LONGEST] for line in log.read_text(errors="replace").splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("pretrain_gpt.py: ")]
     errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]

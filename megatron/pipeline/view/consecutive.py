@@ -16,7 +16,7 @@ _CLOCK_ERROR = 0.01
 
 @dataclass(frozen=True)
 class Iteration:
-    """What a training run wrote about one iteration: its number, the name of its schedule, and when its passes ran."""
+    """Record of one iteration of a training: its number, the name of its schedule, and when its passes ran."""
 
     number: int
     schedule: str
@@ -88,12 +88,12 @@ class Consecutive:
 
     @property
     def period(self) -> float:
-        """What an iteration takes, on average, from its start to the next one's on the same rank; of the slowest rank."""
+        """Time of an iteration, on average, from its start to the next one's on the same rank; of the slowest rank."""
         first, last = self.iterations[0].starts, self.iterations[-1].starts
         return max(end - start for start, end in zip(first, last, strict=True)) / (len(self.iterations) - 1)
 
     def summary(self) -> str:
-        """How often an iteration starts, and its mean span: equal where iterations interlock without a gap."""
+        """Period of the iterations, and their mean span: equal where iterations interlock without a gap."""
         timelines = [one.timeline for one in self.iterations]
         span, bubble = mean(one.span for one in timelines), mean(one.span_bubble_rate for one in timelines)
         return f"on average an iteration every {self.period:.4g} s (span {span:.4g} s, bubble {bubble:.1%})"

@@ -86,7 +86,7 @@ def write_page(entries: Sequence[Entry], path: str | Path, title: str = "Pipelin
 
 
 def looks() -> dict[str, Any]:
-    """How passes look, for the page's scripts: of every kind its name, meaning, colour and row of the table, as far as they draw
+    """Looks of passes, for the page's scripts: of every kind its name, meaning, colour and row of the table, as far as they draw
     it; and how light the last chunk is."""
     return {
         "kinds": [
@@ -132,7 +132,7 @@ def encoded(entry: Entry) -> dict[str, Any]:
 
 
 def _table(title: str, ranks: Sequence[Sequence[Timed]], changes: Sequence[float] = ()) -> dict[str, Any]:
-    """How many passes every rank has, and all of them as columns, rank after rank, in one zlib stream that model.js undoes.
+    """Number of passes of every rank, and all of them as columns, rank after rank, in one zlib stream that model.js undoes.
 
     The columns are starts, ends (float64), changes of memory (float64, if known), microbatches (uint32), chunks (uint16)
     and kinds (uint8, an index into the page's kinds), all little-endian and without padding.
@@ -154,7 +154,7 @@ def _table(title: str, ranks: Sequence[Sequence[Timed]], changes: Sequence[float
 
 
 def _facts(entry: Entry) -> dict[str, str]:
-    """What the table says of an entry: what follows from its timeline, then what its maker adds."""
+    """Facts of the table about an entry: what follows from its timeline, then what its maker adds."""
     timeline, schedule = entry.timeline, entry.schedule
     facts = {"ranks": str(len(timeline.ranks))}
     if schedule is not None:

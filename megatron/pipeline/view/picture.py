@@ -137,11 +137,11 @@ class _Numbers:
         return number(timed.work, self._splits.get(title, 1))
 
     def fits(self, length: float) -> bool:
-        """Whether every number would fit into a box of that length in time, so that like boxes look alike."""
+        """Tell whether every number would fit into a box of that length in time, so that like boxes look alike."""
         return self._height >= _SMALLEST and self._largest(length) > self.size - 0.1
 
     def crowded(self, timeline: Timeline) -> bool:
-        """Whether the boxes would be too narrow to see, or too many for a file of sensible size."""
+        """Tell whether the boxes would be too narrow to see, or too many for a file of sensible size."""
         length = typical_length([timeline]) * self.points
         return length > 0 and (length < _NARROWEST or sum(map(len, timeline.ranks)) > _MOST_BOXES)
 
@@ -333,7 +333,7 @@ def _thinned(steps: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
 
 
 def _handles(timelines: Sequence[Timeline], crowded: bool, waits: bool) -> list[Patch]:
-    """What the legend tells: the kinds of passes that occur, and how chunks are shaded."""
+    """Entries of the legend: the kinds of passes that occur, and how chunks are shaded."""
     from matplotlib.patches import Patch
 
     chunks = _chunks(timelines)

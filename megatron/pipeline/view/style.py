@@ -1,4 +1,4 @@
-"""What every kind of picture shares: the colours of passes, their shading by chunk, and how a microbatch is written."""
+"""Style of every kind of picture: the colours of passes, their shading by chunk, and how a microbatch is written."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rgb(colour: str) -> tuple[int, ...]:
 
 
 def ink(colour: str) -> str:
-    """What is legible on a colour: white where it is dark (WCAG's relative luminance below 0.18), nearly black elsewhere."""
+    """Legible ink on a colour: white where it is dark (WCAG's relative luminance below 0.18), nearly black elsewhere."""
     parts = (part / 255 for part in rgb(colour))
     linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

@@ -125,7 +125,7 @@ def _numbers(consecutive: Consecutive, column: Callable[[float], int]) -> _Texts
 
 
 def _windows(columns: int, room: int) -> list[tuple[int, int]]:
-    """Which columns are shown, from the first to before the last of two numbers: all, or those at the start and at the end."""
+    """Columns that are shown, from the first to before the last of two numbers: all, or those at the start and at the end."""
     if columns <= room:
         return [(0, columns)]
     head = (room - len(_CUT) + 1) // 2
@@ -151,7 +151,7 @@ def _scale(timeline: Timeline, room: int) -> float:
 
 
 def _folded(ranks: int, height: int, lines: int) -> tuple[int, int]:
-    """Which ranks, from the first to before the last of two numbers, do not fit; four lines are for saying what is left out.
+    """Ranks, from the first to before the last of two numbers, that do not fit; four lines are for saying what is left out.
 
     Args:
         lines: of each rank.

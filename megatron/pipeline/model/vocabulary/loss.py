@@ -31,7 +31,7 @@ def enlarged(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What is added to the cross entropy.
+    """Terms that are added to the cross entropy.
 
     Attributes:
         label_smoothing: the probability that the label gives to all other rows, from 0 to less than 1.
@@ -49,12 +49,12 @@ class LossSettings:
 
     @property
     def statistics(self) -> int:
-        """How many numbers a shard gathers for a token."""
+        """Number of values that a shard gathers for a token."""
         return 4 if self.label_smoothing else 3
 
 
 class Statistics:
-    """What all shards know of the tokens of one microbatch, the same on every rank.
+    """Facts that all shards have about the tokens of one microbatch, the same on every rank.
 
     Args:
         gathered: [shards, ``settings.statistics``, s * b] float32, the ``OutputPart.statistics`` of all shards.

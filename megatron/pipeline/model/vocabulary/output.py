@@ -26,7 +26,8 @@ _ELEMENTS = 4 * 1024**2  # logits in float32 at a time, on a CPU
 
 @cache
 def _rows_at_once(columns: int, device: torch.device) -> int:
-    """How many tokens' logits elementwise work takes at a time: in float32 they fill a GPU's cache twice, so that kernels are few
+    """Number of tokens whose logits elementwise work takes at a time: in float32 they fill a GPU's cache twice, so that kernels
+    are few
     and most of what one writes is still there for the next."""
     elements = torch.cuda.get_device_properties(device).L2_cache_size // 2 if device.type == "cuda" else _ELEMENTS
     return max(1, elements // columns)
@@ -100,7 +101,7 @@ class OutputShard(torch.nn.Module):
 
 
 class OutputPart:
-    """What a shard has made of one microbatch's last hidden states, between S and T.
+    """Results of a shard for one microbatch's last hidden states, between S and T.
 
     Attributes:
         statistics: [n, s * b] float32, to be gathered over all shards: maximum, sum of exponentials relative to it, the label's
@@ -157,7 +158,7 @@ class OutputPart:
             self._put_at_labels(probabilities, piece, torch.zeros_like(total))
 
     def _at_labels(self, values: torch.Tensor, piece: slice) -> torch.Tensor:
-        """Of values [tokens, rows] those in the labels' rows; anything for labels of other shards."""
+        """Values [tokens, rows] in the labels' rows; anything for labels of other shards."""
         return values.gather(1, self._row[piece, None])[:, 0]
 
     def _put_at_labels(self, values: torch.Tensor, piece: slice, new: torch.Tensor) -> None:

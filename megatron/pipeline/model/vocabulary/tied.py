@@ -21,7 +21,7 @@ class TiedGradient:
         self._missing, self._sum = 2 * microbatches, None
 
     def of_input(self, total: torch.Tensor) -> torch.Tensor:
-        """What IB adds to, in place of the weight's gradient, whose shape and type it has."""
+        """Tensor that IB adds to, in place of the weight's gradient, whose shape and type it has."""
         if self._sum is None:
             self._sum = torch.zeros_like(total)
         return self._sum

@@ -19,7 +19,7 @@ _ALIGNMENT = 512  # bytes, of every storage in an arena
 
 
 class _Where(Enum):
-    """Where the activations of a store are."""
+    """Place of the activations of a store."""
 
     HERE = "on the device"
     LEAVING = "on their way to host memory"

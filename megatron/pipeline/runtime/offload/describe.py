@@ -12,7 +12,7 @@ _MIB = 2**20
 
 
 def in_words(schedule: Schedule, costs: Costs, in_bytes: bool, limited: bool) -> str:
-    """How much goes to host memory, and how much stays on the device: the most on any rank, and the rank that saves most.
+    """Say how much goes to host memory, and how much stays on the device: the most on any rank, and the rank that saves most.
 
     Args:
         in_bytes: the costs' unit of memory; else it is a microbatch of a rank.

@@ -23,7 +23,9 @@ class Block:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the storage still has its size: upstream's ``CheckpointWithoutOutput`` empties storages that it makes again."""
+        """Tell whether the storage still has its size: upstream's ``CheckpointWithoutOutput`` empties storages that it makes
+        again.
+        """
         return self._bytes is not None and self._bytes.untyped_storage().nbytes() == self.nbytes
 
     @property
@@ -102,7 +104,7 @@ def _changed(shape: torch.Size) -> RuntimeError:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether there is one storage to count: sparse tensors and subclasses that wrap others have none of their own."""
+    """Tell whether there is one storage to count: sparse tensors and subclasses that wrap others have none of their own."""
     try:
         tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):

@@ -21,7 +21,7 @@ SMALLEST = 64 * 2**10  # bytes; starting to copy less takes the host longer than
 
 @dataclass(frozen=True)
 class Settings:
-    """How to offload.
+    """Settings of offloading.
 
     Attributes:
         host_limit: the most host memory that a rank may take, in bytes; None for any amount.

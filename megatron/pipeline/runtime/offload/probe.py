@@ -26,7 +26,7 @@ _TO_HOST, _TO_DEVICE = range(2)
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one rank has measured, in seconds per byte: to the host and to the device.
+    """Speeds that one rank has measured, in seconds per byte: to the host and to the device.
 
     Attributes:
         host: the machine that the rank runs on.
@@ -44,7 +44,7 @@ class Speeds:
 
 
 def measure(offloading: Offloading, host: str, pipeline_rank: int, pipeline_ranks: int) -> CopyCosts:
-    """What copies cost, in seconds and bytes, with a margin; the same on all ranks. Collective over the world."""
+    """Measure the costs of copies, in seconds and bytes, with a margin; the same on all ranks. Collective over the world."""
     probe = _Probe(offloading)
     alone = both = [0.0, 0.0]
     for turn in range(pipeline_ranks):
@@ -90,7 +90,7 @@ def agreed(everyone: Sequence[Speeds]) -> CopyCosts:
 
 
 def _behind_one_switch(everyone: Sequence[Speeds]) -> int | None:
-    """How many pipeline ranks each machine has, if they are neighbours and as many everywhere."""
+    """Number of pipeline ranks behind one PCIe switch: those of each machine, if they are neighbours and as many everywhere."""
     by_host: dict[str, set[int]] = {}
     for one in everyone:
         by_host.setdefault(one.host, set()).add(one.pipeline_rank)

@@ -1,4 +1,6 @@
-"""Whether traffic hangs over a transport, where, and what it costs that messages stand in line behind others."""
+"""Certificate of traffic over a transport: whether and where it hangs, and what it costs that messages stand in line behind
+others.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from megatron.pipeline.schedule.lower.program import Compute
 
 @dataclass(frozen=True)
 class Blocked:
-    """What a rank is stuck in; it waits for the next of a hang, or for what is never posted.
+    """Operation that a rank is stuck in; it waits for the next of a hang, or for what is never posted.
 
     Attributes:
         rank, place: the step of the rank's row.
@@ -79,7 +81,7 @@ class Delay:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happens over one transport.
+    """Outcome over one transport.
 
     Attributes:
         makespan: from the start to the end of the last pass; None if it hangs.
@@ -94,7 +96,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What happens over each transport.
+    """Outcomes over each transport.
 
     Attributes:
         unlimited: the makespan if every message travels as soon as it is sent; None if it hangs even so.
@@ -108,14 +110,14 @@ class Certificate:
 
     @property
     def hangs(self) -> bool:
-        """Whether anything is wrong: it hangs over one of the transports, or messages are swapped."""
+        """Tell whether anything is wrong: it hangs over one of the transports, or messages are swapped."""
         return bool(self.swapped) or any(outcome.hang for outcome in self.outcomes)
 
 
 def certify(
     traffic: Traffic, costs: Costs, transports: Iterable[Transport] = tuple(TRANSPORTS.values()), cold: bool = False
 ) -> Certificate:
-    """What happens to traffic over each transport.
+    """Find what happens to traffic over each transport.
 
     Args:
         costs: of every stage; times follow from them, hangs do not.

@@ -1,4 +1,4 @@
-"""What ranks do in Megatron's interleaved 1F1B: ``forward_backward_pipelining_with_interleaving`` of megatron-core 0.16, with the
+"""Traffic of Megatron's interleaved 1F1B: ``forward_backward_pipelining_with_interleaving`` of megatron-core 0.16, with the
 posts of ``P2PCommunicator._communicate`` in their order and its waits.
 
 With ``--overlap-p2p-communication`` (the default), each tensor is posted by itself, on even ranks sends before receives and on
@@ -25,7 +25,7 @@ NAME = "megatron-interleaved"
 def megatron_interleaved(
     ranks: int, microbatches: int, chunks: int, group: int | None = None, overlap: bool = True, shapes: bool = False
 ) -> Traffic:
-    """What ranks do.
+    """Traffic of the ranks.
 
     Args:
         group: the microbatches that run through a chunk before the next one does (``--microbatch-group-size-per-virtual-pipeline-

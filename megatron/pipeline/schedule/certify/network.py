@@ -28,7 +28,7 @@ class End(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What an item of a row stands for.
+    """Meaning of an item of a row.
 
     Attributes:
         row: which kind of row it is of: ``row``, ``line`` or ``host``.
@@ -115,7 +115,9 @@ class Network:
         return max(ends, default=0.0)
 
     def stuck(self, row: int) -> tuple[Work, int | None] | None:
-        """What a row is stuck in, and the row that has yet to make what it waits for (None: none will); None if it has ended."""
+        """Item that a row is stuck in, and the row that has yet to make what it waits for (None: none will); None if it has
+        ended.
+        """
         slot = len(self.run.ends[row])
         if slot == len(self._links[row]):
             return None
@@ -147,7 +149,7 @@ class Network:
         return len(self._links) - 1
 
     def _add_row(self, rank: int) -> None:
-        """What a rank's compute stream runs."""
+        """Add what a rank's compute stream runs."""
         row = self._traffic.rows[rank]
         rest: dict[Pass, float] = {}  # of a braid, after its forward
         for place, step in enumerate(row):
@@ -221,7 +223,7 @@ class Network:
         return list(groups.values())
 
     def _add_lines(self, transport: Transport) -> None:
-        """Of each communicator of a rank what its stream runs."""
+        """Add what the stream of each communicator of a rank runs."""
         groups = [
             (group, self.communicator(group[0]))
             for rank, row in enumerate(self._traffic.rows)
@@ -241,7 +243,7 @@ class Network:
             self._add_meeting(row, "line", group[-1], first, makes=("done", first))
 
     def _add_hosts(self, transport: Transport) -> None:
-        """Of each rank what its host has to do before posts can start: a host step for each communicator and group of
+        """Add for each rank what its host has to do before posts can start: a host step for each communicator and group of
         connections."""
         steps: list[list[tuple[int, dict[Hashable, End]]]] = []  # by rank: place, and what is new with the post that needs it
         first: dict[tuple[int, Hashable], int] = {}  # by rank and what is new, the host's step
@@ -260,7 +262,7 @@ class Network:
             self._add_host(rank, own, first)
 
     def _needed(self, transport: Transport, group: Sequence[End]) -> Iterator[dict[Hashable, End]]:
-        """What must have been made before a group can start, in order."""
+        """Items that must have been made before a group can start, in order."""
         if transport.made_by_pair:
             yield {("communicator", self.communicator(end)): end for end in group}
         connections: dict[Hashable, End] = {}

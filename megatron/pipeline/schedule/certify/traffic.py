@@ -1,4 +1,4 @@
-"""What ranks do with each other, from any schedule: passes, messages posted, and waits, in the order of every rank.
+"""Traffic between ranks, from any schedule: passes, messages posted, and waits, in the order of every rank.
 
 Programs of ours say the same (``of_programs``). A file with communication operations of its own, or Megatron's own schedule,
 becomes traffic as it stands, and so may hang.
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 class Await(NamedTuple):
-    """What is computed after this needs that a message that this rank has posted (either end), or a collective, is over."""
+    """Wait: what is computed after it needs that a message that this rank has posted (either end), or a collective, is over."""
 
     item: Item | Collective
 
@@ -85,7 +85,7 @@ class Traffic:
 
 
 def of_programs(schedule: Schedule, programs: Sequence[Program]) -> Traffic:
-    """What lowered programs do with each other. Sends and receives that nothing stands between are one batch.
+    """Traffic of lowered programs. Sends and receives that nothing stands between are one batch.
 
     Copies to host memory and the validation of an optimizer step exchange nothing, so they are left out; copies then take no
     time.

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Transport:
-    """Which posts stand in one line.
+    """Way of posting: which posts stand in one line.
 
     Attributes:
         meaning: in a few words.

@@ -148,12 +148,12 @@ def _words_of(kind: str) -> list[Any]:
 
 
 def _named(function: FunctionType) -> dict[str, Any]:
-    """What the names of other things in a function mean."""
+    """Values of the names of other things in a function."""
     return {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
 
 
 def _identity(function: FunctionType) -> Iterator[object]:
-    """What a function does: its code, the constants that it names, and the same of every function that it calls."""
+    """Identity of a function: its code, the constants that it names, and the same of every function that it calls."""
     code = function.__code__
     yield code.co_code
     yield code.co_names
@@ -166,7 +166,7 @@ def _identity(function: FunctionType) -> Iterator[object]:
 
 
 def _folders() -> list[Path]:
-    """Where machine code may be, the first place first: numba's cache folder, or else beside Python's code, or in the user's."""
+    """Folders for machine code, the first place first: numba's cache folder, or else beside Python's code, or in the user's."""
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(given)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -224,7 +224,9 @@ def _say(folder: Path | None) -> None:
 
 @cache
 def _machine() -> tuple[object, ...]:
-    """What machine code depends on: the processor's name, what it can do, and the versions of what compiles, numba not loaded."""
+    """Facts that machine code depends on: the processor's name, what it can do, and the versions of what compiles, numba not
+    loaded.
+    """
     import llvmlite
     import llvmlite.binding as llvm
 

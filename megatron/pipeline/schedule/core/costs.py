@@ -1,4 +1,4 @@
-"""What passes cost: seconds and bytes of every pass on every stage, and of every hop."""
+"""Costs: seconds and bytes of every pass on every stage, and of every hop."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Costs:
         return self.copies.slowest if lane in COPY_LANES else 1.0
 
     def k(self, recomputed: Set[int] = frozenset()) -> float:
-        """What copying all activations to host memory and back takes, over what passes do (Wan et al., "PipeOffload", section 3).
+        """Time of copying all activations to host memory and back, over that of passes (Wan et al., "PipeOffload", section 3).
 
         Args:
             recomputed: the stages that run R, which have less to be moved and take longer.
@@ -189,7 +189,8 @@ class Costs:
         return self.hop if self.vocabulary.exchange is None else self.vocabulary.exchange
 
     def fields(self) -> dict[str, Any]:
-        """What ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary and copies where they cost
+        """Fields that ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary and copies where
+        they cost
         something."""
         rows = [by_name(stage) for stage in self.stages]
         spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}

@@ -41,12 +41,12 @@ def read(data: object, cut: bool) -> dict[str, Any]:
 
 
 def is_cost(value: object) -> bool:
-    """Whether what a user gives can be seconds or bytes: a number in ``COST_RANGE``."""
+    """Tell whether what a user gives can be seconds or bytes: a number in ``COST_RANGE``."""
     return isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or 1e-100 <= value <= 1e100)
 
 
 def is_layers(number: float, cut: bool = False) -> bool:
-    """Whether there can be this number of layers."""
+    """Tell whether there can be this number of layers."""
     return 0 < number <= MOST_LAYERS and (cut or number == int(number))
 
 

@@ -20,7 +20,9 @@ MOST_WAITING = 2
 
 
 class Vocabulary(StrEnum):
-    """How the vocabulary is spread over all ranks: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism"."""
+    """Method of spreading the vocabulary over all ranks: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary
+    Parallelism".
+    """
 
     TWO_BARRIERS = "1"  # the gradient of the last stage's output follows T: algorithm 1
     ONE_BARRIER = "2"  # it follows S, and T can wait: algorithm 2
@@ -28,7 +30,7 @@ class Vocabulary(StrEnum):
 
 
 class Flow(StrEnum):
-    """Which way a tensor travels through the model."""
+    """Direction in which a tensor travels through the model."""
 
     ACTIVATION = "activation"  # F's output, to the next stage
     GRADIENT = "gradient"  # B's input gradient, to the previous stage
@@ -45,7 +47,7 @@ class Exchange(StrEnum):
 
 
 class Where(Enum):
-    """Where a needed pass runs, seen from the pass that needs it."""
+    """Place of a needed pass, seen from the pass that needs it."""
 
     SAME = auto()  # on the same rank and chunk
     PREVIOUS = auto()  # on the stage before, if there is one
@@ -56,7 +58,7 @@ class Where(Enum):
 
 
 class Lane(StrEnum):
-    """What runs passes concurrently with the computation of a rank; each lane runs one pass at a time."""
+    """Stream that runs passes concurrently with the computation of a rank; each lane runs one pass at a time."""
 
     TO_HOST = "to host"
     TO_DEVICE = "to device"
@@ -127,7 +129,7 @@ class Row:
 
     @property
     def starts_on_lane(self) -> bool:
-        """Whether a rank starts it on a lane, and waits for it before the pass that needs it."""
+        """Tell whether a rank starts it on a lane, and waits for it before the pass that needs it."""
         return self.lane is not None and self.starts
 
 
@@ -153,7 +155,7 @@ _BACKWARD_NEEDS = (
 
 
 class Kind(StrEnum):
-    """What a pass computes; a microbatch meets the kinds of a stage in the order in which they stand here."""
+    """Kind of a pass; a microbatch meets the kinds of a stage in the order in which they stand here."""
 
     row: Row
 
@@ -239,27 +241,27 @@ class Kind(StrEnum):
 
     @property
     def sends_gradient(self) -> bool:
-        """Whether the pass produces the gradient that the previous stage waits for."""
+        """Tell whether the pass produces the gradient that the previous stage waits for."""
         return self.row.sends is Flow.GRADIENT
 
     @property
     def finishes_weights(self) -> bool:
-        """Whether the pass adds its microbatch to the weight gradients, and so frees all that F allocated."""
+        """Tell whether the pass adds its microbatch to the weight gradients, and so frees all that F allocated."""
         return WEIGHTS in self.row.in_order
 
     @property
     def is_of_vocabulary(self) -> bool:
-        """Whether every rank runs it for its shard of the vocabulary, rather than for a stage."""
+        """Tell whether every rank runs it for its shard of the vocabulary, rather than for a stage."""
         return self.row.shard
 
     @property
     def is_copy(self) -> bool:
-        """Whether it copies activations, on a lane of its own, concurrently with what its rank computes."""
+        """Tell whether it copies activations, on a lane of its own, concurrently with what its rank computes."""
         return self.row.lane is not None
 
     @property
     def is_forward(self) -> bool:
-        """Whether it belongs to an evaluation too: it changes no gradient."""
+        """Tell whether it belongs to an evaluation too: it changes no gradient."""
         return self.row.forward
 
 

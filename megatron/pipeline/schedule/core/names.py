@@ -5,7 +5,7 @@ OFF = "off"  # neither --vocab-parallel nor --offload
 
 
 def counted(number: float, thing: str) -> str:
-    """How many there are of a thing: ``1 rank``, ``4 ranks``, ``1.5 microbatches``."""
+    """Number and name of a thing: ``1 rank``, ``4 ranks``, ``1.5 microbatches``."""
     shown = f"{number:.4g}" if isinstance(number, float) else str(number)
     plural = "" if shown == "1" else "es" if thing.endswith("ch") else "s"
     return f"{shown} {thing}{plural}"

@@ -12,7 +12,7 @@ __all__ = ["COPY_KINDS", "STAGE_KINDS", "VOCABULARY_KINDS", "Kind", "Offload", "
 
 
 class Offload(StrEnum):
-    """How much of the activations goes to host memory: Wan et al., "PipeOffload", which calls these PO-H and PO-F."""
+    """Share of the activations that goes to host memory: Wan et al., "PipeOffload", which calls these PO-H and PO-F."""
 
     SELECTIVE = "selective"  # at most half, those that are kept longest
     FULL = "full"  # all that pays

@@ -1,4 +1,4 @@
-"""Which stage of the model each (rank, chunk) holds."""
+"""Placement: the stage of the model that each (rank, chunk) holds."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class Placement:
 
     @property
     def chunks_per_replica(self) -> int:
-        """How many of its chunks a rank runs for one microbatch, where every replica is spread evenly."""
+        """Number of its chunks that a rank runs for one microbatch, where every replica is spread evenly."""
         return max(1, self.chunks // self.replicas)
 
     def replica(self, stage: int) -> int:
         return stage // self.depth
 
     def is_first(self, stage: int) -> bool:
-        """Whether a model begins with this stage."""
+        """Tell whether a model begins with this stage."""
         return stage % self.depth == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether a model ends with this stage."""
+        """Tell whether a model ends with this stage."""
         return (stage + 1) % self.depth == 0
 
     def stage(self, rank: int, chunk: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""What a schedule is planned for: the shape, what passes cost, what memory there is, and what is to be short."""
+"""Problem that a schedule is planned for: the shape, what passes cost, what memory there is, and what is to be short."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["LimitTooLow", "Objective", "Problem"]
 
 
 class Objective(StrEnum):
-    """What an iteration costs."""
+    """Objective: the time that an iteration is said to take."""
 
     SPAN = "span"  # where iterations interlock: the longest, over ranks, from a rank's first pass to its last
     MAKESPAN = "makespan"  # where they do not: from the first pass on any rank to the last pass on any rank
 
     def length(self, timeline: Timeline | Lengths) -> float:
-        """What is to be short, of a timeline."""
+        """Length of a timeline that is to be short."""
         return timeline.span if self is Objective.SPAN else timeline.makespan
 
     def bubble_rate(self, timeline: Timeline) -> float:
@@ -125,7 +125,7 @@ class Problem:
         return self.objective.length(timeline)
 
     def microbatch_memory(self, rank: int) -> float:
-        """What one microbatch holds on a rank when all its chunks have run F (and R), and B where that allocates: with that much
+        """Memory of one microbatch on a rank when all its chunks have run F (and R), and B where that allocates: with that much
         every problem can be planned. With several replicas each microbatch goes through one of them.
 
         With recompute the least that is needed can be below this: see ``bound.least_limit``.

@@ -41,7 +41,7 @@ def content_of(path: str | Path) -> str:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """What the text of a JSON file says.
+    """Parse the text of a JSON file.
 
     Args:
         what: the file should hold, such as ``costs``.

@@ -20,7 +20,7 @@ __all__ = ["RankPasses", "Schedule", "ScheduleError"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank computes, in which order.
+    """Order of the passes of every rank.
 
     Nothing is checked here: a schedule may come from a user's file, and ``verify`` names what is wrong with it.
 
@@ -46,7 +46,7 @@ class Schedule:
 
     @property
     def slices(self) -> int:
-        """How many numbers passes count: microbatches, or all their slices."""
+        """Number of microbatches, or of all their slices."""
         return self.microbatches * self.splits
 
     def numbers(self, rank: int, chunk: int) -> range:
@@ -67,7 +67,7 @@ class Schedule:
 
     @cached_property
     def sources(self) -> Sources:
-        """What passes of a kind need on a rank and chunk, and where that runs."""
+        """Passes that those of a kind need on a rank and chunk, and where these run."""
         return sources(self.placement, self.vocabulary)
 
     @cached_property
@@ -75,17 +75,17 @@ class Schedule:
         return tuple(map(RankPasses, self.passes))
 
     def recomputes(self, rank: int, work: Pass) -> bool:
-        """Whether this rank runs R for the microbatch and chunk of a pass."""
+        """Tell whether this rank runs R for the microbatch and chunk of a pass."""
         return self.rows[rank].has(Kind.R, work)
 
     @cached_property
     def has_copies(self) -> bool:
-        """Whether any rank offloads anything."""
+        """Tell whether any rank offloads anything."""
         return any(kind.is_copy for row in self.rows for kind in row.kinds)
 
     @cached_property
     def reruns(self) -> bool:
-        """Whether any rank runs forwards again, to recompute activations."""
+        """Tell whether any rank runs forwards again, to recompute activations."""
         return any(Kind.R in row.kinds for row in self.rows)
 
     def forward_only(self) -> Schedule:
@@ -98,7 +98,9 @@ class Schedule:
         return json.dumps(self.fields())
 
     def fields(self) -> dict[str, Any]:
-        """What ``to_json`` writes; ``replicas`` and ``splits`` only where they are not 1, ``vocab_parallel`` where it is."""
+        """Fields that ``to_json`` writes; ``replicas`` and ``splits`` only where they are not 1, ``vocab_parallel`` where it
+        is.
+        """
         return {
             "schedule": self.name,
             "placement": self.placement.stages,
@@ -160,11 +162,11 @@ class RankPasses:
 
     @cached_property
     def slots(self) -> dict[Pass, int]:
-        """Where in the order of the rank a pass stands."""
+        """Position of a pass in the order of its rank."""
         return {work: slot for slot, work in enumerate(self.passes)}
 
     def has(self, kind: Kind, work: Pass) -> bool:
-        """Whether there is a pass of a kind, of the microbatch and chunk of another pass."""
+        """Tell whether there is a pass of a kind, of the microbatch and chunk of another pass."""
         return kind in self.kinds and (kind, work.microbatch, work.chunk) in self.all
 
     def first_of(self, kinds: Sequence[Kind], microbatch: int, chunk: int) -> Pass:
@@ -190,7 +192,7 @@ class RankPasses:
 
     @cached_property
     def is_braided(self) -> bool:
-        """Whether any pass runs as one with the pass before it."""
+        """Tell whether any pass runs as one with the pass before it."""
         return any(kind.row.braided for kind in self.kinds)
 
     def braids(self) -> Iterator[tuple[Pass, Pass]]:
@@ -227,7 +229,7 @@ class RankPasses:
         return found
 
     def before(self, work: Pass) -> Pass | None:
-        """What has to run before a pass on this rank, for the same microbatch and chunk."""
+        """Passes that run before a pass on this rank, for the same microbatch and chunk."""
         kinds = needed_on_own_rank(work.kind)
         return self.first_of(kinds, work.microbatch, work.chunk) if kinds else None
 

@@ -1,4 +1,4 @@
-"""What the passes of one stage, the passes of a rank's shard of the vocabulary, and copies cost."""
+"""Costs of the passes of one stage, of a rank's shard of the vocabulary, and of copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALL_TO_ALL = {"forward": ("dispatch", "combine"), "backward": ("backward_combine
 
 
 class MemoryUnit(StrEnum):
-    """What costs count memory in."""
+    """Unit in which costs count memory."""
 
     BYTES = "bytes"
     MICROBATCHES = "microbatches"
@@ -100,7 +100,7 @@ class StageCosts:
         return (self.value(allocates) if allocates else 0) - (self.value(frees) if frees else 0)
 
     def moved(self, recomputed: bool = False) -> float:
-        """How much a copy to host memory takes away from the device, and the copy back brings."""
+        """Memory that a copy to host memory takes away from the device, and the copy back brings."""
         return self.allocated(Kind.H2D, recomputed)
 
     @property
@@ -154,7 +154,7 @@ class StageCosts:
 
     @property
     def grows(self) -> float:
-        """How much more is held after B than before it; 0 where B frees."""
+        """Memory that is held more after B than before it; 0 where B frees."""
         return max(0.0, self.retained - self.activation)
 
     def capped(self, like: StageCosts) -> StageCosts:
@@ -208,7 +208,7 @@ class VocabularyCosts:
 
 @dataclass(frozen=True)
 class CopyCosts:
-    """What copies between a rank's device and host memory cost.
+    """Costs of copies between a rank's device and host memory.
 
     Attributes:
         to_host, to_device: seconds for one unit of memory while no other copy runs.

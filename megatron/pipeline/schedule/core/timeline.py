@@ -19,7 +19,9 @@ class Timed(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """What of a timeline is to be short, and the sum of the moments at which its passes end, which tells equal ones apart."""
+    """Length of a timeline that is to be short, and the sum of the moments at which its passes end, which tells equal ones
+    apart.
+    """
 
     span: float
     makespan: float

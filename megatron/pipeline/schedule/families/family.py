@@ -60,15 +60,15 @@ class Family:
 
     @property
     def plans_for_limits(self) -> bool:
-        """Whether it plans another order for another limit, instead of having one order for all limits."""
+        """Tell whether it plans another order for another limit, instead of having one order for all limits."""
         return self.memory is not None and self.memory_is == "default"
 
     @property
     def searches(self) -> bool:
-        """Whether it searches for an order, which takes at least a hundred times as long as a fixed order."""
+        """Tell whether it searches for an order, which takes at least a hundred times as long as a fixed order."""
         return self.memory is not None or (self.grouped and not self.fused)
 
     @property
     def uses_limits(self) -> bool:
-        """Whether a higher limit may change its schedule."""
+        """Tell whether a higher limit may change its schedule."""
         return self.memory is not None and self.memory_is != "fixed"

@@ -63,7 +63,7 @@ def _best(problem: Problem, group: int) -> Order:
 
 
 class _Choices:
-    """Which pass every rank runs when it is free.
+    """Choice of the pass that a free rank runs.
 
     The order of the F is fixed on every rank, and so is that of the B. F goes first, but rank r has at most g(v-1) + p-r
     microbatches between F and B, as many as 1F1B would have; with those of which only W is due, at most g(v-1) + p. W runs when
@@ -95,7 +95,7 @@ class _Choices:
         return tuple(map(tuple, self.clock.ends))
 
     def _choose(self, rank: int, now: float) -> Sequence[Pass]:
-        """What the rank runs now; empty to wait for an arrival or the end of a pass."""
+        """Choose what the rank runs now; empty to wait for an arrival or the end of a pass."""
         in_flight, due = self.ran[F][rank] - self.ran[B][rank], self.due[rank]
         forward, work = self._next(F, rank) if in_flight < self.most - rank else (math.inf, None)
         full = work is not None and in_flight + len(due) >= self.most

@@ -201,7 +201,7 @@ class _Rows:
         self._reached[rank] = max(self._reached[rank], slot)
 
     def _operations(self, rank: int, work: Pass) -> Iterator[Operation]:
-        """What stands for a pass in a program."""
+        """Operations that stand for a pass in a program."""
         row = self._schedule.rows[rank]
         if work.kind.is_copy:
             yield Copy(work) if work.kind.row.starts else Wait(work)
@@ -261,7 +261,7 @@ class _Rows:
             program.append(Validate())
 
     def programs(self) -> tuple[Program, ...]:
-        """What has grown, with all that is left."""
+        """Finish the programs with all that is left."""
         for rank, program in enumerate(self._programs):
             self.compute(rank, len(self._schedule.passes[rank]))
             left = chain(*self._unowed[rank].values())

@@ -17,14 +17,14 @@ LEAD = 4
 
 
 class Posting(StrEnum):
-    """How the sends and receives that stand between two passes are started."""
+    """Way in which the sends and receives between two passes are started."""
 
     SINGLE = "single"  # one by one, where they are posted: each can be waited for by itself
     BATCHED = "batched"  # all of a direction together, as one NCCL launch, where ``starts_posted`` says so
 
 
 def starts_posted(operation: Operation) -> bool:
-    """Whether all that has been posted starts before an operation, where posting is batched.
+    """Tell whether all that has been posted starts before an operation, where posting is batched.
 
     It must before a pass, which may take long, and before all that may wait for other ranks: they may need these messages to get
     there. A Send that has to wait for earlier ones starts them as well. At the end of a program everything starts.

@@ -98,7 +98,7 @@ Cell = tuple[str, int, str, int]  # where it stands, stage, letter of the kind, 
 
 
 def read_cells(text: str, action: re.Pattern[str], refusal: Callable[[str], str | None]) -> list[list[Cell]]:
-    """What every line has that ``action`` matches; of an overlapped pair both, and no empty lines at the end.
+    """Cells of every line that ``action`` matches; of an overlapped pair both, and no empty lines at the end.
 
     Args:
         refusal: why a text that it does not match cannot be read; None where it is left out.

@@ -1,4 +1,4 @@
-"""How good can a schedule be? A bound below which no order of the passes can bring the span, or the makespan."""
+"""Lower bound of a schedule, below which no order of the passes can bring the span, or the makespan."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _ways(problem: Problem, stage: int) -> tuple[float, float]:
 
 
 def _backward_seconds(problem: Problem, stage: int) -> float:
-    """Of a backward that is not in a braid, with its weights' gradients."""
+    """Seconds of a backward that is not in a braid, with its weights' gradients."""
     fused, *parts = (problem.costs.seconds(kind, stage) for kind in (Kind.BW, Kind.B, Kind.W))
     return fused if stage in problem.fused else min(fused, sum(parts))
 
@@ -263,7 +263,7 @@ def _idle(work: float, moments: Times, most: Times) -> tuple[Times, Times, Times
 
 
 def memory_time(problem: Problem) -> list[float]:
-    """What all microbatches of an iteration hold on every rank at least, size times seconds, in the costs' units.
+    """Least memory-time of all microbatches of an iteration on every rank, size times seconds, in the costs' units.
 
     A stage holds what F allocates for a lifespan (``lifespans``), what R allocates from R until B ends, and what is
     retained until W ends.

@@ -107,7 +107,7 @@ def backwards_in_time(forward: Sequence[Line]) -> list[Line]:
 
 
 class _Need(NamedTuple):
-    """What is known about a rank when the k-th pass of a line starts there, for every k.
+    """Facts about a rank when the k-th pass of a line starts there, for every k.
 
     Attributes:
         work: the seconds that the rank has computed before.
@@ -243,11 +243,11 @@ class Earliest:
         return np.where(np.isfinite(moments), moments, -np.inf), most
 
     def _position(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the last pass up to each number stands among those that are looked at."""
+        """Position of the last pass up to each number among those that are looked at."""
         return np.searchsorted(self._numbers, numbers, side="right") - 1
 
     def _counted(self, index: int, started: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many passes may have started, from how many of those that are looked at have."""
+        """Number of passes that may have started, from how many of those that are looked at have."""
         return np.minimum(self._counts[started], self.lines[index].count)
 
     def _freed(self, memory: Times, frees: Sequence[tuple[int, float]]) -> Times:
@@ -294,7 +294,7 @@ class Earliest:
         return seconds
 
     def _loads(self, stack: list[int], counts: dict[int, NDArray[np.int64]]) -> Iterable[tuple[float, float, NDArray[np.int64]]]:
-        """What a stage can fill memory with, as (size, seconds, how many): passes of one microbatch in their order, those
+        """Items with which a stage can fill memory, as (size, seconds, how many): passes of one microbatch in their order, those
         taken together of which the later ones do more work for their size."""
         for depth, deepest in enumerate(stack):
             number = counts[deepest] - (counts[stack[depth + 1]] if depth + 1 < len(stack) else 0)
@@ -329,7 +329,7 @@ class Earliest:
 
 
 def usable(problem: Problem, rank: int) -> float:
-    """How much of a rank's limit can be filled: whole units, where all that is held comes in multiples of one size."""
+    """Share of a rank's limit that can be filled: whole units, where all that is held comes in multiples of one size."""
     if problem.limits is None:
         return math.inf
     limit, size = float(problem.limits[rank]), unit(problem, rank)

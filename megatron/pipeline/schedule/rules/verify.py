@@ -125,7 +125,7 @@ def every_pass_is_there(schedule: Schedule, forward_only: bool) -> None:
 
 
 def every_copy_has_its_other_half(schedule: Schedule) -> None:
-    """What a rank copies to host memory it copies back, once each."""
+    """Require that a rank copies back, once each, what it copies to host memory."""
     for rank, row in enumerate(schedule.rows if schedule.has_copies else ()):
         for work in row.passes:
             for kind in COPY_KINDS if work.kind.is_copy else ():

@@ -50,7 +50,7 @@ def batches_do_not_deadlock(
 
 
 class _Batch:
-    """What a rank starts together in one direction.
+    """Messages that a rank starts together in one direction.
 
     Attributes:
         line: that rank's batches in that direction which have not ended; the first has begun.

@@ -45,7 +45,7 @@ class Arrays(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What list scheduling has placed so far.
+    """Passes that list scheduling has placed so far.
 
     Attributes:
         ends: float[5, S, M], -1 for passes that are not placed.

@@ -123,18 +123,18 @@ class Instance:
 
     @property
     def is_v(self) -> bool:
-        """Whether rank r has the stages r and 2p-1-r of one model."""
+        """Tell whether rank r has the stages r and 2p-1-r of one model."""
         ranks = range(len(self.lengths))
         return self.problem.placement.replicas == 1 and self.home.tolist() == [*ranks, *reversed(ranks)]
 
     @property
     def size(self) -> int:
-        """How many passes there are."""
+        """Number of passes."""
         return int(self.lengths.sum())
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of arrays over all passes: kinds, stages, microbatches."""
+        """Shape of arrays over all passes: kinds, stages, microbatches."""
         return KINDS, len(self.home), int(self.counts.max())
 
     def construct(self, seed: Seed, limits: Array, longest: float = np.inf) -> Plan | None:
@@ -190,7 +190,7 @@ class Instance:
         return np.flatnonzero(exists)
 
     def within(self, plan: Plan, limits: Array) -> bool:
-        """Whether no rank of a plan ever holds more than its limit."""
+        """Tell whether no rank of a plan ever holds more than its limit."""
         kind, stage, _ = np.moveaxis(plan.order, 2, 0)
         held = np.where(kind < 0, 0.0, self.allocated[kind, stage]).cumsum(axis=1).max(axis=1, initial=0.0)
         return bool((held <= limits * (1 + engine.SLACK)).all())

@@ -26,7 +26,7 @@ _SLACK = 1 + 1e-9
 
 
 class Policy(NamedTuple):
-    """How a rank decides.
+    """Rules by which a rank decides.
 
     Attributes:
         caps: by stage, how many microbatches it may hold when a forward has run alone; one that is braided may be one more.
@@ -149,7 +149,7 @@ class _Run:
         return tuple(map(tuple, self.rows)) if done else None
 
     def value(self) -> float:
-        """What the problem wants to be short."""
+        """Value that the problem minimises."""
         spans = [end - start for start, end in zip(self.starts, self.free, strict=True)]
         return max(spans) if self.problem.objective is Objective.SPAN else max(self.free) - min(self.starts)
 
@@ -178,7 +178,7 @@ class _Run:
         return [(arrivals[stage][started[stage]], stage) for stage in stages if started[stage] < self.problem.microbatches]
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        """Whether a forward may start, at least with a backward beside it."""
+        """Tell whether a forward may start, at least with a backward beside it."""
         if self._held(stage) > self.caps[stage]:
             return False
         costs = self.problem.costs.stages

@@ -27,7 +27,7 @@ _REPEATS = 8  # how often a construction on a V is repeated with what ranks were
 
 
 class Choices(NamedTuple):
-    """How rounds are made.
+    """Choices in making rounds.
 
     Attributes:
         eager: on a line, before its first B a rank may start an F that delays it; on a V, whether a W may delay an F.
@@ -70,7 +70,7 @@ def rounds(instance: Instance, limits: Array, longest: float = np.inf, few: bool
 
 
 def can_be_in_rounds(instance: Instance) -> bool:
-    """Whether there are rounds for a problem."""
+    """Tell whether there are rounds for a problem."""
     placed = instance.is_v or instance.problem.placement == linear(len(instance.lengths))
     return placed and not instance.backwards and bool((instance.before[MID] == -2).all())
 

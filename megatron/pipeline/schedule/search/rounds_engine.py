@@ -13,7 +13,7 @@ from megatron.pipeline.schedule.time.orders import DOWN, POST, UP, Array
 
 
 class State(NamedTuple):
-    """What was placed so far.
+    """Passes that were placed so far.
 
     Attributes:
         ends: float[5, S, M], -1 for passes that are not placed.
@@ -205,7 +205,7 @@ def line_in_rounds(  # noqa: PLR0912 - numba compiles it as a whole
 
 @compiled
 def _has_time(arrays: Any, limits: Array, state: Any, rank: int, afford: float) -> bool:
-    """Whether a rank that is far ahead of the next one should run an F before the gradient of its next B can come."""
+    """Tell whether a rank that is far ahead of the next one should run an F before the gradient of its next B can come."""
     seconds, allocated = arrays.seconds, arrays.allocated
     comes = state.free[rank + 1] + seconds[DOWN, rank + 1] + seconds[UP, rank + 1] + arrays.hops[UP, rank]
     if state.free[rank] >= comes:

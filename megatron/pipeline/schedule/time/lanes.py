@@ -1,4 +1,4 @@
-"""How copies to host memory and back slow each other down: the two directions of a rank, and the ranks behind one switch.
+"""Copies that slow each other down: the two directions of a rank, and the ranks behind one switch.
 
 The copies under way share the speed that ``CopyCosts`` gives. The share of each changes whenever one starts or ends.
 """

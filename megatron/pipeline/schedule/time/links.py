@@ -1,4 +1,5 @@
-"""What is replayed in simulated time: rows of passes, and what each pass waits for, makes and takes. The table of kinds says all.
+"""Rows that are replayed in simulated time: rows of passes, and what each pass waits for, makes and takes. The table of kinds
+says all.
 
 There is a row for every rank and, where passes run on lanes, one for every lane of a rank. In its rank's row such a pass takes no
 time: it stands for the moment at which the lane may start it, or at which the rank waits for it.
@@ -25,7 +26,7 @@ from megatron.pipeline.schedule.core.schedule import RankPasses, Schedule
 
 
 class Link(NamedTuple):
-    """What the passes of one kind on one rank and chunk wait for and make.
+    """Needs and results of the passes of one kind on one rank and chunk.
 
     What passes make for each other has numbers, one after another for the microbatches: ``made + microbatch`` is made, and
     ``needed + microbatch`` is needed and arrives ``hop`` after it was made.
@@ -39,7 +40,7 @@ class Link(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is replayed.
+    """Rows that are replayed.
 
     Attributes:
         passes: of every row; in the place of its kind, a pass has the key of its link.
@@ -183,7 +184,7 @@ class _Table:
         return links
 
     def _wait(self, kind: Kind, rank: int, chunk: int) -> Link:
-        """Of the wait for a pass that has been started on a lane."""
+        """Link of the wait for a pass that has been started on a lane."""
         return Link(self._unused, self._number(("done", kind), self._stages[rank][chunk]), 0, 0)
 
     def _link(self, kind: Kind, rank: int, chunk: int) -> Link:
@@ -207,7 +208,9 @@ class _Table:
         return Link(made, needed, hop, seconds, is_part=kind.row.shard and kind in REMOTE)
 
     def _number(self, name: Hashable, stage: int | None, ahead: int = 0) -> int:
-        """Where the numbers of a result begin; those of ``ahead`` microbatches before the first are there from the start."""
+        """Index at which the numbers of a result begin; those of ``ahead`` microbatches before the first are there from the
+        start.
+        """
         if (name, stage) not in self._begins:
             self._begins[name, stage] = len(self.made_at) + ahead
             self.made_at += [0] * ahead + [None] * self._slices

@@ -54,7 +54,7 @@ def hops_of(placement: Placement, hop: float) -> Array:
 
 
 def can_be_compiled(schedule: Schedule) -> bool:
-    """Whether all passes of a schedule run alone, and on the ranks."""
+    """Tell whether all passes of a schedule run alone, and on the ranks."""
     return all(row.kinds <= frozenset(STAGE_KINDS) for row in schedule.rows)
 
 
@@ -95,7 +95,7 @@ class Orders:
         return Lengths(span, makespan, math.fsum(ends[ends >= 0].tolist()))
 
     def _row(self, rank: int, row: _Row) -> tuple[Array, Array]:
-        """Of every pass: its kind, stage and microbatch; and its seconds."""
+        """Kind, stage, microbatch and seconds of every pass."""
         known, table = self._known[rank], self._tables[rank]
         if (found := known.get(id(row))) is None:
             made = [table[kind, chunk] for kind, _, chunk in row]

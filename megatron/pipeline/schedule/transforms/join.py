@@ -25,7 +25,7 @@ _At = tuple[int, Pass]  # a rank and its B or BW
 
 
 def saves(stage: StageCosts) -> bool:
-    """Whether BW takes enough less on a stage than B and W for a choice."""
+    """Tell whether BW takes enough less on a stage than B and W for a choice."""
     return stage.value("fused") < (stage.backward + stage.weight) * (1 - _LEAST)
 
 

@@ -20,7 +20,7 @@ _LARGE = 500  # passes from which on it pays to load what is compiled
 
 
 def fits(schedule: Schedule, problem: Problem) -> bool:
-    """Whether a changed schedule stays within the limits; only where a B allocates may it not."""
+    """Tell whether a changed schedule stays within the limits; only where a B allocates may it not."""
     if problem.limits is None or not any(stage.grows for stage in problem.costs.stages):
         return True
     peaks = activation_peaks(schedule, problem.costs)
@@ -64,7 +64,7 @@ class Trials:
                 waiting += [some[middle:], some[:middle]]
 
     def try_(self, schedule: Schedule) -> bool:
-        """Whether a schedule is better than the best one, which it then is."""
+        """Tell whether a schedule is better than the best one, which it then is."""
         self.left -= 1
         if not fits(schedule, self._problem):
             return False
@@ -78,7 +78,7 @@ class Trials:
         return better
 
     def _of(self, schedule: Schedule) -> tuple[float, float]:
-        """What the problem wants to be short, and the sum of the moments at which passes end."""
+        """Value that the problem minimises, and the sum of the moments at which passes end."""
         if self._orders:
             found = self._orders.lengths(schedule)
             return self._problem.value(found), found.ends
@@ -87,7 +87,7 @@ class Trials:
 
 
 def _orders(schedule: Schedule, problem: Problem) -> Orders | None:
-    """What replays a large schedule and its changes fast, where neither has braids."""
+    """Replayer of a large schedule and its changes, where neither has braids."""
     if sum(map(len, schedule.passes)) < _LARGE:
         return None
     from megatron.pipeline.schedule.time.orders import Orders, can_be_compiled  # compiles, which small schedules do not need

@@ -106,7 +106,7 @@ def spread(schedule: Schedule, vocabulary: Vocabulary, costs: Costs) -> Schedule
 
 
 class _Insertion:
-    """Which pass every rank runs next: one of a stage, in the schedule's order, or one of the vocabulary."""
+    """Choice of the pass that every rank runs next: one of a stage, in the schedule's order, or one of the vocabulary."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule, self._costs = schedule, costs
@@ -137,7 +137,7 @@ class _Insertion:
         return tuple(map(tuple, self._clock.ends))
 
     def _next(self, rank: int, now: float) -> Sequence[Pass]:
-        """What a free rank runs now, noted as run."""
+        """Choose what a free rank runs now, and note it as run."""
         work = self._choose(rank, now)
         if work is None:
             return ()
@@ -167,7 +167,7 @@ class _Insertion:
             self._clock.look(rank, moment)
 
     def _choose(self, rank: int, now: float) -> Pass | None:
-        """What a free rank does now; None to wait."""
+        """Choose what a free rank does now; None to wait."""
         blocking = self._schedule.vocabulary is not Vocabulary.ONE_BARRIER
         counts = self._counts[rank]
         if self._trains and self._schedule.vocabulary is Vocabulary.INTERLACED and counts[Kind.T] < counts[Kind.S]:
@@ -192,7 +192,7 @@ class _Insertion:
                 return
 
     def _fits(self, rank: int, work: Pass, now: float) -> bool:
-        """Whether a pass ends before all ranks have to run the next S together."""
+        """Tell whether a pass ends before all ranks have to run the next S together."""
         number = self._counts[rank][Kind.S]
         if number >= len(self._together):
             return True
@@ -206,7 +206,7 @@ class _Insertion:
                 yield work
 
     def _ready(self, rank: int, work: Pass, now: float) -> bool:
-        """Whether what a pass needs has arrived; for IF, whether there is room for what it makes."""
+        """Tell whether what a pass needs has arrived; for IF, whether there is room for what it makes."""
         if work.microbatch >= self._schedule.microbatches or not (self._trains or work.kind.is_forward):
             return False
         if work.kind is Kind.IF:

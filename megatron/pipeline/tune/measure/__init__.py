@@ -1,4 +1,4 @@
-"""What ``mpipe tune --measure`` does: time single layers and links on the present machine, and make a ``Device`` of that.
+"""Work of ``mpipe tune --measure``: time single layers and links on the present machine, and make a ``Device`` of that.
 
 ``sizes`` says which layers, without torch. ``processes`` starts the ranks, on each of which ``rank`` goes through ``layers``,
 ``links`` and ``machine``; what comes back are ``Measurements``, and ``outcome`` makes the device of it.

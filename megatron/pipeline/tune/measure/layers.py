@@ -74,7 +74,7 @@ class Layer:
             torch.cuda.empty_cache()
 
     def _inputs(self, microbatch: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """What the model hands its layer in a forward: hidden states, and all else by its name."""
+        """Arguments that the model hands its layer in a forward: hidden states, and all else by its name."""
         found: dict[str, Any] = {}
 
         def note(_: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What messages and collectives take between the ranks that measure: neighbours within a node, all of a node, and two nodes."""
+"""Time of messages and collectives between the ranks that measure: neighbours within a node, all of a node, and two nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast one rank of this machine multiplies matrices and moves memory while all others do the same."""
+"""Speed at which one rank of this machine multiplies matrices and moves memory while all others do the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def memory(device: torch.device, ranks: int) -> float:
 
 
 def name(device: torch.device, ranks: int) -> str:
-    """Of the GPU, or of the processor and how many ranks share it."""
+    """Name of the GPU, or of the processor and how many ranks share it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
@@ -57,5 +57,5 @@ def name(device: torch.device, ranks: int) -> str:
 
 
 def _seconds(device: torch.device, action: Callable[[], object], iterations: int) -> float:
-    """What the hardware can do: the best time."""
+    """Best time, as what the hardware can do."""
     return seconds(Clock(device), action, iterations, warm_up=2, which=min)

@@ -87,7 +87,7 @@ def known(name: str) -> Device | None:
 
 
 def existing(path: Path) -> Device | None:
-    """What is measured already.
+    """Measurements that exist already.
 
     Raises:
         ValueError: the file is no device's, or cannot be read.
@@ -101,7 +101,7 @@ def existing(path: Path) -> Device | None:
 
 
 def merged(before: Device | None, now: Device, path: Path) -> Device:
-    """What was measured now, with those layers of before that were not measured again.
+    """Measurements of now, with those layers of before that were not measured again.
 
     All else is of now, the efficiency too: it says what to expect of sizes near to those measured last.
 

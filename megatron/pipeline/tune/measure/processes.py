@@ -48,7 +48,7 @@ def run(work: Callable[[Any, Tell], Any], job: Any, ranks: int, tell: Tell, sile
 
 
 class _Listener:
-    """What is known of one rank: what it is at, since when, and how it ended."""
+    """Facts about one rank: what it is at, since when, and how it ended."""
 
     def __init__(self, rank: int, process: SpawnProcess, connection: Connection) -> None:
         self.rank, self.process, self.connection = rank, process, connection

@@ -1,4 +1,4 @@
-"""What one of the ranks that measure does, from its first word to the last. torch is imported when it begins."""
+"""Process of one of the ranks that measure, from its first word to the last. torch is imported when it begins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SILENCE = 300.0  # seconds after which a rank that says nothing hangs
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure.
+    """Layers and links to measure.
 
     Attributes:
         args: flags of a dense model after ``validate``, for ranks that share nothing.
@@ -161,7 +161,7 @@ def _by_tensor(sizes: Sequence[Size]) -> list[list[Size]]:
 
 
 def _unless_too_large(action: Callable[[], T]) -> T | None:
-    """What an action returns; None where the GPU's memory is too small for it."""
+    """Result of an action; None where the GPU's memory is too small for it."""
     import torch
 
     try:
@@ -194,7 +194,7 @@ def _world(args: Namespace) -> Iterator[None]:
 
 
 def _everyone(mine: Any) -> list[Any]:
-    """What every rank has. Collective over the world."""
+    """Gather what every rank has. Collective over the world."""
     import torch
 
     found: list[Any] = [None] * torch.distributed.get_world_size()

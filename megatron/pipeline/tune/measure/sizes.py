@@ -1,4 +1,4 @@
-"""Which layers are measured: those of a model at several tensor-parallel sizes and microbatch sizes."""
+"""Layers that are measured: those of a model at several tensor-parallel sizes and microbatch sizes."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def layer_flags(args: Namespace, size: Size) -> Namespace:
 
 
 def _cut(args: Namespace) -> dict[str, int]:
-    """What tensor-parallel ranks share, by the names of flags."""
+    """Sizes that tensor-parallel ranks share, by the names of flags."""
     names = ("num_attention_heads", *(["num_query_groups"] if args.group_query_attention else []), "ffn_hidden_size")
     return {name: getattr(args, name) for name in names}
