@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schedule_strategies import placements
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.cli.arguments import Stages, cost_flags
+from megatron.pipeline.cli.arguments import StageList, cost_flags
 from megatron.pipeline.cli.request import cost_flags_of
 from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
@@ -230,7 +230,7 @@ def test_the_limit_travels_and_can_be_lifted(tmp_path: Path, capsys: pytest.Capt
     ("text", "stages"), [("all", {0, 1, 2, 3, 4, 5}), ("0", {0}), ("0,3-5", {0, 3, 4, 5}), ("2-2,1", {1, 2})]
 )
 def test_stages(text: str, stages: set[int]) -> None:
-    assert Stages(text).of(6) == stages
+    assert StageList(text).of(6) == stages
 
 
 @pytest.mark.parametrize(

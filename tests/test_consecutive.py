@@ -16,22 +16,22 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.simulate import simulate
-from megatron.pipeline.view import Consecutive, Iteration, draw, render
+from megatron.pipeline.view import Consecutive, RecordedIteration, draw, render
 from megatron.pipeline.view.consecutive import latest
 
 EPOCH = 1_800_000_000.0
 
 
-def iteration(number: int, begin: float, name: str = "1f1b", ranks: int = 2, microbatches: int = 2) -> Iteration:
+def iteration(number: int, begin: float, name: str = "1f1b", ranks: int = 2, microbatches: int = 2) -> RecordedIteration:
     """One whose first pass on rank 0 starts so many seconds after the epoch."""
     schedule = planning.plan(name, ranks, microbatches)
     shift = EPOCH + begin
     rows = simulate(schedule, uniform(schedule.placement)).ranks
     timeline = Timeline(tuple(tuple(Timed(work, shift + start, shift + end) for work, start, end in row) for row in rows))
-    return Iteration(number, name, timeline)
+    return RecordedIteration(number, name, timeline)
 
 
-def write(directory: Path, one: Iteration) -> str:
+def write(directory: Path, one: RecordedIteration) -> str:
     """As a training writes it, or what of it is read here."""
     timeline = json.loads(one.timeline.to_json())
     nothing: list[Any] = [[] for _ in one.timeline.ranks]

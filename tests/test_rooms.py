@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import check_lines
@@ -54,6 +57,25 @@ def test_a_room_over_its_budget_is_named(
     assert "runtime has" in capsys.readouterr().out
     check_lines.BUDGET.write_text(json.dumps(budget | {"runtime": budget["runtime"] + 3}))
     assert check_lines.main() == 0
+
+
+def definitions() -> Iterator[tuple[Path, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in [*PIPELINE.rglob("*.py"), *(ROOT / "patches").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield path, node
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    """Said of something else, they need the name above to be read."""
+    words = ("What ", "Whether ", "How ", "Which ", "Where ", "Of ")
+    assert [(path, text) for path, node in definitions() if (text := ast.get_docstring(node) or "").startswith(words)] == []
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """So that a search for it answers with one file; an underscore does not tell two apart."""
+    homes = Counter(node.name.lstrip("_") for _, node in definitions() if isinstance(node, ast.ClassDef))
+    assert [name for name, count in homes.items() if count > 1] == []
 
 
 def test_every_folder_is_in_a_contract() -> None:

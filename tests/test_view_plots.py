@@ -55,8 +55,8 @@ def test_numbers_of_a_front_stand_beside_their_dots_and_on_no_line(monkeypatch: 
     figures: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, _: figures.append(figure))
     places = [(42, 20.0), (43, 21.0), (44, 22.5), (58, 24.0), (59, 24.3), (61, 24.5), (70, 25.0), (75, 25.2)]
-    ours = [plots.Training(f"training {memory}", 1000 * speed, memory) for memory, speed in places]
-    stock = [plots.Training("stock", 19_800, 42.5), plots.Training("stock", 24_100, 58.5)]
+    ours = [plots.PlottedTraining(f"training {memory}", 1000 * speed, memory) for memory, speed in places]
+    stock = [plots.PlottedTraining("stock", 19_800, 42.5), plots.PlottedTraining("stock", 24_100, 58.5)]
     plots.draw_throughput({"ours, stock included": [*ours, *stock], "stock": stock}, "it.png", 76)
     figure = figures[0]
     figure.canvas.draw()

@@ -14,10 +14,10 @@ from schedule_strategies import costs_of, parse, schedules
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.certify.certificate import Blocked, Certificate, Outcome, certify
+from megatron.pipeline.schedule.certify.certificate import Blocked, Certificate, TransportOutcome, certify
 from megatron.pipeline.schedule.certify.network import End, Network, ends_of, partners
 from megatron.pipeline.schedule.certify.traffic import Await, Batch, Post, Row, Step, Traffic, grouped, late, of_programs
-from megatron.pipeline.schedule.certify.transports import TRANSPORTS, Transport
+from megatron.pipeline.schedule.certify.transports import TRANSPORTS, TransportModel
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
@@ -55,7 +55,7 @@ def traffic(*rows: list[Step | Post], batches: bool = True) -> Traffic:
     return Traffic("by hand", linear(len(rows)), 4, tuple(made))
 
 
-def outcomes(one: Traffic, hop: float = 0.0, cold: bool = False) -> dict[str, Outcome]:
+def outcomes(one: Traffic, hop: float = 0.0, cold: bool = False) -> dict[str, TransportOutcome]:
     certificate = certify(one, uniform(one.placement, hop=hop), cold=cold)
     return {outcome.transport.name: outcome for outcome in certificate.outcomes}
 
@@ -224,7 +224,7 @@ def test_torchs_1f1b_hangs_with_one_microbatch_in_the_first_step(ranks: int) -> 
     assert not certify(torch_1f1b(ranks, 1, gpipe=True), cost, groups, cold=True).hangs
 
 
-def check_circle(certificate: Certificate, outcome: Outcome) -> None:
+def check_circle(certificate: Certificate, outcome: TransportOutcome) -> None:
     """Each of a hang really waits for the next: the rules of ``transports.py``, from the order of the rows alone."""
     assert outcome.hang is not None
     traffic, transport, chain = certificate.traffic, outcome.transport, outcome.hang.chain
@@ -256,7 +256,7 @@ def check_circle(certificate: Certificate, outcome: Outcome) -> None:
             assert following.place < end.place  # what blocks the row stands before the post
 
 
-def is_in_line(transport: Transport, posts: dict[End, Post], blocked: Blocked, end: End, before_only: bool) -> bool:
+def is_in_line(transport: TransportModel, posts: dict[End, Post], blocked: Blocked, end: End, before_only: bool) -> bool:
     assert transport.line is not None
     assert blocked.end is not None
 

@@ -14,7 +14,7 @@ from releases import CORE
 
 from megatron.pipeline.schedule.certify.certificate import Certificate, certify
 from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
-from megatron.pipeline.schedule.certify.traffic import Await, Batch, Row, Shape, Sync
+from megatron.pipeline.schedule.certify.traffic import Await, Batch, Row, Sync, TrafficShape
 from megatron.pipeline.schedule.certify.transports import TRANSPORTS
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.kinds import Flow
@@ -166,7 +166,7 @@ class Recorder:
 
 def flat(row: Row) -> list[Any]:
     def name(item: Any) -> Any:
-        return "shape" if isinstance(item, Shape) else item
+        return "shape" if isinstance(item, TrafficShape) else item
 
     told: list[Any] = []
     for step in row:

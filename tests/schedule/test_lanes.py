@@ -21,7 +21,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.lanes import switches
-from megatron.pipeline.schedule.time.links import Link, Rows, lane_rows
+from megatron.pipeline.schedule.time.links import PassLink, Rows, lane_rows
 from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.transform import without_copies
@@ -35,7 +35,7 @@ def on_the_way(queues: Sequence[Sequence[tuple[float, float]]], costs: CopyCosts
     passes = [()] * ranks + [tuple(Pass(Kind.H2D, number) for number in range(len(queue))) for queue in queues]
     first = [most * (1 + lane) for lane in range(len(queues))]  # the numbers of what a lane's copies need
     made_at = [None] * most + [ready for queue in queues for ready, _ in [*queue, *[(0, 0)] * (most - len(queue))]]
-    links = [[{Kind.H2D: Link(0, number, 0, 0)}] for number in [*[0] * ranks, *first]]
+    links = [[{Kind.H2D: PassLink(0, number, 0, 0)}] for number in [*[0] * ranks, *first]]
     seconds = [None] * ranks + [[alone for _, alone in queue] for queue in queues]
     clock = Clock(ranks, Rows(passes, passes, links, made_at, []), seconds, switches(ranks, costs))
     clock.follow(passes)

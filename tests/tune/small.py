@@ -13,7 +13,7 @@ from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result, evaluate
-from megatron.pipeline.tune.layouts import Choices, Layouts
+from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
 
 # 0.4 billion parameters; hardly a vocabulary, so that stages are equal.
 FLAGS = (
@@ -29,10 +29,12 @@ def layouts(flags: str = "", gpus: int = 4, gpu: Device = A100, per_node: int = 
 
     Args:
         flags: on top of those of the model.
-        choices: fields of ``Choices``.
+        choices: fields of ``LayoutChoices``.
     """
     with quietly():
-        return Layouts(tune.base_flags([*FLAGS.split(), *flags.split()], gpu), Cluster(gpu, gpus, per_node), Choices(**choices))
+        return Layouts(
+            tune.base_flags([*FLAGS.split(), *flags.split()], gpu), Cluster(gpu, gpus, per_node), LayoutChoices(**choices)
+        )
 
 
 def candidate(on: Layouts, schedule: str, stock: bool = False, chunks: int | None = None, **changes: Any) -> Candidate:

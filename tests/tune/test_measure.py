@@ -29,7 +29,7 @@ from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune.measure import outcome, processes
-from megatron.pipeline.tune.measure.clock import Clock, repeated
+from megatron.pipeline.tune.measure.clock import MeasureClock, repeated
 from megatron.pipeline.tune.measure.rank import Measurements
 from megatron.pipeline.tune.measure.sizes import Size, layer_flags, shape
 
@@ -262,7 +262,7 @@ def test_a_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 @pytest.mark.parametrize("asleep", [pytest.param(20_000_000, marks=pytest.mark.cuda)])
 def test_a_gpu_is_timed_by_events_in_its_stream(asleep: int) -> None:
     """What the host takes does not count, what the GPU takes does."""
-    clock = Clock(torch.device("cuda", torch.cuda.current_device()))
+    clock = MeasureClock(torch.device("cuda", torch.cuda.current_device()))
 
     def parts() -> list[Any]:
         marks = [clock.mark()]

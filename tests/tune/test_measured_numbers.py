@@ -20,8 +20,8 @@ from megatron.pipeline.costmodel.device import Device, Link, MeasuredLayer
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.tune.measure import fit, links, outcome, rank
-from megatron.pipeline.tune.measure.clock import Clock, repeated
-from megatron.pipeline.tune.measure.fit import Sending
+from megatron.pipeline.tune.measure.clock import MeasureClock, repeated
+from megatron.pipeline.tune.measure.fit import SendingFit
 from megatron.pipeline.tune.measure.links import nodes, partners
 from megatron.pipeline.tune.measure.rank import Measurements, Timing
 from megatron.pipeline.tune.measure.sizes import Size, candidates, dense, layer_flags, shape
@@ -43,19 +43,19 @@ def timing(size: Size, total: float, activation: float = 1.0) -> Timing:
 @pytest.mark.parametrize("latency", [0.0, 1e-3])
 def test_a_link_is_found_in_the_times_that_it_makes(latency: float) -> None:
     link = Link(latency, 1e9)
-    p2p = [Sending(1, size, link.seconds(size)) for size in (4096, 10**6, 10**8)]
-    ring = [Sending(3, size / 4, link.all_gather(size, 4)) for size in (4096, 10**6, 10**8)]
+    p2p = [SendingFit(1, size, link.seconds(size)) for size in (4096, 10**6, 10**8)]
+    ring = [SendingFit(3, size / 4, link.all_gather(size, 4)) for size in (4096, 10**6, 10**8)]
     for sent in (p2p, ring, p2p + ring):
         assert fit.link(sent).latency == pytest.approx(latency, abs=1e-9)
         assert fit.link(sent).bandwidth == pytest.approx(1e9)
 
 
 def test_times_that_no_link_makes() -> None:
-    superlinear = fit.link([Sending(1, 1000, 1e-6), Sending(1, 10**6, 1.0)])
+    superlinear = fit.link([SendingFit(1, 1000, 1e-6), SendingFit(1, 10**6, 1.0)])
     assert superlinear.latency == 0 and superlinear.bandwidth > 0
-    falling = fit.link([Sending(1, 1000, 2e-3), Sending(1, 10**6, 1e-3)])
+    falling = fit.link([SendingFit(1, 1000, 2e-3), SendingFit(1, 10**6, 1e-3)])
     assert (falling.latency, falling.bandwidth) == (1e-3, pytest.approx(1e9))
-    single = fit.link([Sending(1, 10**6, 1e-3)])
+    single = fit.link([SendingFit(1, 10**6, 1e-3)])
     assert (single.latency, single.bandwidth) == (0.0, pytest.approx(1e9))
 
 
@@ -73,7 +73,7 @@ def test_the_efficiency_is_the_median_of_what_layers_ask_for(args: Namespace, ba
 
 
 def test_parts_are_timed_apart_and_warm_up_does_not_count() -> None:
-    class Hand(Clock):
+    class Hand(MeasureClock):
         def __init__(self) -> None:
             super().__init__(torch.device("cpu"))
             self.now, self.settled = 0.0, 0
@@ -155,7 +155,7 @@ def test_the_better_of_two_turns_counts_and_what_is_too_large_is_left_out(
     monkeypatch.setattr(links, "together", lambda _: None)
     monkeypatch.setattr(rank, "_everyone", lambda mine: [mine, mine and (mine[0].plus(Work(5.0, 0.0, 0.0)), 1.0)])
     sizes = (Size(1, 1), Size(1, 3), Size(2, 1))
-    timings, too_large = rank._layers(rank.Job(args, sizes), torch.device("cpu"), lambda _: None)
+    timings, too_large = rank._layers(rank.MeasureJob(args, sizes), torch.device("cpu"), lambda _: None)
     assert Layer.measured == [(4, 1), (4, 3), (2, 1), (2, 1), (4, 1), (4, 3)]
     assert [(one.size, one.seconds.total) for one in timings] == [(Size(1, 1), 12.0), (Size(2, 1), 13.0)], "of the slowest rank"
     assert too_large == [Size(1, 3)]

@@ -170,7 +170,7 @@ def offload_flags() -> Parser:
 
 def pass_flags() -> Parser:
     flags = Parser(add_help=False)
-    flags.add_argument("--recompute", type=Stages, metavar="STAGES", help="stages that run their forward again: all, or 0,3-5")
+    flags.add_argument("--recompute", type=StageList, metavar="STAGES", help="stages that run their forward again: all, or 0,3-5")
     flags.add_argument(
         "--vocab-parallel",
         choices=["off", *map(str, Vocabulary)],
@@ -186,7 +186,7 @@ def pass_flags() -> Parser:
         "one hides the all-to-alls of the other; --cost has the parts of layers (F.dispatch=..,F.experts=..,F.combine=.., the "
         "same of B, W.experts=.., layers=..)",
     )
-    flags.add_argument("--fuse", type=Stages, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
+    flags.add_argument("--fuse", type=StageList, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
     flags.add_argument(
         "--balance",
         type=positive_int,
@@ -276,7 +276,7 @@ def whole_numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers of at least 1, such as 2 or 2,4") from None
 
 
-class Stages:
+class StageList:
     """An argument type for stages of the model: ``all``, ``0`` or ``0,3-5``."""
 
     def __init__(self, text: str) -> None:

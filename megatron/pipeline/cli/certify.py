@@ -10,11 +10,11 @@ from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags, n
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import positive_int
-from megatron.pipeline.planning.certify import Source, read_traffic
+from megatron.pipeline.planning.certify import TrafficSource, read_traffic
 from megatron.pipeline.planning.costs import costs_of
-from megatron.pipeline.schedule.certify.certificate import Certificate, Hang, Outcome, certify
+from megatron.pipeline.schedule.certify.certificate import Certificate, Hang, TransportOutcome, certify
 from megatron.pipeline.schedule.certify.megatron import NAME, megatron_interleaved
-from megatron.pipeline.schedule.certify.transports import TRANSPORTS, Transport
+from megatron.pipeline.schedule.certify.transports import TRANSPORTS, TransportModel
 from megatron.pipeline.schedule.core.names import counted
 
 _SIZES = ("pp", "microbatches", "chunks")
@@ -64,14 +64,14 @@ def run(options: argparse.Namespace) -> int:
     return int(certificate.hangs)
 
 
-def _transports(asked: list[str] | None) -> list[Transport]:
+def _transports(asked: list[str] | None) -> list[TransportModel]:
     for name in asked or ():
         if name not in TRANSPORTS:
             raise ValueError(f"unknown transport {name!r}; they are {', '.join(TRANSPORTS)}")
     return [each for name, each in TRANSPORTS.items() if not asked or name in asked]
 
 
-def _source(options: argparse.Namespace) -> Source:
+def _source(options: argparse.Namespace) -> TrafficSource:
     flags = changes(options).costs
     if options.file != NAME:
         for name in (*_SIZES, "group", "no_overlap", "variable_seq_lengths"):
@@ -83,10 +83,10 @@ def _source(options: argparse.Namespace) -> Source:
         raise ValueError(f"{NAME} needs {', '.join(missing)}")
     sizes = options.pp, options.microbatches, options.chunks, options.group
     traffic = megatron_interleaved(*sizes, overlap=not options.no_overlap, shapes=options.variable_seq_lengths)
-    return Source(traffic, costs_of(flags, traffic.placement), "messages where megatron-core has them")
+    return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages where megatron-core has them")
 
 
-def _fields(source: Source, certificate: Certificate, cold: bool) -> dict[str, Any]:
+def _fields(source: TrafficSource, certificate: Certificate, cold: bool) -> dict[str, Any]:
     traffic = certificate.traffic
     return {
         "schedule": traffic.name,
@@ -102,7 +102,7 @@ def _fields(source: Source, certificate: Certificate, cold: bool) -> dict[str, A
     }
 
 
-def _outcome(outcome: Outcome, unlimited: float | None) -> dict[str, Any]:
+def _outcome(outcome: TransportOutcome, unlimited: float | None) -> dict[str, Any]:
     hang, delay = outcome.hang, outcome.delay
     return {
         "hangs": hang is not None,
@@ -114,7 +114,7 @@ def _outcome(outcome: Outcome, unlimited: float | None) -> dict[str, Any]:
     }
 
 
-def _text(source: Source, certificate: Certificate, cold: bool) -> Iterator[str]:
+def _text(source: TrafficSource, certificate: Certificate, cold: bool) -> Iterator[str]:
     traffic, unlimited = certificate.traffic, certificate.unlimited
     chunks = f" with {traffic.placement.chunks} chunks each" if traffic.placement.chunks > 1 else ""
     start = ", cold start" if cold else ""
@@ -134,7 +134,7 @@ def _text(source: Source, certificate: Certificate, cold: bool) -> Iterator[str]
         yield from chain
 
 
-def _verdict(outcome: Outcome, unlimited: float | None) -> str:
+def _verdict(outcome: TransportOutcome, unlimited: float | None) -> str:
     if outcome.makespan is None:
         return "HANGS"
     text = f"does not hang; makespan {outcome.makespan:g}"

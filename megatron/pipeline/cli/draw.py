@@ -12,7 +12,7 @@ from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
 from megatron.pipeline.planning.document import curves, is_schedule, naming, read_recorded_plan, read_timeline
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.view import Consecutive, Entry, Iteration, draw, write_page
+from megatron.pipeline.view import Consecutive, Entry, RecordedIteration, draw, write_page
 
 _SUFFIXES = (".png", ".svg", ".html")
 
@@ -90,7 +90,7 @@ def page(path: str, shown: Mapping[str, tuple[Timeline, Planned | None]]) -> Non
     write_page(entries, path)
 
 
-def _read_iteration(path: str) -> Iteration:
+def _read_iteration(path: str) -> RecordedIteration:
     """Read the record of one iteration of a training.
 
     Raises:
@@ -100,4 +100,4 @@ def _read_iteration(path: str) -> Iteration:
         raise ValueError(
             f"{path} is a schedule, and only iterations that ran are joined: name the iteration_*.json of --pipeline-trace"
         )
-    return naming(path, Iteration.from_json)
+    return naming(path, RecordedIteration.from_json)

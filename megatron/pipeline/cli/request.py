@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
-from megatron.pipeline.cli.arguments import Stages
+from megatron.pipeline.cli.arguments import StageList
 from megatron.pipeline.planning.costs import COPIES, CostFlags, costs_of, with_shards
 from megatron.pipeline.planning.document import Changes
 from megatron.pipeline.planning.refusals import check_limit, unit_of
@@ -120,7 +120,7 @@ def _vocabulary(options: Namespace) -> Vocabulary | None:
 
 def _stages(options: Namespace, flag: str) -> Callable[[Placement], Iterable[int]]:
     """The stages that a flag names, from a placement."""
-    chosen: Stages | None = getattr(options, flag)
+    chosen: StageList | None = getattr(options, flag)
 
     def of(placement: Placement) -> Iterable[int]:
         try:

@@ -24,12 +24,12 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result
-from megatron.pipeline.tune.layouts import Choices, Layouts
+from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
 from megatron.pipeline.tune.relax import least_needed, smallest_changes
 from megatron.pipeline.tune.search import BEST, WORK, SearchResult, search
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
-from megatron.pipeline.view.plots import Training, draw_throughput
+from megatron.pipeline.view.plots import PlottedTraining, draw_throughput
 from megatron.pipeline.view.table import plain_table
 
 NOTE = f"""\
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
     with quietly():
         base = base_flags(flags, cluster.device)
         sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
-        layouts = Layouts(base, cluster, Choices(*sizes, options.schedules))
+        layouts = Layouts(base, cluster, LayoutChoices(*sizes, options.schedules))
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
         ours, stock = _searched(layouts, options)
         written = _write(directory, flags, cluster, ours, stock)
@@ -250,10 +250,10 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResu
     return written
 
 
-def _training(result: Result) -> Training:
+def _training(result: Result) -> PlottedTraining:
     layout = f"{layout_of(result)} batch {result.candidate.args.micro_batch_size}"
     name = ", ".join([layout, chosen(result), *extras(result)])
-    return Training(name, result.tokens_per_second, result.fullest.total / GIB)
+    return PlottedTraining(name, result.tokens_per_second, result.fullest.total / GIB)
 
 
 def layout_of(result: Result) -> str:

@@ -20,7 +20,7 @@ from megatron.pipeline.flags.flags import Role, neutral
 from megatron.pipeline.planning.document import naming
 from megatron.pipeline.session import atomic
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank, rehearsed
-from megatron.pipeline.tune.measure.rank import Job, Measurements, Timing
+from megatron.pipeline.tune.measure.rank import MeasureJob, Measurements, Timing
 from megatron.pipeline.tune.measure.sizes import Size, candidates, dense, layer_flags, shape
 from megatron.pipeline.view.table import plain_table
 
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
     if args is not model:
         _say(f"experts are measured as one MLP of the width that a token passes, {args.ffn_hidden_size}")
     sizes = () if known else tuple(candidates(args, options.tensor or _TENSOR, options.micro_batch_sizes or _SAMPLES))
-    found = _found(Job(dense(args), sizes), ranks)
+    found = _found(MeasureJob(dense(args), sizes), ranks)
     if found is None:
         return
     if known:
@@ -195,7 +195,7 @@ def _ranks(wanted: int | None) -> int:
     return wanted or gpus or cores
 
 
-def _found(job: Job, ranks: int) -> Measurements | None:
+def _found(job: MeasureJob, ranks: int) -> Measurements | None:
     """The measurements of all ranks on the process that prints them; None on other ranks."""
     first = os.environ.get("RANK", "0") == "0"
     try:

@@ -83,7 +83,7 @@ def _make(options: Any, _: Any) -> Any:
     return HostGroup(options.group_rank, options.group_size, options.timeout, gloo, [present.index(rank) for rank in acting])
 
 
-class _Work:
+class _GroupWork:
     """A collective under way.
 
     Args:
@@ -92,7 +92,7 @@ class _Work:
         delay: has passed when the collective would be over.
     """
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], None], delay: _Delay) -> None:
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None], delay: _GroupDelay) -> None:
         self._works, self._finish, self._delay = works, finish, delay
         if not works:
             self._end()
@@ -146,16 +146,16 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
 
     # -- all to all ranks
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> _GroupWork:
         return self.allreduce_coalesced(tensors, opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _GroupWork:
         """The sum (or what the options say) over the present ranks."""
         held = [_on_host(tensor) for tensor in tensors]
         works = [self._gloo.allreduce([host], _reduction(opts)) for host in held] if self._gloo else []
         return self._work(works, lambda: _back(held, tensors), "all_reduce", sum(map(_bytes, tensors)))
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> _Work:
+    def broadcast(self, tensors: Tensors, opts: Any) -> _GroupWork:
         held = [_on_host(tensor) for tensor in tensors]
         works = []
         if self._gloo:
@@ -164,35 +164,35 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
             works = [self._gloo.broadcast(held, options)]
         return self._work(works, lambda: _back(held, tensors), "broadcast", sum(map(_bytes, tensors)))
 
-    def allgather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> _Work:
+    def allgather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> _GroupWork:
         [parts], [tensor] = outputs, tensors
         return self._gather([(parts, tensor)])
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Work:
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _GroupWork:
         return self.all_gather_single_coalesced([output], [tensor])
 
-    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> _Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> _GroupWork:
         return self._gather(
             [(output.view(-1).chunk(self.size()), tensor.reshape(-1)) for output, tensor in zip(outputs, tensors, strict=True)]
         )
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> _Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> _GroupWork:
         return self._scatter([(output, torch.stack(list(parts))) for output, parts in zip(outputs, inputs, strict=True)], opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Work:
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _GroupWork:
         return self._scatter([(output, tensor)], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> _Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> _GroupWork:
         return self._scatter(list(zip(outputs, tensors, strict=True)), opts)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
-    ) -> _Work:
+    ) -> _GroupWork:
         """Rows of the first dimension, cut evenly where no numbers are given; an absent rank sends what this one keeps."""
         sizes = [list(rows) or [len(whole) // self.size()] * self.size() for rows, whole in ((received, output), (sent, tensor))]
         return self.alltoall(output.split(sizes[0]), tensor.split(sizes[1]))
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _GroupWork:
         size = sum(map(_bytes, inputs))
         if not self._gloo:
             own = inputs[self.rank()]
@@ -223,12 +223,12 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
 
     # -- messages
 
-    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> _Work:
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> _GroupWork:
         held = [_on_host(tensor).contiguous() for tensor in tensors]
         works = [self._gloo.send(held, self._acting[peer], tag)] if self._answers(peer) else []
         return self._work(works, held.clear, "message", sum(map(_bytes, tensors)))
 
-    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> _Work:
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> _GroupWork:
         if not self._answers(peer):
             for tensor in tensors:
                 tensor.detach().zero_()
@@ -236,7 +236,7 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
         held = [tensor if tensor.device.type == "cpu" else _blank(tensor) for tensor in tensors]
         return self._work([self._gloo.recv(held, self._acting[peer], tag)], lambda: _back(held, tensors), "message", 0)
 
-    def barrier(self, opts: Any = None) -> _Work:
+    def barrier(self, opts: Any = None) -> _GroupWork:
         return self._work([self._gloo.barrier()] if self._gloo else [], lambda: None, "barrier", 0)
 
     # -- how
@@ -245,7 +245,7 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
         """Tell whether a member is another rank that is there."""
         return self._gloo is not None and self._acting[peer] != self._here and self._acting.index(self._acting[peer]) == peer
 
-    def _gather(self, gathered: Sequence[tuple[Tensors, torch.Tensor]]) -> _Work:
+    def _gather(self, gathered: Sequence[tuple[Tensors, torch.Tensor]]) -> _GroupWork:
         """Parts of all ranks from this rank's own; those of absent ranks stay as they were where they are gathered in place."""
         size = float(sum(_bytes(part) for parts, _ in gathered for part in parts))
         if not self._gloo:
@@ -264,7 +264,7 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
 
         return self._work(works, finish, "all_gather", size)
 
-    def _scatter(self, scattered: Sequence[tuple[torch.Tensor, torch.Tensor]], opts: Any) -> _Work:
+    def _scatter(self, scattered: Sequence[tuple[torch.Tensor, torch.Tensor]], opts: Any) -> _GroupWork:
         """This rank's part of the sum of all: output and input, which is as long as the outputs of all ranks."""
         held = [_on_host(whole.clone() if whole.device.type == "cpu" and self._gloo else whole) for _, whole in scattered]
         works = [self._gloo.allreduce([host], _reduction(opts)) for host in held] if self._gloo else []
@@ -275,21 +275,21 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
 
         return self._work(works, finish, "reduce_scatter", sum(_bytes(whole) for _, whole in scattered))
 
-    def _work(self, works: Sequence[Any], finish: Callable[[], None], what: str, size: float) -> _Work:
+    def _work(self, works: Sequence[Any], finish: Callable[[], None], what: str, size: float) -> _GroupWork:
         seconds = self.price(what, size, self.size()) if self.price else 0.0
-        return _Work(works, finish, self._delay(seconds))
+        return _GroupWork(works, finish, self._delay(seconds))
 
-    def _delay(self, seconds: float) -> _Delay:
+    def _delay(self, seconds: float) -> _GroupDelay:
         """Collectives of a group run one after another."""
         if not seconds:
-            return _Delay(0.0)
+            return _GroupDelay(0.0)
         if torch.cuda.is_available():
             return _DeviceDelay(seconds, f"absent ranks of {id(self)}")
         self._free_at = max(self._free_at, time.perf_counter()) + seconds
-        return _Delay(self._free_at)
+        return _GroupDelay(self._free_at)
 
 
-class _Delay:
+class _GroupDelay:
     """Until a moment of ``time.perf_counter``."""
 
     def __init__(self, moment: float) -> None:
@@ -304,7 +304,7 @@ class _Delay:
         return time.perf_counter() >= self._moment
 
 
-class _DeviceDelay(_Delay):
+class _DeviceDelay(_GroupDelay):
     """Seconds in which a stream of the GPU, which the current one waits for, does nothing: from when that comes here."""
 
     def __init__(self, seconds: float, stream: str) -> None:

@@ -49,7 +49,7 @@ def with_config(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
         ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a flag is one of an
             earlier fork (``fork_flags``).
     """
-    finder = _Parser(add_help=False, allow_abbrev=False)
+    finder = _FlagParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     config = finder.parse_known_args(argv)[0].config
     fork_flags.refuse(argv)
@@ -70,7 +70,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Parser(argparse.ArgumentParser):
+class _FlagParser(argparse.ArgumentParser):
     """Raises instead of printing usage and exiting: the launcher reports every bad value in the same way."""
 
     def error(self, message: str) -> NoReturn:
@@ -85,8 +85,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if silent else super()._get_help_string(action)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> _FlagParser:
+    parser = _FlagParser(
         prog="pretrain_gpt.py",
         description="Train a GPT with megatron-core under a pipeline schedule of megatron.pipeline.",
         formatter_class=_HelpFormatter,
@@ -147,7 +147,7 @@ def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
         return f"{name} is not needed: {_NOT_NEEDED[key]}; leave it out"
     if closest := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
         return f"unknown flag {name}; did you mean {known[closest[0]]}?"
-    if not isinstance(parser, _Parser):
+    if not isinstance(parser, _FlagParser):
         return f"unknown flag {name}; --help lists all flags"
     return support.unsupported(name)
 

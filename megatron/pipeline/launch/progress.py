@@ -20,7 +20,7 @@ def is_last_rank() -> bool:
     return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
-class Progress:
+class LaunchProgress:
     """A context around training; upstream's own log continues.
 
     Args:
@@ -32,7 +32,7 @@ class Progress:
         self._metrics = Metrics(args.metrics, args.seq_length) if args.metrics and is_last_rank() else None
         self._reports = Reports(args, pipeline)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> LaunchProgress:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -45,7 +45,7 @@ from megatron.pipeline.launch.check import (
     untested,
     wrong_in_megatron_core,
 )
-from megatron.pipeline.launch.progress import Progress, is_last_rank
+from megatron.pipeline.launch.progress import LaunchProgress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import GPT, adapter_of
@@ -77,7 +77,7 @@ class Run:
         self._ours = Namespace()  # the flags as our own program has them
         self._knows_memory = True  # the formulas are for megatron-core's GPT, in 16 or 32 bits
         self._cut: PlacementLayout | None = None
-        self._progress: Progress | None = None
+        self._progress: LaunchProgress | None = None
 
     @property
     def _placed(self) -> Pipeline | None:
@@ -267,7 +267,7 @@ class Run:
             stuck = stuck_seconds(ours.distributed_timeout_minutes)
             release = partial(save_lock.release, ours.save)
             guard = Watchdog(lambda: pipeline.situation, ours.pipeline_timeout, stuck, at_end=release)
-        self._progress = Progress(ours, pipeline)
+        self._progress = LaunchProgress(ours, pipeline)
         with guard, self._progress:
             return original(*rest, **options)
 

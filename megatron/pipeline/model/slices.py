@@ -92,7 +92,7 @@ class Slices:
         self._positions, self._attention = (
             [_modules(model, kind) for model in self._models] if splits > 1 else [] for kind in ("positions", "attention")
         )
-        self._in_flight: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
+        self._in_flight: defaultdict[tuple[int, int], _SlicedMicrobatch] = defaultdict(_SlicedMicrobatch)
 
     def around(self, work: Pass) -> AbstractContextManager[None]:
         """The context that a pass runs in: forwards, and backwards as well, since they may recompute forwards."""
@@ -141,7 +141,7 @@ def _modules(model: torch.nn.Module, kind: str) -> list[torch.nn.Module]:
 
 
 @dataclass
-class _Microbatch:
+class _SlicedMicrobatch:
     """State that the slices of one microbatch on one chunk share.
 
     Attributes:
@@ -159,7 +159,7 @@ class _Microbatch:
 class _Slice:
     """One slice of a microbatch: what the modules do differently for it. The methods are hooks of torch's modules."""
 
-    microbatch: _Microbatch
+    microbatch: _SlicedMicrobatch
     part: int
     splits: int
 

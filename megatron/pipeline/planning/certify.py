@@ -14,7 +14,7 @@ from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.rules.verify import dependencies_can_be_met, verify_passes
 
 
-class Source(NamedTuple):
+class TrafficSource(NamedTuple):
     """Traffic with its costs, and ``how`` its messages came to stand where they do, in words."""
 
     traffic: Traffic
@@ -22,7 +22,7 @@ class Source(NamedTuple):
     how: str
 
 
-def read_traffic(path: str, flags: CostFlags) -> Source:
+def read_traffic(path: str, flags: CostFlags) -> TrafficSource:
     """The traffic of a schedule from a JSON or CSV file.
 
     Passes alone are lowered as training does it. Where they wait for each other in a circle there is no lowering, and each
@@ -34,10 +34,10 @@ def read_traffic(path: str, flags: CostFlags) -> Source:
     return naming(path, lambda text: _read(path, text, flags))
 
 
-def _read(path: str, text: str, flags: CostFlags) -> Source:
+def _read(path: str, text: str, flags: CostFlags) -> TrafficSource:
     if is_csv(path) and has_messages(text):
         traffic = from_comms_csv(text, Path(path).stem)
-        return Source(traffic, costs_of(flags, traffic.placement), "messages as the file has them")
+        return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages as the file has them")
     schedule, file = schedule_of(path, without_weights(text) if is_csv(path) else text)
     verify_passes(schedule, forward_only=all(kind.is_forward for row in schedule.rows for kind in row.kinds))
     costs = costs_of(flags, schedule.placement, file, copies=schedule.has_copies)
@@ -45,5 +45,5 @@ def _read(path: str, text: str, flags: CostFlags) -> Source:
     try:
         dependencies_can_be_met(schedule)
     except ValueError:
-        return Source(late(schedule), costs, "each message next to its passes, which wait for each other in a circle")
-    return Source(of_programs(schedule, lower(schedule, costs)), costs, "messages where training has them")
+        return TrafficSource(late(schedule), costs, "each message next to its passes, which wait for each other in a circle")
+    return TrafficSource(of_programs(schedule, lower(schedule, costs)), costs, "messages where training has them")

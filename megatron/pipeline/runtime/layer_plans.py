@@ -44,7 +44,7 @@ class _Forwarded:
     output: torch.Tensor | None = None
 
 
-class _Beside(NamedTuple):
+class _BesideForward(NamedTuple):
     """Work that runs beside a forward: the plan of a backward, the gradient that it starts from, and what takes the forward's
     output
     when all of its layers have been launched."""
@@ -61,7 +61,7 @@ class LayerPlanStages(ModelStages):
         super().__init__(call, schedule, rank, iterators)
         compat.get("megatron.core.pipeline_parallel.utils", "set_streams")()
         self._forwards: dict[tuple[int, int], _Forwarded] = {}  # by microbatch and chunk
-        self._beside: _Beside | None = None  # of the braid that runs now
+        self._beside: _BesideForward | None = None  # of the braid that runs now
 
     @property
     def handlers(self) -> Handlers:
@@ -88,7 +88,7 @@ class LayerPlanStages(ModelStages):
         stream, behind the last combine and while the backward computes."""
         plan, gradient = self._before_backward(other, outputs, gradients)
         is_loss = self._gives_loss(work)
-        self._beside = _Beside(plan, gradient, None if is_loss else lambda output, _chunk: made([output]))
+        self._beside = _BesideForward(plan, gradient, None if is_loss else lambda output, _chunk: made([output]))
         with _weights_at_their_place(other, plan):
             forwarded = self.forward(work, inputs, keep_graph=True)
         if is_loss:
@@ -108,7 +108,7 @@ class LayerPlanStages(ModelStages):
         if one_expert:
             _keep_tokens(plan)
         forwarded = self._forwards[work.microbatch, work.chunk] = _Forwarded(plan)
-        beside, self._beside = self._beside or _Beside(), None
+        beside, self._beside = self._beside or _BesideForward(), None
         output = type(plan).run(plan, beside.plan, b_grad=beside.gradient, post_forward=beside.made)
         _record_use(plan, one_expert)
 

@@ -92,7 +92,7 @@ class Reader(torch.nn.Module):
 
 
 @dataclass
-class _Microbatch:
+class _ShardMicrobatch:
     """Tensors of one microbatch on this rank; each is dropped with its last use.
 
     Attributes:
@@ -152,7 +152,7 @@ class VocabularyPasses:
         # The embedding of the first stage takes what all shards have looked up.
         first = call.chunks[homes[0][1]].modules() if self._first else ()
         self._arrived = next((module for module in first if isinstance(module, ReceivedEmbedding)), None)
-        self._microbatches: dict[int, _Microbatch] = {}
+        self._microbatches: dict[int, _ShardMicrobatch] = {}
         self._works: dict[Collective, Any] = {}  # joined, and not waited for
         self.reported: list[Any] = []
         self.num_tokens: torch.Tensor | int = 0
@@ -275,7 +275,7 @@ class VocabularyPasses:
         self._end(microbatch)
         return gradient.to(dtype)
 
-    def _read(self) -> _Microbatch:
+    def _read(self) -> _ShardMicrobatch:
         """Have the user's forward step read a microbatch."""
         batch: list[Any] = []
         data = None if self._iterator is None else noting(self._iterator, batch)
@@ -283,9 +283,9 @@ class VocabularyPasses:
         inputs = self._reader.inputs
         if inputs.get("labels") is None:
             raise ValueError("with vocabulary parallelism the forward step has to give the model labels, on every rank")
-        return _Microbatch(batch, inputs["input_ids"], inputs["labels"], loss)
+        return _ShardMicrobatch(batch, inputs["input_ids"], inputs["labels"], loss)
 
-    def _compute_losses(self, one: _Microbatch) -> None:
+    def _compute_losses(self, one: _ShardMicrobatch) -> None:
         """Compute the losses of a microbatch and the weight of each token, once."""
         if one.statistics is not None:
             return
@@ -312,13 +312,13 @@ class VocabularyPasses:
                 scaled = loss if config.grad_scale_func is None else config.grad_scale_func(loss)
                 (one.weights,) = torch.autograd.grad(scaled, losses)
 
-    def _join_statistics(self, one: _Microbatch) -> Statistics:
+    def _join_statistics(self, one: _ShardMicrobatch) -> Statistics:
         assert one.gathered is not None
         shard = self._shard
         batch, length = one.labels.shape
         return Statistics(one.gathered, shard.loss, (batch, length), shard.shards.total_counted)
 
-    def _gradient_ready(self, one: _Microbatch, microbatch: int) -> AbstractContextManager[Any]:
+    def _gradient_ready(self, one: _ShardMicrobatch, microbatch: int) -> AbstractContextManager[Any]:
         """Make this shard's part of the gradient by the last stage's output; returns a context in which it has been computed.
 
         T has made it; or it is made here, from what S has made and the statistics of all shards, on a GPU on a side stream.
@@ -348,13 +348,13 @@ class VocabularyPasses:
         """Tell whether IF sums over the tensor-parallel ranks."""
         return self._shard.embedding.sequence_group is not None
 
-    def _blank_output(self, one: _Microbatch) -> torch.Tensor:
+    def _blank_output(self, one: _ShardMicrobatch) -> torch.Tensor:
         batch, length = one.labels.shape
         parts = self._tensor.size() if self._config.sequence_parallel else 1
         weight = self._shard.output.weight
         return weight.new_empty((length // parts, batch, weight.size(1)))
 
-    def _blank_embedding(self, one: _Microbatch) -> torch.Tensor:
+    def _blank_embedding(self, one: _ShardMicrobatch) -> torch.Tensor:
         batch, length = one.tokens.shape
         weight = self._shard.embedding.weight
         shape = (length // self._tensor.size(), batch) if self._scatters else (batch, length)

@@ -36,7 +36,7 @@ class Late(Busy):
 
 
 @dataclass(eq=False)
-class _Job:
+class _PlanJob:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     ahead: bool
@@ -68,7 +68,7 @@ class Workers:
     long: float = math.inf
     limit: float = 180.0
     _ending: bool = False
-    _jobs: dict[Hashable, _Job] = field(default_factory=dict)  # waiting or running, the oldest first
+    _jobs: dict[Hashable, _PlanJob] = field(default_factory=dict)  # waiting or running, the oldest first
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def __aenter__(self) -> Workers:
@@ -111,7 +111,7 @@ class Workers:
         key = (function, arguments)
         job = self._jobs.get(key)
         if job is None or job.result.done():
-            job = _Job(function, arguments, ahead, work, asyncio.get_running_loop().create_future())
+            job = _PlanJob(function, arguments, ahead, work, asyncio.get_running_loop().create_future())
             self._jobs[key] = job
             self._give_way()
         elif not ahead and job.process is None:
@@ -136,18 +136,18 @@ class Workers:
             self._forget(job)
             _settle(job.result, Busy("gave way to newer requests; ask again"))
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: _PlanJob) -> None:
         key = (job.function, job.arguments)
         if self._jobs.get(key) is job:
             del self._jobs[key]
 
-    def _end_abandoned(self, job: _Job) -> None:
+    def _end_abandoned(self, job: _PlanJob) -> None:
         if not job.waiting and not job.result.done() and job.process is not None:
             self._forget(job)  # who asks again from now on needs another process
             job.given_up = True
             job.process.kill()
 
-    def _next(self, all_kinds: bool) -> _Job | None:
+    def _next(self, all_kinds: bool) -> _PlanJob | None:
         """The job with the least work that a request waits for, no long one unless ``all_kinds``; then also the oldest ahead."""
         waiting = [job for job in self._jobs.values() if job.process is None and not job.result.done()]
         urgent = [job for job in reversed(waiting) if not job.ahead and (all_kinds or job.work < self.long)]
@@ -186,7 +186,7 @@ class Workers:
         finally:
             _close(process, end)
 
-    async def _ask(self, end: Connection, job: _Job) -> Any:
+    async def _ask(self, end: Connection, job: _PlanJob) -> Any:
         """Send a job to a process and return its result.
 
         Raises:

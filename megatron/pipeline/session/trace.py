@@ -20,7 +20,7 @@ from megatron.pipeline.schedule.lower.program import Collective, Message
 from megatron.pipeline.schedule.time.simulate import activation_profile, simulate
 from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.view.chrome_trace import to_trace
-from megatron.pipeline.view.consecutive import Iteration, latest
+from megatron.pipeline.view.consecutive import RecordedIteration, latest
 from megatron.pipeline.view.picture import Profile, draw
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def draw_consecutive(directory: str) -> Path | None:
     """
     path = Path(directory) / "consecutive.png"
     try:
-        joined = latest([Iteration.from_json(path.read_text()) for path in _written(directory)[-_MOST_JOINED:]])
+        joined = latest([RecordedIteration.from_json(path.read_text()) for path in _written(directory)[-_MOST_JOINED:]])
         if joined is None:
             return None
         draw({joined.title: joined.timeline}, path, unit="s", consecutive={joined.title: joined})

@@ -49,7 +49,7 @@ _ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as mu
 
 
 @dataclass(frozen=True)
-class Parts:
+class IterationParts:
     """The parts of an iteration's seconds, as means over all ranks.
 
     Attributes:
@@ -94,7 +94,7 @@ class Result:
 
     candidate: Candidate
     seconds: float
-    parts: Parts
+    parts: IterationParts
     ranks: list[RankMemory]
     costs: Costs
     memory_limit: float | None
@@ -329,7 +329,9 @@ def _work(candidate: Candidate, costs: Costs) -> list[float]:
     return [candidate.microbatches * sum(seconds[stage] for stage in row) for row in candidate.placement.stages]
 
 
-def _parts(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule, pipeline: float, between: float) -> Parts:
+def _parts(
+    cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule, pipeline: float, between: float
+) -> IterationParts:
     shape, count = Shape.of(candidate.args), candidate.microbatches
     behind = [seconds * count / schedule.microbatches for seconds in _overlapped(costs, schedule)]
     vocabulary = count * costs.vocabulary.total
@@ -346,7 +348,7 @@ def _parts(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Sched
     if shape.holding.recomputes:
         again = count * fmean(sum(costs.stages[stage].recompute for stage in row) for row in candidate.placement.stages)
     mean, most = fmean(work), max(work)
-    return Parts(mean - messages - again, messages, again, most - mean, max(0.0, pipeline - most), between)
+    return IterationParts(mean - messages - again, messages, again, most - mean, max(0.0, pipeline - most), between)
 
 
 def _overlapped(costs: Costs, schedule: Schedule) -> list[float]:

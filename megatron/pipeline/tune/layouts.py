@@ -39,7 +39,7 @@ LONG = 4096  # tokens of a sequence that are worth cutting up
 
 
 @dataclass(frozen=True)
-class Choices:
+class LayoutChoices:
     """Values to try, by dimension; None for all values that may be of use.
 
     Attributes:
@@ -66,7 +66,7 @@ class Layouts:
 
     base: Namespace
     cluster: Cluster
-    choices: Choices = Choices()
+    choices: LayoutChoices = LayoutChoices()
     refused: Counter[str] = field(default_factory=Counter)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

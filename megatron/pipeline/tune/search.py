@@ -78,7 +78,7 @@ def place(candidate: Candidate) -> Place:
     return (*(sizes[name] for name in ("cp", "tp", "ep", "pp", "dp")), candidate.args.micro_batch_size)
 
 
-class _Entry(NamedTuple):
+class _QueueEntry(NamedTuple):
     """A candidate in the queue: the lowest ``turn`` goes first, then the lowest bound on its seconds."""
 
     turn: int
@@ -92,22 +92,22 @@ class _Waiting:
     """The candidates in the queue: those that are planned at once, and by layout those that take longer."""
 
     layouts: Layouts
-    quick: list[_Entry] = field(default_factory=list)
-    slow: defaultdict[Place, list[_Entry]] = field(default_factory=lambda: defaultdict(list))
+    quick: list[_QueueEntry] = field(default_factory=list)
+    slow: defaultdict[Place, list[_QueueEntry]] = field(default_factory=lambda: defaultdict(list))
     interlocked: set[Place] = field(default_factory=set)
     known: int = 0
 
     def add(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
-            entry = _Entry(_turn(candidate), least_seconds(self.layouts.cluster, candidate), self.known, candidate)
+            entry = _QueueEntry(_turn(candidate), least_seconds(self.layouts.cluster, candidate), self.known, candidate)
             self.known += 1
             self.back(entry)
 
-    def back(self, entry: _Entry) -> None:
+    def back(self, entry: _QueueEntry) -> None:
         """Put an entry into the queue, again."""
         heapq.heappush(self.slow[place(entry.candidate)] if entry.turn else self.quick, entry)
 
-    def next(self, best: Sequence[Result], idle: bool) -> _Entry | None:
+    def next(self, best: Sequence[Result], idle: bool) -> _QueueEntry | None:
         """The next entry to plan; None where that depends on running ones, or where the queue is empty.
 
         Args:

@@ -15,7 +15,7 @@ _CLOCK_ERROR = 0.01
 
 
 @dataclass(frozen=True)
-class Iteration:
+class RecordedIteration:
     """Record of one iteration of a training: its number, the name of its schedule, and when its passes ran."""
 
     number: int
@@ -23,7 +23,7 @@ class Iteration:
     timeline: Timeline
 
     @classmethod
-    def from_json(cls, text: str) -> Iteration:
+    def from_json(cls, text: str) -> RecordedIteration:
         """Read a recorded trace.
 
         Raises:
@@ -60,7 +60,7 @@ class Consecutive:
         ValueError: they are fewer than two, of different numbers of ranks, or cannot be of one run in this order.
     """
 
-    iterations: tuple[Iteration, ...]
+    iterations: tuple[RecordedIteration, ...]
 
     def __post_init__(self) -> None:
         if len(self.iterations) < 2:
@@ -99,7 +99,7 @@ class Consecutive:
         return f"on average an iteration every {self.period:.4g} s (span {span:.4g} s, bubble {bubble:.1%})"
 
 
-def latest(iterations: Sequence[Iteration]) -> Consecutive | None:
+def latest(iterations: Sequence[RecordedIteration]) -> Consecutive | None:
     """The last iterations that ran one directly after another; None where that are fewer than two.
 
     They begin after a pause that is longer than the iterations before and after it, such as for an evaluation, or after an
@@ -116,7 +116,7 @@ def latest(iterations: Sequence[Iteration]) -> Consecutive | None:
     return Consecutive(tuple(chain)) if len(chain) > 1 else None
 
 
-def _obstacle(before: Iteration, after: Iteration) -> str:
+def _obstacle(before: RecordedIteration, after: RecordedIteration) -> str:
     """Why one iteration cannot have followed the other; empty if it can."""
     if len(after.timeline.ranks) != len(before.timeline.ranks):
         return (

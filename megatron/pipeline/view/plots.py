@@ -47,7 +47,7 @@ class Point(NamedTuple):
     memory: float
 
 
-class Training(NamedTuple):
+class PlottedTraining(NamedTuple):
     """One training: its name, tokens per second, and GiB of its fullest GPU."""
 
     name: str
@@ -105,7 +105,7 @@ def draw_pareto(
     save(figure, path)
 
 
-def draw_throughput(groups: Mapping[str, Sequence[Training]], path: str | Path, memory: float, title: str = "") -> None:
+def draw_throughput(groups: Mapping[str, Sequence[PlottedTraining]], path: str | Path, memory: float, title: str = "") -> None:
     """Draw trainings, and the front of each group: the most tokens per second in every amount of memory.
 
     Args:
@@ -233,7 +233,7 @@ def _label(axes: Axes, places: Sequence[tuple[float, float]], names: Sequence[st
         )
 
 
-def _show_fronts(axes: Axes, best: Sequence[Training], memory: float) -> None:
+def _show_fronts(axes: Axes, best: Sequence[PlottedTraining], memory: float) -> None:
     """Limit the axes to the surroundings of the fronts: trainings far below would leave most of the picture empty."""
     speeds = [training.tokens_per_second for training in best]
     margin = 0.15 * (max(speeds) - min(speeds)) + 0.02 * max(speeds)

@@ -18,7 +18,7 @@ from megatron.pipeline.runtime.offload.host_memory import Arena, HostPool
 _ALIGNMENT = 512  # bytes, of every storage in an arena
 
 
-class _Where(Enum):
+class _Location(Enum):
     """Place of the activations of a store."""
 
     HERE = "on the device"
@@ -52,7 +52,7 @@ class Store:
         self._pool = pool
         self._parameters = parameters
         self._smallest = smallest
-        self._where = _Where.HERE
+        self._where = _Location.HERE
         self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address, while here
         self._views: list[weakref.ref[OffloadedView]] = []
         self._adopted: list[tuple[torch.Tensor, OffloadedView]] = []
@@ -70,7 +70,7 @@ class Store:
 
     def capture(self) -> AbstractContextManager[None]:
         """A context for a forward: autograd then saves handles instead of tensors."""
-        self._expect(_Where.HERE)
+        self._expect(_Location.HERE)
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.unpack())
 
     def adopt(self, tensors: Iterable[torch.Tensor | None]) -> None:
@@ -78,7 +78,7 @@ class Store:
 
         While offloaded they have their shape but no memory. Once they are back they are counted until they die.
         """
-        self._expect(_Where.HERE)
+        self._expect(_Location.HERE)
         for tensor in tensors:
             if tensor is not None and self._moves(tensor):
                 self._adopted.append((tensor, self._view(tensor)))
@@ -89,7 +89,7 @@ class Store:
         Raises:
             RuntimeError: there is not enough host memory.
         """
-        self._expect(_Where.HERE)
+        self._expect(_Location.HERE)
         # A storage that has been emptied since it was saved is filled again before backward reads it, and does not move.
         blocks = [block for block in self._blocks.values() if block.is_whole]
         total = 0
@@ -101,11 +101,11 @@ class Store:
             self._tickets.append(self._streams.to_host([(block.there(), self._in_arena(block)) for block in blocks]))
         self.bytes = sum(block.nbytes for block in blocks)
         self._moving = blocks
-        self._where = _Where.LEAVING
+        self._where = _Location.LEAVING
 
     def finish_offload(self) -> None:
         """Wait for the copy and free the memory on the device."""
-        self._expect(_Where.LEAVING)
+        self._expect(_Location.LEAVING)
         if self._moving:
             self._tickets[-1].wait()
         leaving = set(self._moving)
@@ -119,11 +119,11 @@ class Store:
         for block in self._moving:
             block.leave()
         self._moving = []
-        self._where = _Where.AWAY
+        self._where = _Location.AWAY
 
     def start_reload(self) -> None:
         """Allocate memory on the device for what is still needed, and start copying back."""
-        self._expect(_Where.AWAY)
+        self._expect(_Location.AWAY)
         self._moving = [block for block in self._blocks.values() if block.is_away]
         self._arriving = [_blank(block.nbytes, self._streams.device) for block in self._moving]
         if self._moving:
@@ -131,11 +131,11 @@ class Store:
             self._tickets.append(self._streams.to_device(list(zip(sources, self._arriving, strict=True))))
         for block, arriving in zip(self._moving, self._arriving, strict=True):
             block.held = hold([arriving])
-        self._where = _Where.RETURNING
+        self._where = _Location.RETURNING
 
     def finish_reload(self) -> None:
         """Wait for the copy; the backward may run from here on. The store keeps nothing."""
-        self._expect(_Where.RETURNING)
+        self._expect(_Location.RETURNING)
         if self._moving:
             self._tickets[-1].wait()
         for block, arriving in zip(self._moving, self._arriving, strict=True):
@@ -144,7 +144,7 @@ class Store:
             tensor.data = view.unpack()
             tensor.offloaded_block = view.block  # type: ignore[attr-defined]  # counted for as long as the tensor lives
         self._drop()
-        self._where = _Where.BACK
+        self._where = _Location.BACK
 
     def abandon(self) -> None:
         """Give up the iteration, at any moment: wait for copies under way and return the host memory."""
@@ -153,9 +153,9 @@ class Store:
                 self._tickets[-1].wait()
         finally:
             self._drop()
-            self._where = _Where.GIVEN_UP
+            self._where = _Location.GIVEN_UP
 
-    def _expect(self, where: _Where) -> None:
+    def _expect(self, where: _Location) -> None:
         assert self._where is where, f"activations are {self._where.value}, and should be {where.value}"
 
     def _drop(self) -> None:

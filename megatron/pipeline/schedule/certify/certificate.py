@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.pipeline.schedule.certify.network import End, Network, Work, ends_of, partners
+from megatron.pipeline.schedule.certify.network import End, Network, RowItem, ends_of, partners
 from megatron.pipeline.schedule.certify.traffic import Await, Batch, Traffic
-from megatron.pipeline.schedule.certify.transports import TRANSPORTS, Transport
+from megatron.pipeline.schedule.certify.transports import TRANSPORTS, TransportModel
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.lower.program import Compute
@@ -80,7 +80,7 @@ class Delay:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TransportOutcome:
     """Outcome over one transport.
 
     Attributes:
@@ -88,7 +88,7 @@ class Outcome:
         delay: the message that waited longest in line, if any did.
     """
 
-    transport: Transport
+    transport: TransportModel
     hang: Hang | None
     makespan: float | None
     delay: Delay | None
@@ -105,7 +105,7 @@ class Certificate:
 
     traffic: Traffic
     unlimited: float | None
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TransportOutcome, ...]
     swapped: tuple[str, ...]
 
     @property
@@ -115,7 +115,7 @@ class Certificate:
 
 
 def certify(
-    traffic: Traffic, costs: Costs, transports: Iterable[Transport] = tuple(TRANSPORTS.values()), cold: bool = False
+    traffic: Traffic, costs: Costs, transports: Iterable[TransportModel] = tuple(TRANSPORTS.values()), cold: bool = False
 ) -> Certificate:
     """Find what happens to traffic over each transport.
 
@@ -142,16 +142,16 @@ def _swapped(traffic: Traffic) -> Iterable[str]:
             yield f"rank {one.rank} receives the {mine.item} where rank {mine.peer} sends the {theirs.item}"
 
 
-def _outcome(traffic: Traffic, costs: Costs, transport: Transport, cold: bool) -> Outcome:
+def _outcome(traffic: Traffic, costs: Costs, transport: TransportModel, cold: bool) -> TransportOutcome:
     network = Network(traffic, costs, transport, cold)
     if network.blocked:
-        return Outcome(transport, _hang(traffic, network), None, None)
-    return Outcome(transport, None, network.makespan, _longest_delay(network) if transport.line else None)
+        return TransportOutcome(transport, _hang(traffic, network), None, None)
+    return TransportOutcome(transport, None, network.makespan, _longest_delay(network) if transport.line else None)
 
 
 def _hang(traffic: Traffic, network: Network) -> Hang:
     row: int | None = next(row for row in range(len(network.works)) if network.stuck(row))
-    chain: list[tuple[int, Work]] = []
+    chain: list[tuple[int, RowItem]] = []
     while row is not None and row not in [other for other, _ in chain]:
         stuck = network.stuck(row)
         assert stuck is not None
@@ -165,11 +165,11 @@ def _hang(traffic: Traffic, network: Network) -> Hang:
     return Hang(blocked, missing=row is None)
 
 
-def _waits(traffic: Traffic, work: Work) -> bool:
+def _waits(traffic: Traffic, work: RowItem) -> bool:
     return work.row == "row" and not isinstance(traffic.rows[work.rank][work.place], Batch)
 
 
-def _blocked(traffic: Traffic, network: Network, work: Work) -> Blocked:
+def _blocked(traffic: Traffic, network: Network, work: RowItem) -> Blocked:
     step = traffic.rows[work.rank][work.place]
     if isinstance(step, Await):
         what = f"Wait for the {step.item}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from megatron.pipeline.schedule.certify.traffic import Await, Batch, Item, Post, Shape, Step, Sync, Traffic
+from megatron.pipeline.schedule.certify.traffic import Await, Batch, Item, Post, Step, Sync, Traffic, TrafficShape
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import interleaved
@@ -50,11 +50,11 @@ def megatron_interleaved(
         )
     order = list(chunk_by_chunk(microbatches, group, chunks))
     warm_up = [min((ranks - rank - 1) * 2 + (chunks - 1) * group, len(order)) for rank in range(ranks)]
-    rows = (_Rank(rank, ranks, chunks, order, overlap, shapes).steps(warm_up[rank]) for rank in range(ranks))
+    rows = (_MegatronRank(rank, ranks, chunks, order, overlap, shapes).steps(warm_up[rank]) for rank in range(ranks))
     return Traffic(NAME, interleaved(ranks, chunks), microbatches, tuple(map(tuple, rows)))
 
 
-class _Rank:
+class _MegatronRank:
     """One rank's row while it grows.
 
     ``order`` has (microbatch, chunk) of every forward; backwards run in the same order, with chunks counted from the last.
@@ -153,7 +153,9 @@ class _Rank:
             self._received[flow, chunk] += 1
         together = [posts[name] for name in ("send prev", "recv prev", "send next", "recv next") if name in posts]
         if self._shapes:
-            self._group([Post(post.sends, Shape(post.item), post.peer) for post in together if isinstance(post.item, Message)])
+            self._group(
+                [Post(post.sends, TrafficShape(post.item), post.peer) for post in together if isinstance(post.item, Message)]
+            )
         if not self._overlap:
             self._group(together)
             return

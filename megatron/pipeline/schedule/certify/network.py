@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.pipeline.schedule.certify.traffic import Await, Batch, Item, Post, Shape, Traffic
-from megatron.pipeline.schedule.certify.transports import Transport
+from megatron.pipeline.schedule.certify.traffic import Await, Batch, Item, Post, Traffic, TrafficShape
+from megatron.pipeline.schedule.certify.transports import TransportModel
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.lower.program import Collective, Compute, Join, Message
-from megatron.pipeline.schedule.time.links import Link, Rows
+from megatron.pipeline.schedule.time.links import PassLink, Rows
 from megatron.pipeline.schedule.time.replay import Replay, advance
 
 
@@ -27,7 +27,7 @@ class End(NamedTuple):
     number: int
 
 
-class Work(NamedTuple):
+class RowItem(NamedTuple):
     """Meaning of an item of a row.
 
     Attributes:
@@ -75,16 +75,16 @@ class Network:
         blocked: whether any item never runs.
     """
 
-    def __init__(self, traffic: Traffic, costs: Costs, transport: Transport | None, cold: bool = False) -> None:
+    def __init__(self, traffic: Traffic, costs: Costs, transport: TransportModel | None, cold: bool = False) -> None:
         """
         Args:
             transport: None for one without lines: a message travels as soon as it is sent, and a receive holds up nothing.
         """
-        self.works: list[list[Work]] = [[] for _ in traffic.rows]
+        self.works: list[list[RowItem]] = [[] for _ in traffic.rows]
         self.posts = dict(ends_of(traffic))
         self.partners = partners(traffic)
         self._traffic, self._transport, self._costs = traffic, transport, costs.sliced(traffic.splits)
-        self._links: list[list[Link]] = [[] for _ in traffic.rows]
+        self._links: list[list[PassLink]] = [[] for _ in traffic.rows]
         self._numbers: dict[Hashable, int] = {"nothing": 0, "unused": 1}
         self._makers: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (row, slot) by number of a result
         self._units: dict[End, End] = {}  # the first of the group that a post belongs to
@@ -114,7 +114,7 @@ class Network:
         )
         return max(ends, default=0.0)
 
-    def stuck(self, row: int) -> tuple[Work, int | None] | None:
+    def stuck(self, row: int) -> tuple[RowItem, int | None] | None:
         """Item that a row is stuck in, and the row that has yet to make what it waits for (None: none will); None if it has
         ended.
         """
@@ -130,7 +130,7 @@ class Network:
     def _add(
         self,
         row: int,
-        work: Work,
+        work: RowItem,
         needs: Hashable = "nothing",
         makes: Hashable = "unused",
         seconds: float = 0.0,
@@ -140,7 +140,7 @@ class Network:
         made = self._number(makes)
         if made > 1:
             self._makers[made].append((row, len(self._links[row])))
-        self._links[row].append(Link(made, self._number(needs), hop, seconds, is_part))
+        self._links[row].append(PassLink(made, self._number(needs), hop, seconds, is_part))
         self.works[row].append(work)
 
     def _new_row(self) -> int:
@@ -153,7 +153,7 @@ class Network:
         row = self._traffic.rows[rank]
         rest: dict[Pass, float] = {}  # of a braid, after its forward
         for place, step in enumerate(row):
-            here = Work("row", rank, place)
+            here = RowItem("row", rank, place)
             match step:
                 case Compute(work, backward):
                     stage = self._traffic.placement.stage(rank, work.chunk)
@@ -167,7 +167,7 @@ class Network:
                     self._add_posts(rank, place)
                 case Await(Collective() as collective):
                     self._add(rank, here, ("joined", collective), hop=self._costs.exchange)
-                case Await(Message() | Shape() as item):
+                case Await(Message() | TrafficShape() as item):
                     self._add_wait(here, self._ends[rank, item])
                 case Join(collective):
                     self._add(rank, here, makes=("joined", collective), is_part=True)
@@ -179,14 +179,14 @@ class Network:
     def _add_posts(self, rank: int, place: int) -> None:
         if self._transport and not self._transport.line:
             for end in self._ends_at(rank, place):
-                self._add(rank, Work("row", rank, place, end), makes=("begun", end))
+                self._add(rank, RowItem("row", rank, place, end), makes=("begun", end))
                 self._add_meeting(rank, "row", end, end, makes=("done", end))
             return
         opened = self._opened.get((rank, place))
         needs: Hashable = "nothing" if opened is None else ("open", rank, opened)
-        self._add(rank, Work("row", rank, place), needs, ("posted", rank, place))
+        self._add(rank, RowItem("row", rank, place), needs, ("posted", rank, place))
 
-    def _add_wait(self, here: Work, end: End) -> None:
+    def _add_wait(self, here: RowItem, end: End) -> None:
         if self._transport:
             self._add(here.rank, here._replace(end=end), ("done", self._units.get(end, end)))
         elif not self.posts[end].sends:
@@ -200,7 +200,7 @@ class Network:
         other = self.partners.get(end)
         needs = ("begun", self._units.get(other, other)) if other else ("never", end)
         taken = self._costs.hop if seconds is None else seconds
-        self._add(row, Work(kind, end.rank, end.place, end, meets=True), needs, makes, taken)
+        self._add(row, RowItem(kind, end.rank, end.place, end, meets=True), needs, makes, taken)
 
     def _ends_at(self, rank: int, place: int) -> list[End]:
         step = self._traffic.rows[rank][place]
@@ -212,7 +212,7 @@ class Network:
         post = self.posts[end]
         return self._transport.line(end.rank, post.peer) if post.sends else self._transport.line(post.peer, end.rank)
 
-    def _groups(self, transport: Transport, rank: int, place: int) -> list[list[End]]:
+    def _groups(self, transport: TransportModel, rank: int, place: int) -> list[list[End]]:
         """The posts of a step that start together, in order."""
         ends = self._ends_at(rank, place)
         if not transport.grouped:
@@ -222,7 +222,7 @@ class Network:
             groups.setdefault(self.communicator(end), []).append(end)
         return list(groups.values())
 
-    def _add_lines(self, transport: Transport) -> None:
+    def _add_lines(self, transport: TransportModel) -> None:
         """Add what the stream of each communicator of a rank runs."""
         groups = [
             (group, self.communicator(group[0]))
@@ -237,12 +237,12 @@ class Network:
             if (first.rank, communicator) not in lines:
                 lines[first.rank, communicator] = self._new_row()
             row = lines[first.rank, communicator]
-            self._add(row, Work("line", first.rank, first.place, first), ("posted", first.rank, first.place), ("begun", first))
+            self._add(row, RowItem("line", first.rank, first.place, first), ("posted", first.rank, first.place), ("begun", first))
             for end in group[:-1]:
                 self._add_meeting(row, "line", end, first, seconds=0.0)
             self._add_meeting(row, "line", group[-1], first, makes=("done", first))
 
-    def _add_hosts(self, transport: Transport) -> None:
+    def _add_hosts(self, transport: TransportModel) -> None:
         """Add for each rank what its host has to do before posts can start: a host step for each communicator and group of
         connections."""
         steps: list[list[tuple[int, dict[Hashable, End]]]] = []  # by rank: place, and what is new with the post that needs it
@@ -261,7 +261,7 @@ class Network:
         for rank, own in enumerate(steps):
             self._add_host(rank, own, first)
 
-    def _needed(self, transport: Transport, group: Sequence[End]) -> Iterator[dict[Hashable, End]]:
+    def _needed(self, transport: TransportModel, group: Sequence[End]) -> Iterator[dict[Hashable, End]]:
         """Items that must have been made before a group can start, in order."""
         if transport.made_by_pair:
             yield {("communicator", self.communicator(end)): end for end in group}
@@ -279,13 +279,13 @@ class Network:
         for place, step in enumerate(self._traffic.rows[rank]):
             while done < len(steps) and steps[done][0] == place:
                 new = steps[done][1]
-                self._add(row, Work("host", rank, place), makes=("arrived", rank, done))
+                self._add(row, RowItem("host", rank, place), makes=("arrived", rank, done))
                 for phase, made in (("arrived", "connected"), ("connected", "open")):
                     for count, (name, end) in enumerate(new.items(), 1):
                         peer = self.posts[end].peer
                         needs = (phase, peer, first[peer, name]) if (peer, name) in first else ("never", end)
                         makes: Hashable = (made, rank, done) if count == len(new) else "unused"
-                        self._add(row, Work("host", rank, place, end, meets=True), needs, makes)
+                        self._add(row, RowItem("host", rank, place, end, meets=True), needs, makes)
                 done += 1
             if not isinstance(step, (Batch, Compute, Await, Join)):
-                self._add(row, Work("host", rank, place), ("reached", rank, place))
+                self._add(row, RowItem("host", rank, place), ("reached", rank, place))

@@ -46,7 +46,7 @@ def from_comms_csv(text: str, name: str) -> Traffic:
     cells = read_cells(text, _ACTION, _refusal)
     passes = [[cell for cell in row if cell[2] in KINDS] for row in cells]
     placement = placement_of(passes)
-    rows = tuple(tuple(_Reader(placement, rank).steps(row)) for rank, row in enumerate(cells))
+    rows = tuple(tuple(_CommsReader(placement, rank).steps(row)) for rank, row in enumerate(cells))
     return Traffic(name, placement, 1 + max(cell[3] for row in passes for cell in row), rows)
 
 
@@ -59,7 +59,7 @@ def _refusal(part: str) -> str | None:
     )
 
 
-class _Reader:
+class _CommsReader:
     def __init__(self, placement: Placement, rank: int) -> None:
         self._placement, self._rank = placement, rank
         self._seen: set[str] = set()

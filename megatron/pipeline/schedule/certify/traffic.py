@@ -18,7 +18,7 @@ from megatron.pipeline.schedule.lower.lower import messages
 from megatron.pipeline.schedule.lower.program import Collective, Compute, Join, Message, Program, Receive, Send, Validate, Wait
 
 
-class Shape(NamedTuple):
+class TrafficShape(NamedTuple):
     """The shape of a tensor, which travels before it."""
 
     of: Message
@@ -27,7 +27,7 @@ class Shape(NamedTuple):
         return f"shape of the {self.of}"
 
 
-Item: TypeAlias = Message | Shape
+Item: TypeAlias = Message | TrafficShape
 
 
 class Post(NamedTuple):

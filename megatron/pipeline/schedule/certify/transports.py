@@ -44,7 +44,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Transport:
+class TransportModel:
     """Way of posting: which posts stand in one line.
 
     Attributes:
@@ -62,11 +62,11 @@ class Transport:
 
 
 _ALL = (
-    Transport("rendezvous", "a send and its receive block both ranks", None),
-    Transport("shared", "one communicator for all ranks, in order", lambda sender, receiver: "all"),
-    Transport("pair", "one communicator for two ranks, in order", lambda a, b: (min(a, b), max(a, b)), made_by_pair=True),
-    Transport("direction", "one communicator for each sender and receiver", lambda a, b: (a, b), made_by_pair=True),
-    Transport("batched", "groups on one communicator for all ranks", lambda sender, receiver: "all", grouped=True),
-    Transport("batched-direction", "groups on one communicator for each direction", lambda a, b: a < b, grouped=True),
+    TransportModel("rendezvous", "a send and its receive block both ranks", None),
+    TransportModel("shared", "one communicator for all ranks, in order", lambda sender, receiver: "all"),
+    TransportModel("pair", "one communicator for two ranks, in order", lambda a, b: (min(a, b), max(a, b)), made_by_pair=True),
+    TransportModel("direction", "one communicator for each sender and receiver", lambda a, b: (a, b), made_by_pair=True),
+    TransportModel("batched", "groups on one communicator for all ranks", lambda sender, receiver: "all", grouped=True),
+    TransportModel("batched-direction", "groups on one communicator for each direction", lambda a, b: a < b, grouped=True),
 )
 TRANSPORTS = {each.name: each for each in _ALL}

@@ -59,10 +59,10 @@ def _best(problem: Problem, group: int) -> Order:
     def value(order: Order) -> float:
         return problem.value(simulate(Schedule("gis", problem.placement, problem.microbatches, order), problem.costs))
 
-    return min((_Choices(problem, group, patience).order() for patience in _PATIENCE), key=value)
+    return min((_PassChoices(problem, group, patience).order() for patience in _PATIENCE), key=value)
 
 
-class _Choices:
+class _PassChoices:
     """Choice of the pass that a free rank runs.
 
     The order of the F is fixed on every rank, and so is that of the B. F goes first, but rank r has at most g(v-1) + p-r

@@ -149,7 +149,7 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
     """
     timeline = simulate(schedule, costs)
     ends = [[timed.end for timed in row] for row in timeline.ranks]
-    rows = _Rows(schedule, timeline)
+    rows = _OperationRows(schedule, timeline)
     backward = min(
         (
             timed.start
@@ -181,7 +181,7 @@ def _moment(one: Transfer | Gathering, schedule: Schedule, ends: Sequence[Sequen
     return made + (costs.exchange if one.after else 0)
 
 
-class _Rows:
+class _OperationRows:
     """The programs of all ranks while they grow, in step with each other."""
 
     def __init__(self, schedule: Schedule, timeline: Timeline) -> None:

@@ -106,7 +106,7 @@ def backwards_in_time(forward: Sequence[Line]) -> list[Line]:
     ]
 
 
-class _Need(NamedTuple):
+class _StartNeed(NamedTuple):
     """Facts about a rank when the k-th pass of a line starts there, for every k.
 
     Attributes:
@@ -174,7 +174,7 @@ class Earliest:
         self._needs = [self._need(index, [x for x in self.of_rank[line.rank] if ancestors[index] >> x & 1])
                        for index, line in enumerate(lines)]  # fmt: skip
 
-    def _need(self, index: int, ancestors: list[int]) -> _Need:
+    def _need(self, index: int, ancestors: list[int]) -> _StartNeed:
         line, numbers = self.lines[index], self._numbers
         work: Times = numbers * line.seconds
         for other in ancestors:
@@ -182,7 +182,7 @@ class Earliest:
             work = work + ((self._turn if turns else numbers) + 1) * self.lines[other].seconds
         limit = self._limits[line.rank]
         if line.change <= 0 or limit == math.inf:
-            return _Need(work, None, ())
+            return _StartNeed(work, None, ())
         done = {*ancestors, index}
         held, cheapest = 0.0, math.inf
         frees: list[tuple[int, float]] = []
@@ -204,8 +204,8 @@ class Earliest:
         memory = (numbers + 1) * held - limit
         memory[memory <= SLACK * max(limit, held)] = 0
         if not frees or not memory.any():
-            return _Need(work, None, ())
-        return _Need(work + memory * cheapest, memory, tuple(frees))
+            return _StartNeed(work, None, ())
+        return _StartNeed(work + memory * cheapest, memory, tuple(frees))
 
     def sweep(self) -> None:
         """Raise the starts, each line once, after the lines before it."""

@@ -41,7 +41,7 @@ def batches_do_not_deadlock(
     Raises:
         ScheduleError: ranks wait for each other; the message names them and what each waits in.
     """
-    replay = _Replay(programs, placement, starts)
+    replay = _BatchReplay(programs, placement, starts)
     replay.run()
     circle = replay.circle()
     if circle:
@@ -49,7 +49,7 @@ def batches_do_not_deadlock(
         raise ScheduleError(f"deadlock when messages start in batches: {places}")
 
 
-class _Batch:
+class _PostedBatch:
     """Messages that a rank starts together in one direction.
 
     Attributes:
@@ -59,23 +59,23 @@ class _Batch:
 
     __slots__ = ("left", "line", "rank")
 
-    def __init__(self, rank: int, line: deque[_Batch]) -> None:
+    def __init__(self, rank: int, line: deque[_PostedBatch]) -> None:
         self.rank, self.line = rank, line
         self.left: dict[Message, int] = {}
 
 
-class _Replay:
+class _BatchReplay:
     def __init__(self, programs: Sequence[Program], placement: Placement, starts: Callable[[Operation], bool]) -> None:
         self._programs, self._placement, self._starts = programs, placement, starts
         ranks = range(len(programs))
         self._places = [0 for _ in ranks]
         self._runnable = list(ranks)
-        self._lines: list[tuple[deque[_Batch], deque[_Batch]]] = [(deque(), deque()) for _ in ranks]  # down and up
-        self._posted: list[dict[bool, _Batch]] = [{} for _ in ranks]  # and not started, by whether it goes up
-        self._receiving: list[dict[Message, _Batch]] = [{} for _ in ranks]
-        self._sending: list[dict[Message, _Batch]] = [{} for _ in ranks]
-        self._unfinished: dict[tuple[int, int, Flow], deque[_Batch]] = defaultdict(deque)
-        self._begun: dict[Message, _Batch] = {}  # of messages that have begun at one end only
+        self._lines: list[tuple[deque[_PostedBatch], deque[_PostedBatch]]] = [(deque(), deque()) for _ in ranks]  # down and up
+        self._posted: list[dict[bool, _PostedBatch]] = [{} for _ in ranks]  # and not started, by whether it goes up
+        self._receiving: list[dict[Message, _PostedBatch]] = [{} for _ in ranks]
+        self._sending: list[dict[Message, _PostedBatch]] = [{} for _ in ranks]
+        self._unfinished: dict[tuple[int, int, Flow], deque[_PostedBatch]] = defaultdict(deque)
+        self._begun: dict[Message, _PostedBatch] = {}  # of messages that have begun at one end only
         self._joined: dict[Collective, set[int]] = defaultdict(set)
 
     def run(self) -> None:
@@ -113,7 +113,7 @@ class _Replay:
 
     def _awaited(self, rank: int, operation: Any) -> int | None:  # an Operation; isinstance is too slow here
         """Post what is to be posted; then the rank that must go on before this one can, or None if it can now."""
-        batch: _Batch | None = None
+        batch: _PostedBatch | None = None
         kind = type(operation)
         if kind is Receive:
             message, peer = operation
@@ -149,10 +149,10 @@ class _Replay:
                 self._runnable.extend(joined)
         return next((other for other in range(len(self._programs)) if other not in joined), None)
 
-    def _post(self, rank: int, message: Message, peer: int, up: bool) -> _Batch:
+    def _post(self, rank: int, message: Message, peer: int, up: bool) -> _PostedBatch:
         posted = self._posted[rank]
         if up not in posted:
-            posted[up] = _Batch(rank, self._lines[rank][up])
+            posted[up] = _PostedBatch(rank, self._lines[rank][up])
         posted[up].left[message] = peer
         return posted[up]
 
@@ -164,7 +164,7 @@ class _Replay:
                 self._begin(batch)
         self._posted[rank].clear()
 
-    def _begin(self, first: _Batch) -> None:
+    def _begin(self, first: _PostedBatch) -> None:
         """Transfer those messages of a batch whose other end has begun; what follows a batch that thereby ends begins, too."""
         beginning, begun = [first], self._begun
         while beginning:

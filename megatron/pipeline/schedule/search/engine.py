@@ -44,7 +44,7 @@ class Arrays(NamedTuple):
     first: Array
 
 
-class Progress(NamedTuple):
+class PlacedPasses(NamedTuple):
     """Passes that list scheduling has placed so far.
 
     Attributes:
@@ -62,8 +62,8 @@ class Progress(NamedTuple):
     held: Array
 
     @staticmethod
-    def none(ranks: int, shape: tuple[int, int, int]) -> Progress:
-        return Progress(np.full(shape, -1.0), np.zeros(shape[:2], np.int64), np.zeros(ranks, np.int64), *np.zeros((3, ranks)))
+    def none(ranks: int, shape: tuple[int, int, int]) -> PlacedPasses:
+        return PlacedPasses(np.full(shape, -1.0), np.zeros(shape[:2], np.int64), np.zeros(ranks, np.int64), *np.zeros((3, ranks)))
 
 
 @compiled
@@ -98,7 +98,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         in_order: whether the DOWN of a rank run in the order of their targets, so that no later one takes the memory of an
             earlier one.
         order: int[P, N, 3], filled with (kind, stage, microbatch).
-        progress: ``Progress``, none so far.
+        progress: ``PlacedPasses``, none so far.
         spare: float[P], for how many seconds each rank may be idle; changed.
         from_zero: whether a rank's time before its first pass counts too.
     """

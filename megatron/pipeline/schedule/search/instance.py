@@ -147,7 +147,7 @@ class Instance:
         any_number = np.full(len(self.home), 2**31)
         caps = any_number if seed.caps is None else seed.caps
         quotas = any_number if seed.quotas is None else seed.quotas
-        progress, targets = engine.Progress.none(len(limits), self.shape), np.ascontiguousarray(seed.targets, float)
+        progress, targets = engine.PlacedPasses.none(len(limits), self.shape), np.ascontiguousarray(seed.targets, float)
         whole = seed.window, seed.in_order, order, progress, self._spare(longest), self.problem.objective is Objective.MAKESPAN
         placed = engine.construct(self.arrays, limits, targets, caps, quotas, *whole)
         if placed < 0:

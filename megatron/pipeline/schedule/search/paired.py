@@ -2,8 +2,9 @@
 
 A search for an order of single passes leaves few pairs that can be braided, or the wrong ones. In braids every hop takes about as
 long as both halves: to keep every rank braiding, about twice as many microbatches are on their way as in 1F1B, on a V half a one
-more (DualPipeV's p + 1/2). Here a clock runs the ranks, each of which decides by a ``Policy`` when it is free; the shortest order
-of many policies is taken. This clock lets both messages of a braid leave at its end: ranks that decide in step find more pairs.
+more (DualPipeV's p + 1/2). Here a clock runs the ranks, each of which decides by a ``PairingPolicy`` when it is free; the
+shortest order of many policies is taken. This clock lets both messages of a braid leave at its end: ranks that decide in step
+find more pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SHARES = (1.0, 1.25, 0.75, 1.5, 0.5, 2.0)  # of the microbatches that keep ever
 _SLACK = 1 + 1e-9
 
 
-class Policy(NamedTuple):
+class PairingPolicy(NamedTuple):
     """Rules by which a rank decides.
 
     Attributes:
@@ -51,7 +52,7 @@ def paired(problem: Problem) -> Order | None:
     """
     if problem.recompute or problem.splits > 1 or problem.placement.replicas > 1:
         return None
-    trials = _Trials(problem)
+    trials = _PairingTrials(problem)
     last = problem.placement.last_stage
     splits = (1, 0, 2) if len(problem.fused) <= last else (0,)
     spares = (0, 1, 2) if problem.limits else (0,)
@@ -59,7 +60,7 @@ def paired(problem: Problem) -> Order | None:
         for share in _SHARES:
             ahead = share * 2 / problem.placement.chunks
             caps = tuple(1 + math.floor(ahead * (last - stage) + 1e-6) for stage in range(last + 1))
-            trials.run(Policy(caps, patience, forwards, backwards, split, spare))
+            trials.run(PairingPolicy(caps, patience, forwards, backwards, split, spare))
     while trials.left and trials.best:
         value = trials.value
         for policy in _near(trials.best, problem.placement):
@@ -69,7 +70,7 @@ def paired(problem: Problem) -> Order | None:
     return trials.order
 
 
-def _near(policy: Policy, placement: Placement) -> Iterator[Policy]:
+def _near(policy: PairingPolicy, placement: Placement) -> Iterator[PairingPolicy]:
     """Policies that differ in one decision."""
     alone = [[stage] for stage in range(len(policy.caps))]
     together = [list(stages) for stages in zip(*placement.stages, strict=True)]  # those of one chunk, on all ranks
@@ -85,7 +86,7 @@ def _near(policy: Policy, placement: Placement) -> Iterator[Policy]:
     yield policy._replace(deep_backwards=not policy.deep_backwards)
 
 
-class _Costs(NamedTuple):
+class _PassSeconds(NamedTuple):
     """Those of a problem, each computed once: a run asks for one at every decision."""
 
     braid: Callable[[int, Kind, int], tuple[float, float]]
@@ -93,32 +94,32 @@ class _Costs(NamedTuple):
     allocated: Callable[[Kind, int], float]
 
 
-class _Trials:
+class _PairingTrials:
     """The best of the policies that were tried."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._costs = _Costs(cache(problem.costs.braid), cache(problem.costs.seconds), cache(problem.costs.allocated))
-        self._tried: set[Policy] = set()
+        self._costs = _PassSeconds(cache(problem.costs.braid), cache(problem.costs.seconds), cache(problem.costs.allocated))
+        self._tried: set[PairingPolicy] = set()
         self.left = max(48, _EFFORT // (2 * problem.microbatches * len(problem.costs.stages)))
-        self.best: Policy | None = None
+        self.best: PairingPolicy | None = None
         self.order: Order | None = None
         self.value = math.inf
 
-    def run(self, policy: Policy) -> None:
+    def run(self, policy: PairingPolicy) -> None:
         if not self.left or policy in self._tried:
             return
         self.left -= 1
         self._tried.add(policy)
-        run = _Run(self._problem, self._costs, policy)
+        run = _PairingRun(self._problem, self._costs, policy)
         if (order := run.order()) is not None and (value := run.value()) < self.value:
             self.best, self.order, self.value = policy, order, value
 
 
-class _Run:
+class _PairingRun:
     """One iteration under a policy, in simulated time."""
 
-    def __init__(self, problem: Problem, costs: _Costs, policy: Policy) -> None:
+    def __init__(self, problem: Problem, costs: _PassSeconds, policy: PairingPolicy) -> None:
         placement, self.problem, self.costs, self.policy = problem.placement, problem, costs, policy
         last, count = placement.last_stage, problem.microbatches
         self.stages: Sequence[Sequence[int]] = placement.stages

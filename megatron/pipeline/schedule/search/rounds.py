@@ -4,7 +4,7 @@ Qi et al. construct ZB ("Zero Bubble Pipeline Parallelism", section 3.1) and ZB-
 first runs every W that fits into that time. One more W would delay the pass; it runs only if the idle time it saves is more
 than the rank can afford: than what it was idle less than the rank that was idle most, since only that one decides the span.
 
-One construction takes as long as a single simulation, hence the search tries each choice either way (``Choices``).
+One construction takes as long as a single simulation, hence the search tries each choice either way (``RoundChoices``).
 Rounds need one stage on every rank, or two on a V, and no R.
 """
 
@@ -26,7 +26,7 @@ _NEAR = 1.01  # a plan up to this many times as long as the best may be shorter 
 _REPEATS = 8  # how often a construction on a V is repeated with what ranks were idle in the one before
 
 
-class Choices(NamedTuple):
+class RoundChoices(NamedTuple):
     """Choices in making rounds.
 
     Attributes:
@@ -63,7 +63,7 @@ def rounds(instance: Instance, limits: Array, longest: float = np.inf, few: bool
     for (seconds, real), (afford, eager, behind, dense) in itertools.product(constructions, every):
         arrays = instance.arrays._replace(seconds=seconds)
         spare = longest * (1 + SLACK) - work if real else np.full(len(work), np.inf)
-        plan = _construct(instance, arrays, limits, Choices(eager, behind, dense, afford), spare)
+        plan = _construct(instance, arrays, limits, RoundChoices(eager, behind, dense, afford), spare)
         if plan is not None:
             longest = min(longest, plan.span * _NEAR)
             yield plan
@@ -75,7 +75,7 @@ def can_be_in_rounds(instance: Instance) -> bool:
     return placed and not instance.backwards and bool((instance.before[MID] == -2).all())
 
 
-def _construct(instance: Instance, arrays: Arrays, limits: Array, choices: Choices, spare: Array) -> Plan | None:
+def _construct(instance: Instance, arrays: Arrays, limits: Array, choices: RoundChoices, spare: Array) -> Plan | None:
     """On a V repeated with what each rank was idle, as long as that makes the longest idle time shorter."""
     best, before = None, np.zeros(len(limits) + 1)
     in_rounds, repeats = (line_in_rounds, 1) if len(instance.home) == len(limits) else (v_in_rounds, _REPEATS)

@@ -25,7 +25,7 @@ from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import RankPasses, Schedule
 
 
-class Link(NamedTuple):
+class PassLink(NamedTuple):
     """Needs and results of the passes of one kind on one rank and chunk.
 
     What passes make for each other has numbers, one after another for the microbatches: ``made + microbatch`` is made, and
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
 
     passes: Sequence[Sequence[Pass]]
     works: Sequence[Sequence[Pass | None]]
-    links: list[list[dict[Any, Link]]]
+    links: list[list[dict[Any, PassLink]]]
     made_at: list[Any]
     lanes: list[LaneRow]
 
@@ -145,11 +145,11 @@ class _Table:
         self._nothing, self._unused = 0, self._slices
         self.made_at: list[Any] = [0] * self._slices + [None] * self._slices
 
-    def of_rank(self, rank: int) -> list[dict[Any, Link]]:
+    def of_rank(self, rank: int) -> list[dict[Any, PassLink]]:
         """By chunk and key, the links of a rank's row: of all kinds, for those who build one."""
         row = self._schedule.rows[rank]
         kinds = {*STAGE_KINDS, *(VOCABULARY_KINDS if self._schedule.vocabulary else ()), *row.kinds}
-        links: list[dict[Any, Link]] = []
+        links: list[dict[Any, PassLink]] = []
         for chunk in range(len(self._stages[rank])):
             links.append({kind: self._link(kind, rank, chunk) for kind in kinds})
             links[-1] |= {("wait", kind): self._wait(kind, rank, chunk) for kind in kinds if kind.row.starts_on_lane}
@@ -157,7 +157,7 @@ class _Table:
             self._add_braid(links, rank, forward, backward)
         return links
 
-    def _add_braid(self, links: list[dict[Any, Link]], rank: int, forward: Pass, backward: Pass) -> None:
+    def _add_braid(self, links: list[dict[Any, PassLink]], rank: int, forward: Pass, backward: Pass) -> None:
         """The links of a braid: the wait for what its backward needs, the time until its forward is over and its output leaves,
         and the rest."""
         first, second = _half(forward, backward), _half(backward, forward)
@@ -172,29 +172,29 @@ class _Table:
         links[forward.chunk][first] = links[forward.chunk][forward.kind]._replace(seconds=seconds[0])
         links[backward.chunk][second] = whole._replace(needed=self._nothing, hop=0, seconds=seconds[1])
 
-    def of_lane(self, lane: LaneRow) -> list[dict[Any, Link]]:
+    def of_lane(self, lane: LaneRow) -> list[dict[Any, PassLink]]:
         """By chunk and key, the links of a lane's row."""
-        links = [dict[Any, Link]() for _ in self._stages[lane.rank]]
+        links = [dict[Any, PassLink]() for _ in self._stages[lane.rank]]
         for kind, _, chunk in lane.passes:
             if kind not in links[chunk]:
                 stage = self._stages[lane.rank][chunk]
                 done = self._number(("done", kind), stage)
                 name: Hashable = ("started", kind) if kind.row.starts else needed_on_own_rank(kind)
-                links[chunk][kind] = Link(done, self._number(name, stage), 0, 0)
+                links[chunk][kind] = PassLink(done, self._number(name, stage), 0, 0)
         return links
 
-    def _wait(self, kind: Kind, rank: int, chunk: int) -> Link:
+    def _wait(self, kind: Kind, rank: int, chunk: int) -> PassLink:
         """Link of the wait for a pass that has been started on a lane."""
-        return Link(self._unused, self._number(("done", kind), self._stages[rank][chunk]), 0, 0)
+        return PassLink(self._unused, self._number(("done", kind), self._stages[rank][chunk]), 0, 0)
 
-    def _link(self, kind: Kind, rank: int, chunk: int) -> Link:
+    def _link(self, kind: Kind, rank: int, chunk: int) -> PassLink:
         schedule, costs, stage = self._schedule, self._costs, self._stages[rank][chunk]
         if kind.row.lane:
             if not self._has_lanes:
-                return Link(self._unused, self._nothing, 0, 0)
+                return PassLink(self._unused, self._nothing, 0, 0)
             if kind.row.starts:
-                return Link(self._number(("started", kind), stage), self._nothing, 0, 0)
-            return Link(self._unused, self._number(("done", kind), stage), 0, 0)
+                return PassLink(self._number(("started", kind), stage), self._nothing, 0, 0)
+            return PassLink(self._unused, self._number(("done", kind), stage), 0, 0)
         seconds = costs.seconds(kind, stage) if costs else 0
         made, needed, hop = self._unused, self._nothing, 0.0
         if kind in REMOTE:
@@ -205,7 +205,7 @@ class _Table:
                 its_stage = None if source.need.where is Where.ALL else self._stages[home][its_chunk]
                 needed = self._number(source.kinds, its_stage, REMOTE[source.kinds[0]].ahead) - source.need.delay
                 hop = source.hops * costs.hop + source.exchanges * costs.exchange if costs else 0
-        return Link(made, needed, hop, seconds, is_part=kind.row.shard and kind in REMOTE)
+        return PassLink(made, needed, hop, seconds, is_part=kind.row.shard and kind in REMOTE)
 
     def _number(self, name: Hashable, stage: int | None, ahead: int = 0) -> int:
         """Index at which the numbers of a result begin; those of ``ahead`` microbatches before the first are there from the

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-class Clock:
+class MeasureClock:
     """Marks moments, and says afterwards how long it was between them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class Clock:
 
 
 def repeated(
-    clock: Clock,
+    clock: MeasureClock,
     parts: Callable[[], Sequence[Any]],
     iterations: int,
     warm_up: int,
@@ -61,7 +61,7 @@ def repeated(
 
 
 def seconds(
-    clock: Clock,
+    clock: MeasureClock,
     action: Callable[[], object],
     iterations: int,
     warm_up: int,

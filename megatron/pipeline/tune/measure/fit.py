@@ -12,7 +12,7 @@ from megatron.pipeline.shape.gpt import Shape
 
 
 @dataclass(frozen=True)
-class Sending:
+class SendingFit:
     """Messages over a link, one after another: their number, the bytes of each, and the seconds of all of them."""
 
     messages: int
@@ -20,7 +20,7 @@ class Sending:
     seconds: float
 
 
-def link(sent: Sequence[Sending]) -> Link:
+def link(sent: Sequence[SendingFit]) -> Link:
     """The link for which ``messages * (latency + size / bandwidth)`` is nearest to the times: least squares of relative errors.
 
     A latency that would be negative is 0; where longer messages took no longer, the bandwidth is that of the longest.

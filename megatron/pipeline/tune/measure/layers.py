@@ -17,7 +17,7 @@ from megatron.pipeline.model.build import build_model
 from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule import families
 from megatron.pipeline.shape.gpt import Work
-from megatron.pipeline.tune.measure.clock import Clock, repeated
+from megatron.pipeline.tune.measure.clock import MeasureClock, repeated
 
 _WARM_UP = 3  # times: allocators, autotuners and clock rates have settled by then
 
@@ -46,7 +46,7 @@ class Layer:
         """
         hidden, others = self._inputs(microbatch)
         gradient = torch.randn_like(hidden)
-        clock = Clock(hidden.device)
+        clock = MeasureClock(hidden.device)
 
         def passes() -> list[Any]:
             tasks: list[weight_tasks.WeightTask] = []

@@ -9,8 +9,8 @@ import torch
 
 from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.dist.groups import new_group
-from megatron.pipeline.tune.measure.clock import Clock, seconds
-from megatron.pipeline.tune.measure.fit import Sending, link
+from megatron.pipeline.tune.measure.clock import MeasureClock, seconds
+from megatron.pipeline.tune.measure.fit import SendingFit, link
 
 _SIZES = {"cuda": (2**12, 2**20, 2**26), "cpu": (2**12, 2**18, 2**22)}  # bytes: latency shows in the first, bandwidth in the last
 _TYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -44,7 +44,7 @@ def measure_links(hosts: Sequence[str], device: torch.device, iterations: int, t
     Args:
         hosts: of every rank.
     """
-    probe = _Probe(device, iterations)
+    probe = _LinkProbe(device, iterations)
     rank, where = torch.distributed.get_rank(), nodes(hosts)
     node = next(number for number, ranks in enumerate(where) if rank in ranks)
     mine = where[node]
@@ -61,13 +61,13 @@ def measure_links(hosts: Sequence[str], device: torch.device, iterations: int, t
     return probe.links()
 
 
-class _Probe:
+class _LinkProbe:
     """Times messages of this rank, by the name of their link."""
 
     def __init__(self, device: torch.device, iterations: int) -> None:
         self._device, self._iterations = device, iterations
-        self._clock = Clock(device)
-        self._sent: list[tuple[str, str, Sending]] = []
+        self._clock = MeasureClock(device)
+        self._sent: list[tuple[str, str, SendingFit]] = []
         # NCCL makes the world's communicator here, with everyone present: messages between two of its ranks then use that.
         together(device)
 
@@ -85,7 +85,7 @@ class _Probe:
 
         together(self._device)
         if peer is not None:
-            self._sent.append((name, "exchange", Sending(1, size, self._seconds(once))))
+            self._sent.append((name, "exchange", SendingFit(1, size, self._seconds(once))))
 
     def collectives(self, name: str, group: torch.distributed.ProcessGroup | None, ranks: int, size: int) -> None:
         """An all-gather and a reduce-scatter of ``size`` bytes over a group. Collective over the world."""
@@ -101,14 +101,14 @@ class _Probe:
         }
         together(self._device)
         for what, action in actions.items():
-            sent = Sending(ranks - 1, part.numel() * part.element_size(), self._seconds(action))
+            sent = SendingFit(ranks - 1, part.numel() * part.element_size(), self._seconds(action))
             self._sent.append((name, what, sent))
 
     def links(self) -> dict[str, Link]:
         """Fitted to what the slowest rank has seen. Collective over the world."""
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, self._sent)
-        slowest: dict[tuple[str, str, float], Sending] = {}
+        slowest: dict[tuple[str, str, float], SendingFit] = {}
         for name, what, sent in (one for mine in everyone for one in mine):
             key = name, what, sent.size
             slowest[key] = max(sent, slowest.get(key, sent), key=lambda one: one.seconds / one.messages)

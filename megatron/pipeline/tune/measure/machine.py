@@ -12,7 +12,7 @@ import torch
 from megatron.pipeline.dist.device import device_memory
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
-from megatron.pipeline.tune.measure.clock import Clock, seconds
+from megatron.pipeline.tune.measure.clock import MeasureClock, seconds
 
 _WIDTH = {"cuda": 8192, "cpu": 1024}  # of square matrices that are large enough for the best speed
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes, more than caches hold
@@ -58,4 +58,4 @@ def name(device: torch.device, ranks: int) -> str:
 
 def _seconds(device: torch.device, action: Callable[[], object], iterations: int) -> float:
     """Best time, as what the hardware can do."""
-    return seconds(Clock(device), action, iterations, warm_up=2, which=min)
+    return seconds(MeasureClock(device), action, iterations, warm_up=2, which=min)

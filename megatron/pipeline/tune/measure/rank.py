@@ -28,7 +28,7 @@ SILENCE = 300.0  # seconds after which a rank that says nothing hangs
 
 
 @dataclass(frozen=True)
-class Job:
+class MeasureJob:
     """Layers and links to measure.
 
     Attributes:
@@ -80,7 +80,7 @@ class Measurements:
     too_large: tuple[Size, ...]
 
 
-def run(job: Job, tell: Tell) -> Measurements:
+def run(job: MeasureJob, tell: Tell) -> Measurements:
     """Measure, together with all other ranks of the world that torchrun's environment tells of.
 
     Returns:
@@ -130,7 +130,7 @@ def run(job: Job, tell: Tell) -> Measurements:
         )
 
 
-def _layers(job: Job, device: torch.device, tell: Tell) -> tuple[list[Timing], list[Size]]:
+def _layers(job: MeasureJob, device: torch.device, tell: Tell) -> tuple[list[Timing], list[Size]]:
     """Every size, on all ranks at once: they share power, or cores, when they train.
 
     All are measured twice, the second time in the opposite order, and the better counts: so what else a machine does for a while
