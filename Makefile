@@ -2,7 +2,8 @@
 # make compare  the same model under megatron-core's own 1F1B, interleaved, ZB-H1, ZB-V and V-Half, rehearsed: one table, one picture
 # make slurm    the batch scripts on a SLURM of two emulated nodes on this machine: needs root, installs SLURM by apt-get
 # make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules; ARGS=--tests: and test
-# make test     all tests, or some: make test ARGS=tests/schedule
+# make test     the tests, or some: make test ARGS=tests/schedule
+# make test-checkers what checks the checkers: the device model, the oracle of the planner, all pages, browsers
 # make test-all all tests with all of their random examples, and every schedule in every layout: hours
 # make gpu      CUDA tests, sanitizers and benchmarks on this machine's GPU, at most 30 minutes; writes the tables of docs/gpu.md
 # make evidence 2,000 iterations on real text under ten schedules and options, and the page that compares them: 45 minutes
@@ -38,7 +39,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup docs train compare evidence versions slurm test test-all gpu clean
+.PHONY: setup docs train compare evidence versions slurm test test-checkers test-all gpu clean
 
 setup: $(ready)
 
@@ -66,11 +67,19 @@ slurm: $(ready)
 	scripts/slurm/local_cluster.sh
 
 # Three at a time, for two cores: ranks wait for each other and for clocks, and while they do, another test computes.
+pytest = -m pytest -n 3 --dist worksteal --durations 30 --durations-min 1
+
+# They check what checks: the model of a device, the oracle of the planner, pages and browsers.
+checkers = $(addprefix tests/,browser engine gpu_model schedule/test_exact.py test_docs.py test_docs_site.py)
+
 test: $(ready)
-	$(venv) -m pytest -n 3 --dist worksteal --durations 30 --durations-min 1 $(or $(ARGS),tests)
+	$(venv) $(pytest) $(or $(ARGS),tests $(addprefix --ignore ,$(checkers)))
+
+test-checkers: $(ready)
+	$(venv) $(pytest) $(checkers)
 
 test-all: $(ready)
-	$(venv) -m pytest -n 3 --dist worksteal -m '' --hypothesis-profile all $(or $(ARGS),tests)
+	$(venv) $(pytest) -m '' --hypothesis-profile all $(or $(ARGS),tests)
 
 # With what is installed, so that it needs no network: the environment's Python if there is one.
 gpu:

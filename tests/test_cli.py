@@ -200,6 +200,7 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         ([*PLAN, "--cost", "F=1,F=2"], "at most once"),
         ([*PLAN, "--cost", "F"], "expected each of F, B, W, comm"),
         ([*PLAN, "--cost", ""], "expected each of F, B, W, comm"),
+        ([*PLAN, "--cost", "F=0,B=0,W=0"], "F, B and W of every stage take 0"),
         ([*PLAN, "--activation", "B=0"], "B=0,W=0: F must allocate"),
         ([*PLAN, "--memory-limit", "3"], "rank 0: F3.0 brings the activation memory of zb-h1 to 4, above the limit of 3"),
         ([*PLAN, "--memory-limit", "nan"], "'nan': expected a number of microbatches"),

@@ -40,7 +40,6 @@ MIB = 2**20
         (Request("1f1b", 4, 8, splits=2), ValueError, "1f1b does not cut microbatches into slices: leave --splits out"),
         (Request("1f1b", 4, 8, group=2), ValueError, "1f1b does not run microbatches in groups: leave the group out"),
         (Request("1f1b", 4, 8, memory_limit=[4, 4]), ValueError, "or one for each of 4 ranks"),
-        (Request("v-auto", 4, 8, equal=StageCosts(0, 0, 0)), ValueError, "F, B and W of every stage take 0"),
         (Request("1f1b", 4, 8, recompute={4}), ValueError, "cannot recompute stage 4: the stages are 0..3"),
         (Request("1f1b", 4, 8, host_limit=1), ValueError, "a limit of host memory needs offloading, and there is none"),
         (Request("v-half", 4, 8, memory_limit=2), LimitTooLow, "room for 3 microbatches, 3 on every rank, and the limit is 2"),

@@ -90,7 +90,7 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
 
     Raises:
         ValueError: numbers are out of range, the schedule's file has the costs of other stages than its own, or ``--costs``
-            comes with flags that it replaces.
+            comes with flags that it replaces, or F, B and W of every stage take 0.
     """
     file = file or {}
     if flags.costs:
@@ -117,7 +117,18 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     spread = checked(file.get("vocab_costs", {}), SPREAD) | (flags.vocab_cost or {})
     if spread:
         costs = replace(costs, vocabulary=VocabularyCosts(**({"S": EQUAL_SHARDS.S, "T": EQUAL_SHARDS.T} | spread)))
-    return _with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {})
+    return taking_time(_with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {}))
+
+
+def taking_time(costs: Costs) -> Costs:
+    """The costs, if a pass of a stage takes time.
+
+    Raises:
+        ValueError: all of them take 0.
+    """
+    if any(stage.forward or stage.backward or stage.weight for stage in costs.stages):
+        return costs
+    raise ValueError("F, B and W of every stage take 0, and every order is as short: give one of them a time above 0")
 
 
 def with_shards(costs: Costs, vocabulary: Vocabulary | None, ranks: int) -> Costs:

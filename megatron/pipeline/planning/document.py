@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from megatron.pipeline.planning.balance import layout
 from megatron.pipeline.planning.choose import Choice
 from megatron.pipeline.planning.compose import adapted
-from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, with_shards
+from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, taking_time, with_shards
 from megatron.pipeline.planning.planned import Planned, Variant, above
 from megatron.pipeline.planning.refusals import COSTS_UNIT, Unit, check_limit, in_unit, unit_of
 from megatron.pipeline.schedule.core.costs import Costs
@@ -223,7 +223,7 @@ def read_costs(path: str, text: str | None = None) -> Costs:
     Raises:
         ValueError: the file cannot be read, or has no costs; the message names the file.
     """
-    return naming(path, Costs.from_json, text)
+    return naming(path, lambda text: taking_time(Costs.from_json(text)), text)
 
 
 def naming(path: str, read: Callable[[str], _Read], text: str | None = None) -> _Read:
