@@ -55,8 +55,9 @@ def counted() -> dict[str, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write today's lines into the file")
+    write = parser.parse_args().write
     found = counted()
-    if parser.parse_args().write:
+    if write:
         rounded = {name: -(-count // 20) * 20 for name, count in found.items()}  # so that a line or two need no new number
         BUDGET.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
     budget = json.loads(BUDGET.read_text(encoding="utf-8"))

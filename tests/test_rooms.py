@@ -47,7 +47,7 @@ def test_only_code_counts_as_a_line(tmp_path: Path) -> None:
 def test_a_room_over_its_budget_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    budget = check_lines.counted()
+    budget = dict.fromkeys(check_lines.rooms(), 100)
     assert set(budget) >= set(layers("rooms"))
     monkeypatch.setattr(check_lines, "counted", lambda: budget | {"runtime": budget["runtime"] + 3})
     monkeypatch.setattr(check_lines, "BUDGET", tmp_path / "lines.json")

@@ -53,7 +53,7 @@ for iteration in range(4):
     if os.environ["RANK"] == "0":
         print(schedule, file=open(journal, "a"))
         print('{}', file=open(metrics, "a"), flush=True)
-    time.sleep(1)  # so that this rank is stopped before its next iteration
+    time.sleep(0.3)  # so that this rank is stopped before its next iteration
 """
 
 
@@ -81,7 +81,7 @@ def test_a_training_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pyte
     assert len((tmp_path / "journal").read_text().split()) == 1, "the other one was stopped, and then ended"
 
 
-@pytest.mark.slow
+@pytest.mark.whole  # torchrun gives ranks 30 s to end
 def test_ranks_that_are_stopped_end_with_the_script(tmp_path: Path) -> None:
     """A killed script once left them stopped for ever."""
     program = tmp_path / "rank.py"
