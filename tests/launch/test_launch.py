@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -208,6 +209,15 @@ def test_state_by_bucket_is_loaded_where_it_can_be(
     checkpoint = saved_by_bucket(pool, tmp_path / "saved", **saved)
     flags = f"{SIZES} --train-iters 3 --use-distributed-optimizer --load {checkpoint} --pipeline-schedule {flags}"
     assert [loss for loss, _ in launch(tmp_path, STAND_IN, flags)] == [loss for loss, _ in stock]
+
+
+def test_the_log_names_the_weights_that_stay_fused(tmp_path: Path) -> None:
+    flags = f"{SIZES} --pipeline-model-parallel-size 4 --pipeline-schedule zb-v --train-iters 1 --num-experts 2 "
+    flags += "--disable-bias-linear --moe-ffn-hidden-size 32 --expert-tensor-parallel-size 1"
+    codes, output, _ = run(tmp_path, STAND_IN, flags, ranks=4)
+    assert codes == [0] * 4, output
+    found = re.findall(r"^ rank (\d): backward is not split, runs fused in B: chunk 0: \S+ and 1 more: TopKRouter", output, re.M)
+    assert sorted(found) == ["0", "3"]
 
 
 def test_models_that_place_their_own_layers_are_refused(tmp_path: Path) -> None:

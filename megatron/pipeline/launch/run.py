@@ -53,7 +53,7 @@ from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.build import LowPrecision
 from megatron.pipeline.model.layout import PlacementLayout, stage_layers
 from megatron.pipeline.model.seeding import kept_random_states
-from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -228,8 +228,9 @@ class Run:
         if self._shards_vocabulary:
             with kept_random_states():
                 shard_vocabulary(self._ours, models[0].config, models, stages)
-        for model in models:
-            split_weights(model, self._ours.recompute_fused_backward)
+        fused = split_chunks(models, self._ours.recompute_fused_backward)
+        if fused and (is_last_rank() or torch.distributed.get_rank() == 0):  # they have the first and the last stage
+            self._print_once(f"rank {torch.distributed.get_rank()}: {fused}")
 
     # the data
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import GPT, ModelAdapter
 from megatron.pipeline.model.boundary import BoundaryModules
-from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.schedule.core.names import OFF, STOCK
@@ -58,15 +57,8 @@ def build_model(
     if sharded:
         shard_vocabulary(args, config, models, stages)
 
-    if split:
-        fused: dict[str, list[str]] = defaultdict(list)
-        for chunk, model in enumerate(models):
-            for line in split_weights(model, args.recompute_fused_backward):
-                name, _, reason = line.partition(": ")
-                fused[reason].append(name if len(models) == 1 else f"chunk {chunk}: {name}")  # layers count from 0 in every chunk
-        if fused:
-            parts = (f"{name}{f' and {len(more)} more' if more else ''}: {reason}" for reason, (name, *more) in fused.items())
-            logger.info("backward is not split, runs fused in B: %s", "; ".join(parts))
+    if split and (fused := split_chunks(models, args.recompute_fused_backward)):
+        logger.info(fused)
 
     for model in models:
         model.to(this_device())

@@ -6,7 +6,8 @@ Engine's). B finishes the gradients of all other parameters: norms, biases, embe
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 from megatron.core.tensor_parallel import layers as upstream_layers
@@ -18,7 +19,7 @@ from megatron.pipeline.backward.linear import SplitLinear
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import adapter_of, has_adapter
 
-__all__ = ["split_weights"]
+__all__ = ["split_chunks", "split_weights"]
 
 # The method by which DDP learns of delayed gradients: a module has it if its backward submits weight tasks.
 DDP_HOOK = "register_wgrad_accumulation_and_reduce_hooks"
@@ -67,6 +68,17 @@ def split_weights(chunk: torch.nn.Module, fuse_recomputed: bool = False) -> list
             if fuse_recomputed:
                 weight_tasks.fuse_if_recomputed(weight)
     return fused
+
+
+def split_chunks(models: Sequence[torch.nn.Module], fuse_recomputed: bool = False) -> str:
+    """Prepare all chunks of a rank (``split_weights``), and name what runs fused, in a line; empty where nothing does."""
+    fused: dict[str, list[str]] = defaultdict(list)
+    for chunk, model in enumerate(models):
+        for line in split_weights(model, fuse_recomputed):
+            name, _, reason = line.partition(": ")
+            fused[reason].append(name if len(models) == 1 else f"chunk {chunk}: {name}")  # layers count from 0 in every chunk
+    parts = (f"{name}{f' and {len(more)} more' if more else ''}: {reason}" for reason, (name, *more) in fused.items())
+    return f"backward is not split, runs fused in B: {'; '.join(parts)}" if fused else ""
 
 
 def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:

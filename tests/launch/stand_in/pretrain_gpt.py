@@ -20,7 +20,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None):
     args = get_args()
     return GPTModel(
         config=core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.seq_length,
         pre_process=pre_process,

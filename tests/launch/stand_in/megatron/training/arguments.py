@@ -49,6 +49,7 @@ def core_transformer_config_from_args(args, config_class=None):
     }
     values |= {"pipeline_dtype": args.params_dtype, "deallocate_pipeline_outputs": True, "batch_p2p_sync": False}
     values |= {"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "aux_loss", "num_query_groups": None}
+    values |= {"num_moe_experts": args.num_experts, "add_bias_linear": args.add_bias_linear}
     values |= {"overlap_p2p_comm": args.virtual_pipeline_model_parallel_size is not None}
     values["batch_p2p_comm"] = not values["overlap_p2p_comm"]
     return TransformerConfig(**values)
