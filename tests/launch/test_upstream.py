@@ -50,8 +50,8 @@ def test_features_are_known_by_the_names_that_upstreams_parser_gives_them(flags_
     # Of one release or another: gone from 0.19, or new from 0.18 on.
     assert unknown <= {
         "legacy models", "paged stash of experts", "weights gathered again", "batch size by steps",
-        "Transformer Engine's fused operations and grouped products of dense layers", "maximal update parametrization", "frozen layers",
-        "distillation, from a teacher or from saved logits", "output layer in FP8",
+        "Transformer Engine's fused operations and grouped products of dense layers", "maximal update parametrization",
+        "frozen layers", "distillation, from a teacher or from saved logits", "output layer in FP8",
     }  # fmt: skip
 
 
