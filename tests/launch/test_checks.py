@@ -106,7 +106,7 @@ def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() ->
 def test_what_upstream_makes_of_a_flag_is_refused_as_well(
     capsys: pytest.CaptureFixture[str], flag: str, becomes: dict[str, object], words: str
 ) -> None:
-    sizes = SIZES_OF_RANKS | {"use_distributed_optimizer": False, "pipeline_model_parallel_size": 2}
+    sizes = SIZES_OF_RANKS | {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "pipeline_model_parallel_size": 2}
     chunks = dict.fromkeys(("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"))
     chunks |= {"pipeline_model_parallel_layout": None}
     run = Run(Versions("0.19.2", Path("core"), Path("training"), "0.19.2"))
@@ -129,7 +129,7 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
     args = {"seq_length": 16, "sequence_parallel": False, "context_parallel_size": 1, "transformer_impl": "local"}
     given = Namespace(**args | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | flags)
     with nullcontext() if words is None else pytest.raises(ValueError, match=words):
-        check_plan(given, cast("Pipeline", Namespace(splits=2, name="seq-1f1b")), [])
+        check_plan(given, cast("Pipeline", Namespace(plans=Namespace(splits=2), name="seq-1f1b")), [])
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: st
     words = "^--fp8-recipe delayed with a schedule that runs forwards again .* give --fp8-recipe tensorwise"
     for again in (False, True):
         plan = Namespace(schedule=Namespace(reruns=again))
-        pipeline = cast("Pipeline", Namespace(splits=1, name="zb-h1", plan=lambda _, plan=plan: plan))
+        pipeline = cast("Pipeline", Namespace(name="zb-h1", plans=Namespace(splits=1, plan=lambda _, plan=plan: plan)))
         with pytest.raises(ValueError, match=words) if again and recipe == "delayed" else nullcontext():
             check_plan(args, pipeline, [4])
 
