@@ -30,7 +30,7 @@ LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
         ("--pipeline-memory-limit 0.1", "limit"),
         ("--pipeline-memory-limit much", "--pipeline-memory-limit much: expected a share of 1F1B's peak"),
         ("--pipeline-memory-limit 12GiB", "needs --pipeline-costs with activations in bytes"),
-        ("--pipeline-costs /nowhere.json", "--pipeline-costs /nowhere.json: No such file"),
+        ("--pipeline-costs /nowhere.json", "--pipeline-costs cannot read /nowhere.json: No such file"),
         ("--num-virtual-stages-per-pipeline-rank 2", "chunk"),
         ("--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-model"),
         ("--post-validation --pipeline-schedule stock", "--post-validation needs a schedule that says where a step must stand"),
