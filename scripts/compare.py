@@ -61,10 +61,7 @@ class Training:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One record per iteration that has ended."""
-        with suppress(FileNotFoundError):
-            text = (self.folder / "metrics.jsonl").read_text()
-            return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        return []
+        return list(map(json.loads, self._lines()))
 
     def runs(self) -> bool:
         return self._process.poll() is None
@@ -74,23 +71,28 @@ class Training:
 
     def iterate(self) -> None:
         """Let the ranks go on until another iteration has ended, and stop them there; or until they end."""
-        done = len(self.metrics)
-        self.signal(signal.SIGCONT)
-        while self.runs() and len(self.metrics) == done:
+        done = self._lines()
+        self._signal(signal.SIGCONT)
+        while self.runs() and len(self._lines()) == len(done):
             time.sleep(0.01)
-        self.signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def end(self) -> None:
         """Let the ranks go on, and torchrun end them."""
-        self.signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
         self._process.terminate()
 
-    def signal(self, number: signal.Signals) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         """Send a signal to every rank, not to torchrun, which watches them."""
         with suppress(FileNotFoundError, ProcessLookupError):
             for children in Path(f"/proc/{self._process.pid}/task").glob("*/children"):
                 for child in children.read_text().split():
                     os.kill(int(child), number)
+
+    def _lines(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            return (self.folder / "metrics.jsonl").read_text().split("\n")[:-1]  # the last one may be half a record
+        return []
 
     def _command(self, args: argparse.Namespace) -> list[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]

@@ -57,11 +57,18 @@ for iteration in range(4):
 """
 
 
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the script trains with, in these tests."""
+    path = tmp_path / "rank.py"
+    path.write_text(RANK)
+    monkeypatch.setattr(compare, "PROGRAM", path)
+    return path
+
+
 @pytest.mark.slow
-def test_trainings_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "rank.py"
-    program.write_text(RANK)
-    monkeypatch.setattr(compare, "PROGRAM", program)
+@pytest.mark.usefixtures("program")
+def test_trainings_take_turns(tmp_path: Path) -> None:
     args = compare._parse(["--schedules", "a", "b", "--ranks", "2", "--output", str(tmp_path)])
     ended = [(one.schedule, one.wait(), len(one.metrics)) for one in compare._in_turn(args, Console())]
     assert ended == [("a", 0, 4), ("b", 0, 4)]
@@ -69,10 +76,8 @@ def test_trainings_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_a_training_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "rank.py"
-    program.write_text(RANK)
-    monkeypatch.setattr(compare, "PROGRAM", program)
+@pytest.mark.usefixtures("program")
+def test_a_training_that_fails_ends_the_others(tmp_path: Path) -> None:
     args = compare._parse(["--schedules", "a", "fails", "--ranks", "1", "--output", str(tmp_path)])
     trainings = compare._in_turn(args, Console())
     failed = next(trainings)
@@ -82,10 +87,8 @@ def test_a_training_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.whole  # torchrun gives ranks 30 s to end
-def test_ranks_that_are_stopped_end_with_the_script(tmp_path: Path) -> None:
+def test_ranks_that_are_stopped_end_with_the_script(tmp_path: Path, program: Path) -> None:
     """A killed script once left them stopped for ever."""
-    program = tmp_path / "rank.py"
-    program.write_text(RANK)
     sizes = ["--schedules", "a", "b", "--ranks", "1", "--output", str(tmp_path)]
     start = f"import compare, sys; from pathlib import Path; compare.PROGRAM = Path({str(program)!r}); compare.main({sizes!r})"
     script = subprocess.Popen([sys.executable, "-c", start], cwd=Path(compare.__file__).parent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron.pipeline.flags.flags import flag_of
+from megatron.pipeline.flags.flags import flag_of, switched_on
 
 PACKED = ("sft", "dataloader_inter_document_masking")  # sequences whose documents attention keeps apart by their lengths
 
@@ -12,7 +12,7 @@ PACKED = ("sft", "dataloader_inter_document_masking")  # sequences whose documen
 def cautions(args: Namespace) -> list[str]:
     """Settings that do wrong or nothing, of validated flags, and what to change; ``args`` may lack Megatron-LM's own."""
     found = []
-    masked = next((name for name in ("eod_mask_loss", "sft") if getattr(args, name, False)), None)
+    masked = switched_on(args, "eod_mask_loss", "sft")
     if masked and args.context_parallel_size > 1 and not args.calculate_per_token_loss:
         found.append(
             f"{flag_of(masked)} with --context-parallel-size {args.context_parallel_size}: every context-parallel rank takes the "

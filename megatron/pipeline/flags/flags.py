@@ -62,8 +62,12 @@ def neutral(*roles: Role) -> dict[str, Any]:
 
 def given(args: argparse.Namespace, *names: str) -> list[str]:
     """The flags of those names whose values are not the defaults."""
-    known = {name: actions()[name] for name in names}
-    return [action.option_strings[0] for name, action in known.items() if getattr(args, name) != action.default]
+    return [actions()[name].option_strings[0] for name in names if getattr(args, name) != actions()[name].default]
+
+
+def switched_on(args: argparse.Namespace, *names: str) -> str | None:
+    """The first of those names whose flag is on; ``args`` may lack some of Megatron-LM's own."""
+    return next((name for name in names if getattr(args, name, False)), None)
 
 
 @cache

@@ -7,7 +7,7 @@ from argparse import Namespace
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.flags.cautions import PACKED
-from megatron.pipeline.flags.flags import flag_of, given
+from megatron.pipeline.flags.flags import flag_of, given, switched_on
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
 
@@ -133,7 +133,7 @@ def check_overlap(args: Namespace) -> None:
     several_ranks = args.pipeline_model_parallel_size > 1
     further, dispatcher = args.mtp_num_layers or 0, args.moe_token_dispatcher_type
     modules = args.recompute_modules or ()
-    packed = next((name for name in PACKED if getattr(args, name, False)), None)
+    packed = switched_on(args, *PACKED)
     wrong = {
         "needs experts: give --num-experts and --expert-model-parallel-size 2 or more": args.num_experts is None,
         "needs experts on several ranks: give --expert-model-parallel-size 2 or more": args.expert_model_parallel_size == 1,

@@ -13,7 +13,7 @@ from megatron.pipeline.patches import compat, unsupported
 from megatron.pipeline.dist.device import local_device
 from megatron.pipeline.flags import support
 from megatron.pipeline.flags.cautions import PACKED
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of, switched_on
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_overlap, check_prediction, experts_drift
 from megatron.pipeline.flags.validation_quantized import check_quantized
@@ -96,7 +96,7 @@ def wrong_in_megatron_core(args: Namespace) -> str | None:
 
 def separates_documents(args: Namespace) -> str | None:
     """The flag, by its name, with which attention stays within documents, which only data tell: all stages then read all."""
-    return next((name for name in ("reset_attention_mask", *PACKED) if getattr(args, name, False)), None)
+    return switched_on(args, "reset_attention_mask", *PACKED)
 
 
 def documents_run_together(args: Namespace) -> str | None:

@@ -150,7 +150,6 @@ def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
     # What is offloaded may hold more than 1F1B before: copies free it, and need time between F and B.
     fullest = max(map(problem.microbatch_memory, range(problem.ranks)))
     own = (family.memory(problem.ranks) * fullest + spreading(problem),) * problem.ranks if family.memory else None
-    named = kept_limits(family, replace(problem, limits=None))
 
     def attempt(limits: tuple[float, ...] | None) -> Schedule:
         base = solve(name, replace(problem, limits=limits, offload=None, host_limit=None))
@@ -166,6 +165,7 @@ def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
     if given is not None:
         return _largest(attempt, given, own)
     # Least memory is what copies are for; with few of them, the less there is before them, the less is left.
+    named = kept_limits(family, problem)
     return min(map(attempt, dict.fromkeys((own, named))), key=lambda schedule: max(activation_peaks(schedule, problem.costs)))
 
 

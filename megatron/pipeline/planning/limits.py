@@ -13,7 +13,7 @@ from megatron.pipeline.planning.costs import with_whole_vocabulary
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import MOST_WAITING
-from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
+from megatron.pipeline.schedule.core.problem import SLACK, LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.families import Family
 from megatron.pipeline.schedule.rules.verify import rounded_up
@@ -21,7 +21,6 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 from megatron.pipeline.schedule.transforms.vocabulary import postponed
 
-_SLACK = 1 + 1e-9
 _GIVEN_UP = 0.5  # of its memory that a family does without at most where weights take more than under 1F1B: less makes it slow
 
 
@@ -79,12 +78,12 @@ def kept_limits(family: Family, problem: Problem, beside: Beside | None = None) 
     if family.keeps:
         enough = replace(problem, microbatches=min(problem.microbatches, 4 * problem.ranks))
         whole = activation_peaks(of_stages(family.name, enough), problem.costs)
-        fits = all(peak + spreading(problem) <= limit * _SLACK for peak, limit in zip(whole, own, strict=True))
+        fits = all(peak + spreading(problem) <= limit * SLACK for peak, limit in zip(whole, own, strict=True))
         return None if fits else own
     if given is None:
         return own
     assert family.memory is not None
-    if any(limit < needed / _SLACK for limit, needed in zip(given, own, strict=True)):
+    if any(limit < needed / SLACK for limit, needed in zip(given, own, strict=True)):
         least, count = max(own), family.memory(problem.ranks)
         raise LimitTooLow(
             f"{family.name} on {problem.ranks} ranks is the schedule with room for {count:g} microbatches, "

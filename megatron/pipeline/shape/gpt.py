@@ -13,9 +13,6 @@ from typing import NamedTuple
 HALF, SINGLE = 2, 4  # bytes of a number in fp16 or bf16, and in float32
 _FUSED_KEYS = 4096  # the most that megatron-core's kernel of softmax takes
 
-# Weights in 16 bits, gradients in float32, and Adam's float32 weights and two moments; 2 less with gradients in 16 bits.
-STATE_BYTES = HALF + SINGLE + 3 * SINGLE
-
 
 class Work(NamedTuple):
     """Operations, or seconds, of one microbatch: forward, backward for the input, backward for the weights."""

@@ -46,9 +46,6 @@ class Parts(NamedTuple):
         return Parts(attention, dispatch, experts, combine, *weights)  # type: ignore[arg-type]  # layers: 1
 
 
-NO_LAYERS = Parts(0.0, 0.0, 0.0, 0.0, layers=0)  # half of a braid whose other half runs alone
-
-
 def braid_seconds(forward: Parts, backward: Parts) -> tuple[float, float]:
     """When a braid's forward is over, and when all of the braid is, from its start.
 

@@ -16,13 +16,11 @@ from collections.abc import Sequence
 
 from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.placement import interleaved
-from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.problem import SLACK, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
-
-_SLACK = 1 + 1e-9  # of sums of floats
 
 
 def plan(problem: Problem) -> Order:
@@ -45,7 +43,7 @@ def delayed_within_limits(problem: Problem, depth: int) -> Order:
         schedule = Schedule("", problem.placement, enough, delayed_weights(ranks, enough, depth, lags))
         peaks = activation_peaks(recompute(fuse(schedule, problem.fused), problem.recompute), problem.costs)
         for rank, (lag, peak, limit) in enumerate(zip(lags, peaks, problem.limits, strict=True)):
-            if peak <= limit * _SLACK:
+            if peak <= limit * SLACK:
                 low[rank] = lag
             else:
                 high[rank] = max(low[rank], lag - 1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind, Pass
-from megatron.pipeline.schedule.core.problem import LimitTooLow, per_rank
+from megatron.pipeline.schedule.core.problem import SLACK, LimitTooLow, per_rank
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.rules.verify_programs import verify_programs
 from megatron.pipeline.schedule.time.replay import Stuck, dependency_order
@@ -196,13 +196,12 @@ def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | 
     limits = per_rank(memory_limit, schedule.ranks)
     levels = [list(itertools.accumulate(changes)) for changes in activation_changes(schedule, costs)]
     for rank, (limit, held) in enumerate(zip(limits, levels, strict=True)):
-        # Chunks hold fractions such as 1/3 whose float sums stray in the last bits: that is not a broken limit.
-        limit_with_slack = limit * (1 + 1e-9)
+        limit_with_slack = limit * SLACK
         if max(held, default=0) > limit_with_slack:
             slot = next(slot for slot, level in enumerate(held) if level > limit_with_slack)
             peaks = [max(held, default=0) for held in levels]
             fullest = max(range(schedule.ranks), key=peaks.__getitem__)
-            more = f", and {rounded_up(peaks[fullest])} on rank {fullest}" if peaks[fullest] > peaks[rank] * (1 + 1e-9) else ""
+            more = f", and {rounded_up(peaks[fullest])} on rank {fullest}" if peaks[fullest] > peaks[rank] * SLACK else ""
             raise LimitExceeded(
                 f"rank {rank}: {schedule.passes[rank][slot]} brings the activation memory of {schedule.name} to "
                 f"{held[slot]:g}, above the limit of {limit:g}; this schedule needs {rounded_up(peaks[rank])} there{more}: raise "
@@ -214,7 +213,7 @@ def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | 
 def rounded_up(amount: float) -> str:
     """An amount of memory with six digits, never less than it is: a limit that someone takes from a message suffices."""
     text = f"{amount:g}"
-    if float(text) * (1 + 1e-9) >= amount:
+    if float(text) * SLACK >= amount:
         return text
     return f"{amount + 10.0 ** (math.floor(math.log10(amount)) - 5):g}"
 

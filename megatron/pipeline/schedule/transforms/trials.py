@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.problem import SLACK, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.replay import Stuck
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
@@ -14,7 +14,6 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 if TYPE_CHECKING:
     from megatron.pipeline.schedule.time.orders import Orders
 
-_SLACK = 1 + 1e-9  # sums stray in their last bits
 _Change = TypeVar("_Change")
 _LARGE = 500  # passes from which on it pays to load what is compiled
 
@@ -24,7 +23,7 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
     if problem.limits is None or not any(stage.grows for stage in problem.costs.stages):
         return True
     peaks = activation_peaks(schedule, problem.costs)
-    return all(peak <= limit * _SLACK for peak, limit in zip(peaks, problem.limits, strict=True))
+    return all(peak <= limit * SLACK for peak, limit in zip(peaks, problem.limits, strict=True))
 
 
 class Trials:
