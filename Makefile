@@ -76,7 +76,7 @@ test: $(ready)
 	$(venv) $(pytest) $(or $(ARGS),tests $(addprefix --ignore ,$(checkers)))
 
 test-checkers: $(ready)
-	$(venv) $(pytest) $(checkers)
+	$(venv) $(pytest) $(or $(ARGS),$(checkers))
 
 test-all: $(ready)
 	$(venv) $(pytest) -m '' --hypothesis-profile all $(or $(ARGS),tests)
