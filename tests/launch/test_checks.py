@@ -229,6 +229,11 @@ def test_under_stock_documents_that_run_together_are_told(
     ("flags", "release", "words"),
     [
         ({"sft": True, "tensor_model_parallel_size": 2}, "0.16.1", "^--sft with --tensor-model-parallel-size 2: .* 0.17 or"),
+        (
+            {"sft": True, "reset_attention_mask": True, "tensor_model_parallel_size": 2},
+            "0.16.1",
+            "^--sft with --tensor-model-parallel-size 2: .* 0.17 or",
+        ),
         ({"sft": True, "tensor_model_parallel_size": 2}, "0.17.1", None),
         ({"reset_attention_mask": True, "tensor_model_parallel_size": 2}, "0.16.1", None),
     ],

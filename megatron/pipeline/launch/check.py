@@ -92,7 +92,7 @@ def check_source(args: Namespace) -> None:
 def wrong_in_megatron_core(args: Namespace) -> str | None:
     """Flags that this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
     tensor = args.tensor_model_parallel_size
-    if separates_documents(args) == "sft" and tensor > 1 and not compat.shares_packed_sequences():
+    if switched_on(args, "sft") and tensor > 1 and not compat.shares_packed_sequences():
         return (
             f"--sft with --tensor-model-parallel-size {tensor}: Megatron-LM {compat.version()} does not tell all tensor-parallel "
             "ranks where packed sequences begin: give --tensor-model-parallel-size 1, or take release 0.17 or later"

@@ -81,11 +81,12 @@ def loss_func(loss_mask, output_tensor, model=None):
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
-def forward_step(data_iterator, model):
+def forward_step(data_iterator, model, return_schedule_plan=False):
     chunk = get_attr_wrapped_model(model, "vp_stage")
     batch = get_batch_on_this_tp_rank(data_iterator) if is_first_or_last_pipeline_stage(chunk) else dict.fromkeys(NAMES)
     tokens, labels, loss_mask, positions, hidden = (batch[name] for name in NAMES)
-    output = model(tokens, positions, hidden, labels=labels, loss_mask=loss_mask)
+    run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
+    output = run(tokens, positions, hidden, labels=labels, loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask, model=model)
 
 
