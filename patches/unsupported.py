@@ -101,7 +101,7 @@ UNSUPPORTED: dict[str, Setting] = {
     "fp8_param_gather": Setting(
         "with --use-distributed-optimizer has the optimizer write weights in FP8, and W with these is not tested",
         beside="use_distributed_optimizer",
-        price="weights are gathered and kept in 16 bits: twice the bytes",
+        price="weights are gathered and kept in 16 bits, and rounded to FP8 from these: twice the bytes",
     ),
     "tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
     "expert_tensor_parallel_num_weight_shards": Setting(_WEIGHTS),

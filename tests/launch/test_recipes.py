@@ -17,7 +17,6 @@ UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
 needs_upstream = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM is not set: it names a checkout of Megatron-LM")
 VOCABULARY = "--vocab-size 61"
 ON_UPSTREAM = f"--tokenizer-type NullTokenizer --mock-data --num-workers 0 --eval-iters 0 --eval-interval 100 {VOCABULARY}"
-ALL = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.left_out])
@@ -42,3 +41,18 @@ def test_a_shrunken_recipe_trains_as_under_stock(tmp_path: Path, name: str) -> N
     assert [loss for loss, _ in adapted] == [loss for loss, _ in alone] and len(alone) == 3
     said = [line for line in (tmp_path / "adapted" / "output").read_text().splitlines() if "left out by --adapt. Price: " in line]
     assert [line.startswith(f" {flag} ") for line, flag in zip(said, recipe.left_out, strict=True)] == [True] * len(said)
+
+
+@needs_upstream
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shrunken_recipe_trains_as_under_stock_by_upstreams_own_script(tmp_path: Path, name: str) -> None:
+    recipe = RECIPES[name]
+    start = f"{ON_UPSTREAM} --dist-ckpt-optim-fully-reshardable --{{}} {tmp_path}/checkpoint"  # upstream draws weights by rank
+    save, load = (start.format(verb) for verb in ("save", "load"))
+    stock = shrunken(recipe, UNDER_STOCK)
+    launch(tmp_path / "start", UPSTREAM, f"{stock} {save} --save-interval 1 --exit-interval 1", recipe.ranks, "--core pip")
+    alone = launch(tmp_path / "stock", UPSTREAM, f"{stock} {load}", recipe.ranks, "--core pip")
+    flags = f"{shrunken(recipe)} {load} --pipeline-schedule {recipe.schedule} --adapt"
+    adapted = launch(tmp_path / "adapted", UPSTREAM, flags, recipe.ranks, "--core pip")
+    assert [loss for loss, _ in adapted] == [loss for loss, _ in alone] and len(alone) == 2
