@@ -190,15 +190,13 @@ def chunks_per_rank(args: Namespace) -> int | None:
 
 
 def _chunks_of_layers(args: Namespace, layers: int, ranks: int) -> int:
-    ends = {
-        name: getattr(args, name, False)
-        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    }
-    counted = args.num_layers + sum(map(bool, ends.values()))
+    ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    counting = [name for name in ends if getattr(args, name, False)]  # as a layer each
+    counted = args.num_layers + len(counting)
     if counted % (ranks * layers):
-        also = "".join(f" and {flag_of(name)}" for name, is_on in ends.items() if is_on)
+        also = "".join(f" and {flag_of(name)}" for name in counting) + (f" ({counted})" if counting else "")
         raise ValueError(
-            f"--num-layers {args.num_layers}{also and f'{also} ({counted})'} is not a multiple of {ranks} pipeline ranks x "
+            f"--num-layers {args.num_layers}{also} is not a multiple of {ranks} pipeline ranks x "
             f"{layers} layers of --num-layers-per-virtual-pipeline-stage = {ranks * layers}"
         )
     return int(counted // (ranks * layers))
