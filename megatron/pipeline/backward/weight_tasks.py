@@ -113,10 +113,10 @@ def notify(weight: torch.nn.Parameter) -> None:
 
 
 def check_no_gradient_is_lost(chunk: torch.nn.Module) -> None:
-    """Refuse a chunk with a prepared weight whose gradient autograd has computed, where DDP does not look, or nobody.
+    """Refuse a chunk of which autograd, and not W, has computed the gradient of a prepared weight: DDP does not look there.
 
     To be asked once all W have run, and before gradients are reduced. A weight without any gradient is no matter of W's, unless
-    Transformer Engine keeps what it is to be computed from.
+    Transformer Engine keeps what it is to be computed from: that is refused, too.
 
     Raises:
         RuntimeError: names the weights.
