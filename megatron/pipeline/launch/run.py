@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
 from megatron.pipeline.flags.flags import NEW, add_flags
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.launch import checkpoint
+from megatron.pipeline.launch.adapt import adapt
 from megatron.pipeline.launch.check import (
     check_flags,
     check_model,
@@ -97,6 +98,9 @@ class Run:
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add ours to Megatron-LM's, and let ``--config FILE`` supply both kinds."""
         add_flags(parser, NEW)
+        parser.add_argument(
+            "--adapt", action="store_true", help="leave out the flags that do not go with the schedule, and say at what price"
+        )
         parser.set_defaults(pipeline_schedule=STOCK)
         known = {action.dest for action in parser._actions}
         parser.set_defaults(**{name: value for name, value in defaults_without_gpu().items() if name in known})
@@ -108,9 +112,16 @@ class Run:
             parsed = parse_known(tokens, namespace)
             with _refusing():
                 check_source(parsed[0])
+            if parsed[0].adapt:
+                self._say(adapt(parsed[0], parser.get_default))
             return parsed
 
         parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
+
+    def _say(self, lines: Iterable[str]) -> None:
+        """Print lines once, on the first rank."""
+        for line in lines if os.environ.get("RANK", "0") == "0" else ():
+            self._print_once(line)
 
     def _print_once(self, line: str) -> None:
         """Print a line once: upstream parses its flags several times."""
@@ -131,15 +142,13 @@ class Run:
         if not stock and args.overlap_grad_reduce:
             args.align_grad_reduce = False  # by which upstream would reduce behind the passes
             notes.append("--no-align-grad-reduce is on: every pipeline rank reduces gradients in buckets, within its passes")
-        if os.environ.get("RANK", "0") == "0":
-            for note in notes:
-                self._print_once(note)
+        self._say(notes)
         with nullcontext() if stock else hidden(args):
             result = original(args, *rest, **options)
         with _refusing():
             check_validated(args)
-        if stock and (wrong := documents_run_together(args)) and os.environ.get("RANK", "0") == "0":
-            self._print_once(f"WARNING: {wrong}")
+        if stock and (wrong := documents_run_together(args)):
+            self._say([f"WARNING: {wrong}"])
         return result
 
     def plan(self, args: Namespace) -> None:
