@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
@@ -69,13 +69,14 @@ def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]
 def nothing_is_done_twice(programs: Sequence[Program]) -> _Places:
     """No rank runs, starts, sends, receives, joins or awaits anything twice. Returns where it does so."""
     places: _Places = [{} for _ in programs]
-    for rank, program in enumerate(programs):
+    for rank, (program, here) in enumerate(zip(programs, places, strict=True)):
         for place, operation in enumerate(program):
-            if not isinstance(operation, Validate):
-                key = type(operation), operation[0]
-                if key in places[rank]:
+            kind = type(operation)
+            if kind is not Validate:
+                key = kind, operation[0]  # type: ignore[misc]  # isinstance is too slow here
+                if key in here:
                     raise ScheduleError(f"rank {rank}: {_named(operation)} comes twice; remove one")
-                places[rank][key] = place
+                here[key] = place
     return places
 
 
@@ -118,28 +119,32 @@ def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program], 
     """Every tensor that another rank needs is sent once, after the pass that makes it, and received and waited for once,
     in this order, before the pass that needs it, by the right peers; and no other tensor is."""
     needed = {transfer.message: transfer for transfer in messages(schedule)}
-    found: dict[tuple[type[Operation], Message], tuple[int, int]] = {}  # by what is done with which message: rank, peer
+    operation: Any  # isinstance is too slow here
     for rank, program in enumerate(programs):
         for operation in program:
-            if isinstance(operation, (Send, Receive, Wait)) and isinstance(message := operation.message, Message):
+            kind = type(operation)
+            if kind in (Send, Receive, Wait) and type(message := operation[0]) is Message:
                 if message not in needed:
                     raise ScheduleError(f"rank {rank}: {_named(operation)}, which no other rank needs; remove it")
-                if (type(operation), message) in found:
-                    raise ScheduleError(f"rank {rank}: {_named(operation)} comes twice; remove one")
-                found[type(operation), message] = rank, rank if isinstance(operation, Wait) else operation.peer
+                _, sender, _, receiver, _ = needed[message]
+                ends = (sender, receiver) if kind is Send else (receiver, sender)
+                peer = ends[1] if kind is Wait else operation.peer
+                if (rank, peer) != ends:
+                    what = f"rank {ends[0]}: {kind.__name__} of the {message}"
+                    raise ScheduleError(f"{what} is on rank {rank} with peer {peer} instead of {ends[1]}")
     for message, sender, producer, receiver, consumer in needed.values():
         makes, needs = schedule.passes[sender][producer], schedule.passes[receiver][consumer]
-        for kind, rank, peer in ((Send, sender, receiver), (Receive, receiver, sender), (Wait, receiver, receiver)):
-            if (there := found.get((kind, message))) != (rank, peer):
-                where = "missing" if there is None else f"on rank {there[0]} with peer {there[1]}"
-                raise ScheduleError(
-                    f"rank {rank}: {kind.__name__} of the {message} is {where}; {needs} of rank {receiver} needs it from {makes} "
-                    f"of rank {sender}"
-                )
-        if places[sender][Send, message] < places[sender][Compute, makes]:
+        there, here = places[sender], places[receiver]
+        sent, posted, waited = there.get((Send, message)), here.get((Receive, message)), here.get((Wait, message))
+        if sent is None or posted is None or waited is None:
+            missing = ("Send", sender) if sent is None else ("Receive" if posted is None else "Wait", receiver)
+            raise ScheduleError(
+                f"rank {missing[1]}: {missing[0]} of the {message} is missing; {needs} of rank {receiver} needs it from {makes} "
+                f"of rank {sender}"
+            )
+        if sent < there[Compute, makes]:
             raise ScheduleError(f"rank {sender}: Send of the {message} comes before {makes}, which makes it")
-        here = places[receiver]
-        if not here[Receive, message] < here[Wait, message] < here[Compute, needs]:
+        if not posted < waited < here[Compute, needs]:
             raise ScheduleError(
                 f"rank {receiver}: {needs} needs the {message}; its Receive, its Wait and the pass must come in this order"
             )
