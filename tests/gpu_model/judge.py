@@ -171,19 +171,19 @@ class _Rules(Network):
             elif isinstance(item, Post):
                 where = item.communicator(self._setting.eager)
                 for what, peer in item.parts:
-                    mine, theirs = ("all", "all") if peer is None else (what, "recv" if what == "send" else "send")
-                    for other in item.ranks if peer is None else [peer]:
-                        ends = self.ends((where, item.rank, mine), (where, other, theirs))
+                    sides = ("all", "all") if peer is None else (what, "recv" if what == "send" else "send")
+                    for member in item.ranks if peer is None else [peer]:
+                        ends = self.ends((where, item.rank, sides[0]), (where, member, sides[1]))
                         ends.append((_event(at, _BEGUN), _event(at, _DONE), at))
-        for (own, (_, rank, side)), ends in self.met.items():
-            theirs = self.met.get(((own[0], rank, side), own), [])
+        for (own, (where, rank, side)), ends in self.met.items():
+            theirs = self.met.get(((where, rank, side), own), [])
             for (_, done, at), there in zip_longest(ends, theirs[: len(ends)]):
                 if there is None:
                     self._missing[done] = f"rank {rank} never {'comes' if side == 'makes' else 'posts its part'}"
                     continue
-                ours, other = self._items[at], self._items[there[2]]
-                if side == "all" and ours.what != other.what:
-                    self._missing[done] = f"rank {rank} has {other.what} in its place ({other.place})"
+                mine, its = self._items[at], self._items[there[2]]
+                if isinstance(mine, Post) and isinstance(its, Post) and side == "all" and mine.what != its.what:
+                    self._missing[done] = f"rank {rank} has {its.what} in its place ({its.place})"
                     self.follow(done, NEVER)
                 if side == "send":
                     self._pairs.append((at, there[2]))

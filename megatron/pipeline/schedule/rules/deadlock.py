@@ -111,7 +111,7 @@ class TrafficNetwork(Network):
         super().__init__()
         self.traffic, self._blocks = traffic, transport is not None and transport.line is None
         self._costs = costs.sliced(traffic.splits) if costs else None
-        self.hop, self._exchange = (costs.hop, costs.exchange) if costs else (0, 0)
+        self.hop, self._exchange = (costs.hop, costs.exchange) if costs else (0.0, 0.0)
         self.passes: list[int] = []
         self._row_ends: list[int] = []
         self._waits: dict[int, End] = {}  # events at which a row has waited, and where it stands

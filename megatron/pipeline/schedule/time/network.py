@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from typing import Any, TypeAlias
 
 START, NEVER = 0, 1  # the events that every network has
-_UNKNOWN, _ASKED = -2, -1  # the time of an event before the replay comes to it, and while it replays what the event follows
+_UNKNOWN, _ASKED = -2.0, -1.0  # the time of an event before the replay comes to it, and while it replays what the event follows
 
 Meeting: TypeAlias = tuple[int, int, Any]
 
@@ -83,7 +83,8 @@ class Network:
                     others[done] = begun
                 elif done:
                     self.follow(done, begun)
-        self.times = times = [_UNKNOWN] * len(owns)
+        times: list[float] = [_UNKNOWN] * len(owns)
+        self.times = times
         times[START] = 0
         path: list[int] = []
         for wanted in chain(first, range(NEVER + 1, len(owns))):
