@@ -25,9 +25,11 @@ from megatron.pipeline.flags.validation_experts import check_overlap
 from megatron.pipeline.flags.validation_quantized import check_quantized
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.check import check_flags, check_plan, untested
+from megatron.pipeline.launch.progress import LaunchProgress
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
 from megatron.pipeline.model import te_linear
+from megatron.pipeline.model.layout import PlacementLayout
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 SIZES_OF_RANKS = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
@@ -342,3 +344,21 @@ def test_versions_that_differ_are_named(tmp_path: Path) -> None:
     different = Versions("0.16.1", Path("/pip/core"), tmp_path / "training", "0.17.1rc2").difference
     assert different and "training belongs to megatron-core 0.17.1rc2, and 0.16.1 runs: take the checkout's own" in different
     assert Versions("0.16.1", tmp_path / "core", tmp_path / "training", "0.16.0").difference is None
+
+
+def test_in_training_a_configuration_is_made_once() -> None:
+    """Scripts ask for it with every microbatch."""
+    run = Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1"))
+    names = ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm")
+    args = Namespace(transformer_impl="local", **dict.fromkeys(names, False))
+    run._cut = cast(PlacementLayout, object())
+
+    def make(args: Namespace, *_: object) -> Namespace:
+        return Namespace(layout=args.pipeline_model_parallel_layout)
+
+    built = run.configure(make, args)
+    assert built.layout is run._cut and run.configure(make, args) is not built, "each chunk may change its own"
+    run._progress = cast(LaunchProgress, object())
+    asked = run.configure(make, args)
+    assert asked == built and run.configure(make, args) is asked
+    assert run.configure(make, args, "another class") is not asked

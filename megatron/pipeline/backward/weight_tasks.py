@@ -8,7 +8,7 @@ DDP learns from ``notify``, not from autograd, that a weight ``prepare``d here h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -35,7 +35,7 @@ class WeightTask(Protocol):
     """Work of W for one layer and one microbatch."""
 
     @property
-    def held(self) -> Sequence[torch.Tensor]:
+    def held(self) -> Iterable[torch.Tensor]:
         """The tensors kept alive until the task has run."""
 
     def prefetch(self) -> None:
@@ -148,7 +148,7 @@ def fuse_if_recomputed(weight: torch.nn.Parameter) -> None:
     setattr(weight, _FUSED_IF_RECOMPUTED, True)
 
 
-def runs_fused(weight: torch.nn.Parameter) -> bool:
-    """Asked in a forward: whether B is to compute the gradient of this weight as well, since its layer is being recomputed."""
+def runs_fused(*weights: torch.nn.Parameter) -> bool:
+    """Asked in a forward: whether B is to compute the gradients of these weights as well, since their layer is recomputed."""
     within_a_backward = torch._C._current_graph_task_id() != -1
-    return within_a_backward and hasattr(weight, _FUSED_IF_RECOMPUTED)
+    return within_a_backward and any(hasattr(weight, _FUSED_IF_RECOMPUTED) for weight in weights)
