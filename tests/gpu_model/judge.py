@@ -21,16 +21,22 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 from gpu_model.trace import At, Bytes, Create, Follow, HostWait, Item, Kernels, Mark, Post
+from megatron.pipeline.schedule.time.network import NEVER, Network
 
 Traces: TypeAlias = Sequence[Sequence[Item]]
-_Communicator: TypeAlias = tuple[str, tuple[int, ...]]
 
 _ISSUED, _BEGUN, _DONE = range(3)
 _STATES = ("", "to begin", "to end")
 _ON_HOST = At | Create | HostWait | Bytes
+
+
+def _event(at: int, state: int) -> int:
+    """Of an item, counted over all ranks."""
+    return NEVER + 1 + 3 * at + state
 
 
 class Setting(NamedTuple):
@@ -80,10 +86,9 @@ def judge(traces: Traces, setting: Setting = Setting()) -> Verdict:  # noqa: B00
         traces: by global rank.
     """
     rules = _Rules(traces, setting)
-    times = rules.replay()
-    if None in times:
-        return Verdict(tuple(rules.cycle(times)))
-    known = [time or 0 for time in times]
+    if stuck := rules.run():
+        return Verdict(tuple(rules.cycle(stuck)))
+    known = [int(time) for time in rules.times[_event(0, _ISSUED) :]]
     ranks = range(len(traces))
     return Verdict(
         (),
@@ -94,22 +99,24 @@ def judge(traces: Traces, setting: Setting = Setting()) -> Verdict:  # noqa: B00
     )
 
 
-class _Rules:
-    """What each time follows from. The times of item i, counted over all ranks, are the nodes 3 i, 3 i + 1 and 3 i + 2."""
+class _Rules(Network):
+    """What each time follows from. The times of item i, counted over all ranks, are three events."""
 
     def __init__(self, traces: Traces, setting: Setting) -> None:
+        super().__init__()
         self._traces, self._setting = traces, setting
         self._first = [sum(map(len, traces[:rank])) for rank in range(len(traces))]
         self._items = [item for trace in traces for item in trace]
         self._rank = [rank for rank, trace in enumerate(traces) for _ in trace]
         self._label: list[str] = []
-        self._after: list[list[int]] = [[] for _ in range(3 * len(self._items))]
-        self._missing: dict[int, str] = {}  # nodes that will never be, and why
+        self._missing: dict[int, str] = {}  # events that will never be, and why
         self._pairs: list[tuple[int, int]] = []  # items of a receive, and of its send
+        for item in self._items:
+            for state in (_ISSUED, _BEGUN, _DONE):
+                self.add(seconds=item.many if isinstance(item, Kernels) and state == _DONE else 0)
         for rank, trace in enumerate(traces):
             self._host(self._first[rank], trace)
             self._device(self._first[rank], trace)
-        self._makings()
         self._counterparts()
 
     def _host(self, first: int, trace: Sequence[Item]) -> None:
@@ -153,93 +160,42 @@ class _Rules:
             for queue in queues[1:] if isinstance(item, Post) and item.asynchronous else queues:
                 last[queue] = at
 
-    def _makings(self) -> None:
-        makers: defaultdict[_Communicator, dict[int, int]] = defaultdict(dict)
+    def _counterparts(self) -> None:
+        """An end follows its counterparts' begin, and the making of a communicator that of all members."""
         for at, item in enumerate(self._items):
             if isinstance(item, Create) and not self._setting.eager:
-                makers[item.group, item.ranks][self._rank[at]] = at
-        for (_, members), there in makers.items():
-            for at in there.values():
-                for rank in members:
-                    if rank in there:
-                        self._follow(at, _DONE, there[rank], _ISSUED)
-                    else:
-                        self._missing[3 * at + _DONE] = f"rank {rank} never comes"
-
-    def _counterparts(self) -> None:
-        collectives: defaultdict[tuple[_Communicator, int], list[int]] = defaultdict(list)  # by rank
-        # By sender, receiver, and which of them it is.
-        messages: defaultdict[tuple[_Communicator, int, int, str], list[int]] = defaultdict(list)
-        for at, item in enumerate(self._items):
-            if isinstance(item, Post):
+                for other in item.ranks:
+                    where = item.group, item.ranks
+                    ends = self.ends((where, self._rank[at], "makes"), (where, other, "makes"))
+                    ends.append((_event(at, _ISSUED), _event(at, _DONE), at))
+            elif isinstance(item, Post):
                 where = item.communicator(self._setting.eager)
                 for what, peer in item.parts:
-                    if peer is None:
-                        collectives[where, item.rank].append(at)
-                    else:
-                        ends = (item.rank, peer) if what == "send" else (peer, item.rank)
-                        messages[where, *ends, what].append(at)
-        for (where, rank), mine in collectives.items():
-            members = self._items[mine[0]].ranks  # type: ignore[union-attr]
-            for other in members:
-                self._match(mine, collectives.get((where, other), []) if other != rank else mine, other)
-        for (where, sender, receiver, what), mine in messages.items():
-            other = "recv" if what == "send" else "send"
-            theirs = messages.get((where, sender, receiver, other), [])
-            self._match(mine, theirs, receiver if what == "send" else sender)
-            if what == "recv":
-                self._pairs += zip(mine, theirs, strict=False)
-
-    def _match(self, mine: Sequence[int], theirs: Sequence[int], rank: int) -> None:
-        """An end follows its counterpart's begin."""
-        for number, at in enumerate(mine):
-            if number >= len(theirs):
-                self._missing[3 * at + _DONE] = f"rank {rank} never posts its part"
-                continue
-            ours, other = self._items[at], self._items[theirs[number]]
-            assert isinstance(ours, Post) and isinstance(other, Post)
-            if ours.parts[0].peer is None and ours.what != other.what:
-                self._missing[3 * at + _DONE] = f"rank {rank} has {other.what} in its place ({other.place})"
-            self._follow(at, _DONE, theirs[number], _BEGUN)
+                    sides = ("all", "all") if peer is None else (what, "recv" if what == "send" else "send")
+                    for member in item.ranks if peer is None else [peer]:
+                        ends = self.ends((where, item.rank, sides[0]), (where, member, sides[1]))
+                        ends.append((_event(at, _BEGUN), _event(at, _DONE), at))
+        for (own, (where, rank, side)), ends in self.met.items():
+            theirs = self.met.get(((where, rank, side), own), [])
+            for (_, done, at), there in zip_longest(ends, theirs[: len(ends)]):
+                if there is None:
+                    self._missing[done] = f"rank {rank} never {'comes' if side == 'makes' else 'posts its part'}"
+                    continue
+                mine, its = self._items[at], self._items[there[2]]
+                if isinstance(mine, Post) and isinstance(its, Post) and side == "all" and mine.what != its.what:
+                    self._missing[done] = f"rank {rank} has {its.what} in its place ({its.place})"
+                    self.follow(done, NEVER)
+                if side == "send":
+                    self._pairs.append((at, there[2]))
 
     def _follow(self, at: int, state: int, other: int, of: int) -> None:
-        self._after[3 * at + state].append(3 * other + of)
+        self.follow(_event(at, state), _event(other, of))
 
-    def replay(self) -> list[int | None]:
-        """The time of every node; None for those that are never."""
-        left = [len(after) for after in self._after]
-        before: list[list[int]] = [[] for _ in self._after]
-        for node, after in enumerate(self._after):
-            for other in after:
-                before[other].append(node)
-        earliest = [0] * len(left)
-        times: list[int | None] = [None] * len(left)
-        ready = [node for node, many in enumerate(left) if not many]
-        while ready:
-            node = ready.pop()
-            if node in self._missing:
-                continue
-            item = self._items[node // 3]
-            time = earliest[node] + (item.many if isinstance(item, Kernels) and node % 3 == _DONE else 0)
-            times[node] = time
-            for other in before[node]:
-                left[other] -= 1
-                earliest[other] = max(earliest[other], time)
-                if not left[other]:
-                    ready.append(other)
-        return times
-
-    def cycle(self, times: Sequence[int | None]) -> list[str]:
+    def cycle(self, stuck: Sequence[int]) -> list[str]:
         """What waits for each other, from one that does."""
-        node: int | None = times.index(None)
-        path: list[int] = []
-        while node is not None and node not in path:
-            path.append(node)
-            node = next((other for other in self._after[node] if times[other] is None), None)
-        around = path[path.index(node) :] if node is not None else path
-        shown = [one for one in around if one % 3 != _ISSUED and isinstance(self._items[one // 3], Post | HostWait | Create)]
-        lines = [self._describe(node) for node in shown]
-        return list(dict.fromkeys(lines))
+        nodes = [event - _event(0, _ISSUED) for event in stuck if event != NEVER]
+        shown = [one for one in nodes if one % 3 != _ISSUED and isinstance(self._items[one // 3], Post | HostWait | Create)]
+        return list(dict.fromkeys(map(self._describe, shown)))
 
     def _describe(self, node: int) -> str:
         at, state = divmod(node, 3)
@@ -255,7 +211,7 @@ class _Rules:
                 what, where = "the host's wait", item.place
             case _:
                 what, where = str(item), ""
-        why = f": {self._missing[node]}" if node in self._missing else ""
+        why = f": {self._missing[_event(at, state)]}" if _event(at, state) in self._missing else ""
         inside = f", in {label}" if label else ""
         return f"rank {self._rank[at]} waits for {what} {_STATES[state]} ({where}{inside}){why}"
 

@@ -10,9 +10,9 @@ from gpu_model.judge import SETTINGS, judge
 from gpu_model.symbolic import traces
 from gpu_model.test_symbolic import planned, programs
 from megatron.pipeline.schedule.certify.certificate import certify
-from megatron.pipeline.schedule.certify.traffic import of_programs
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.lower.program import Join, Operation, Program, Receive, Send, Wait, describe
+from megatron.pipeline.schedule.lower.traffic import of_programs
 
 Changed = tuple[str, tuple[Program, ...]]
 

@@ -18,13 +18,13 @@ from schedule_strategies import with_parts_of
 from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.certify.certificate import certify
-from megatron.pipeline.schedule.certify.traffic import of_programs
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear, wave
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.traffic import of_programs
 from megatron.pipeline.schedule.optimum.bound import lower_bound, own_bound
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.search.paired import paired

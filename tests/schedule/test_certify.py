@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from examples import examples
@@ -14,10 +15,7 @@ from schedule_strategies import costs_of, parse, schedules
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.certify.certificate import Blocked, Certificate, TransportOutcome, certify
-from megatron.pipeline.schedule.certify.network import End, Network, ends_of, partners
-from megatron.pipeline.schedule.certify.traffic import Await, Batch, Post, Row, Step, Traffic, grouped, late, of_programs
-from megatron.pipeline.schedule.certify.transports import TRANSPORTS, TransportModel
+from megatron.pipeline.schedule.certify.certificate import Certificate, TransportOutcome, certify
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
@@ -25,8 +23,9 @@ from megatron.pipeline.schedule.core.placement import interleaved, linear
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.program import Compute, Message, Program, Receive, Send, Wait
-from megatron.pipeline.schedule.rules.verify_batches import batches_do_not_deadlock
-from megatron.pipeline.schedule.rules.verify_programs import nothing_deadlocks
+from megatron.pipeline.schedule.lower.traffic import Row, Start, Step, Traffic, late, of_programs, with_waits_of_batches
+from megatron.pipeline.schedule.rules.deadlock import Blocked, End, TrafficNetwork, nothing_deadlocks
+from megatron.pipeline.schedule.rules.transports import TRANSPORTS, TransportModel
 from megatron.pipeline.schedule.time.simulate import simulate
 
 IN_ORDER = ("rendezvous", "shared", "pair", "direction")
@@ -36,23 +35,45 @@ def message(number: int, stage: int = 0, flow: Flow = Flow.ACTIVATION) -> Messag
     return Message(flow, number, stage)
 
 
-def send(item: Message, peer: int) -> Post:
-    return Post(True, item, peer)
-
-
-def receive(item: Message, peer: int) -> Post:
-    return Post(False, item, peer)
-
-
 def forward(number: int = 0) -> Compute:
     return Compute(Pass(Kind.F, number))
 
 
-def traffic(*rows: list[Step | Post], batches: bool = True) -> Traffic:
-    made = [grouped(row) for row in rows]
-    if not batches:
-        made = [tuple(Batch((step,)) if isinstance(step, Post) else step for step in row) for row in rows]
+def traffic(*rows: list[Step], batches: bool = True) -> Traffic:
+    made = [tuple(row) if batches else tuple(chain(*((step, Start()) for step in row))) for row in rows]
     return Traffic("by hand", linear(len(rows)), 4, tuple(made))
+
+
+def posts_of(traffic: Traffic) -> dict[End, Send | Receive]:
+    steps = ((rank, place, step) for rank, row in enumerate(traffic.rows) for place, step in enumerate(row))
+    return {(rank, place, False): step for rank, place, step in steps if isinstance(step, Send | Receive)}
+
+
+def partners(posts: dict[End, Send | Receive]) -> dict[End, End]:
+    """For every post its other end: the n-th send from a rank to another meets the n-th receive there."""
+
+    def ends(kind: type, rank: int, peer: int) -> list[End]:
+        return [end for end, post in posts.items() if end[0] == rank and post.peer == peer and isinstance(post, kind)]
+
+    ways = {(end[0], post.peer) for end, post in posts.items()}
+    found = [pair for a, b in ways for pair in zip(ends(Send, a, b), ends(Receive, b, a), strict=False)]
+    return dict(found) | {other: one for one, other in found}
+
+
+def is_stuck(programs: Sequence[Program]) -> bool:
+    """Whether programs without collectives are, where every Send and Receive blocks until its peer reaches the other: run as
+    they are, one rank after another."""
+    left = [[step for step in reversed(program) if isinstance(step, Send | Receive)] for program in programs]
+    moved = True
+    while moved:
+        moved = False
+        for rank, mine in enumerate(left):
+            while mine and (theirs := left[mine[-1].peer]):
+                one, other = mine[-1], theirs[-1]
+                if type(one) is type(other) or one.message != other.message or other.peer != rank:
+                    break
+                moved = bool(mine.pop() and theirs.pop())
+    return any(left)
 
 
 def outcomes(one: Traffic, hop: float = 0.0, cold: bool = False) -> dict[str, TransportOutcome]:
@@ -68,9 +89,9 @@ UP, DOWN = message(0, 0), message(0, 1, Flow.GRADIENT)
 
 
 def test_two_ranks_that_both_send_first_hang_where_one_line_has_both_directions() -> None:
-    head_on = traffic([forward(), send(UP, 1), receive(DOWN, 1)], [forward(), send(DOWN, 0), receive(UP, 0)], batches=False)
+    head_on = traffic([forward(), Send(UP, 1), Receive(DOWN, 1)], [forward(), Send(DOWN, 0), Receive(UP, 0)], batches=False)
     assert hanging(head_on) == {"rendezvous", "shared", "pair", "batched"}
-    in_groups = traffic([forward(), send(UP, 1), receive(DOWN, 1)], [forward(), send(DOWN, 0), receive(UP, 0)])
+    in_groups = traffic([forward(), Send(UP, 1), Receive(DOWN, 1)], [forward(), Send(DOWN, 0), Receive(UP, 0)])
     assert hanging(in_groups) == {"rendezvous", "shared", "pair"}
     chain = outcomes(head_on)["pair"].hang
     assert chain is not None
@@ -81,7 +102,7 @@ def test_two_ranks_that_both_send_first_hang_where_one_line_has_both_directions(
 
 
 def test_a_message_that_only_one_rank_has_is_named() -> None:
-    lonely = traffic([forward(), send(UP, 1)], [forward(1)])
+    lonely = traffic([forward(), Send(UP, 1)], [forward(1)])
     assert hanging(lonely) == set(TRANSPORTS)
     for outcome in outcomes(lonely).values():
         assert outcome.hang is not None
@@ -89,7 +110,7 @@ def test_a_message_that_only_one_rank_has_is_named() -> None:
         assert [blocked.what for blocked in outcome.hang.chain] == [
             "Send of the activation of microbatch 0 from stage 0 to rank 1, which that rank never receives"
         ]
-    unsent = traffic([forward()], [receive(UP, 0), Await(UP), forward(1)])
+    unsent = traffic([forward()], [Receive(UP, 0), Wait(UP), forward(1)])
     assert hanging(unsent) == set(TRANSPORTS)
     assert certify(unsent, uniform(linear(2))).unlimited is None
     hang = outcomes(unsent)["pair"].hang
@@ -102,7 +123,7 @@ def test_a_message_that_only_one_rank_has_is_named() -> None:
 
 def test_messages_in_different_orders_are_swapped() -> None:
     one, two = message(0), message(1)
-    crossed = certify(traffic([send(one, 1), send(two, 1)], [receive(two, 0), receive(one, 0)]), uniform(linear(2)))
+    crossed = certify(traffic([Send(one, 1), Send(two, 1)], [Receive(two, 0), Receive(one, 0)]), uniform(linear(2)))
     assert crossed.hangs
     assert not any(outcome.hang for outcome in crossed.outcomes)
     assert crossed.swapped == (
@@ -115,9 +136,9 @@ def test_a_receive_holds_up_the_send_behind_it_on_the_same_communicator_alone() 
     """Rank 0 waits in line for rank 2, which computes for 3 seconds, before it can send to rank 1."""
     back = message(0, 2, Flow.GRADIENT)
     line = traffic(
-        [receive(back, 2), send(UP, 1), forward(), Await(back), forward(1)],
-        [receive(UP, 0), Await(UP), forward()],
-        [forward(), forward(1), forward(2), send(back, 0)],
+        [Receive(back, 2), Send(UP, 1), forward(), Wait(back), forward(1)],
+        [Receive(UP, 0), Wait(UP), forward()],
+        [forward(), forward(1), forward(2), Send(back, 0)],
     )
     found = outcomes(line, hop=0.5)
     assert certify(line, uniform(linear(3), hop=0.5)).unlimited == 4.5
@@ -141,9 +162,9 @@ def test_a_group_ends_as_a_whole() -> None:
     """Rank 1 has its tensor after a hop, and waits for the group that receives from rank 2 as well."""
     late_one = message(0, 2, Flow.GRADIENT)
     group = traffic(
-        [send(UP, 1)],
-        [receive(UP, 0), receive(late_one, 2), Await(UP), forward()],
-        [forward(), forward(1), send(late_one, 1)],
+        [Send(UP, 1)],
+        [Receive(UP, 0), Receive(late_one, 2), Wait(UP), forward()],
+        [forward(), forward(1), Send(late_one, 1)],
     )
     found = outcomes(group, hop=1.0)
     assert found["pair"].makespan == 2
@@ -155,7 +176,7 @@ def test_a_cold_start_connects_hosts_in_the_order_of_their_posts() -> None:
     """Three hosts that each connect to the next rank first wait in a circle; their devices would not."""
     one, two, three = (message(0, stage) for stage in range(3))
     ring = traffic(
-        [send(one, 1), receive(three, 2)], [send(two, 2), receive(one, 0)], [send(three, 0), receive(two, 1)], batches=False
+        [Send(one, 1), Receive(three, 2)], [Send(two, 2), Receive(one, 0)], [Send(three, 0), Receive(two, 1)], batches=False
     )
     assert hanging(ring, cold=True) >= {"direction"}
     assert "direction" not in hanging(ring)
@@ -172,19 +193,20 @@ def torch_1f1b(ranks: int, microbatches: int, gpipe: bool = False) -> Traffic:
     for rank in range(ranks):
         steps: list[Step] = []
 
-        def exchange(*posts: Post, into: list[Step] = steps, wait: bool = True) -> None:
+        def exchange(*posts: Send | Receive, into: list[Step] = steps, wait: bool = True) -> None:
             if posts:
-                into.append(Batch(posts))
-                into.extend(Await(post.item) for post in posts if wait)
+                into.extend((*posts, Start()))
+                into.extend(Wait(post.message) for post in posts if wait)
 
-        def of(flow: Flow, number: int, sends: bool, at: int = rank) -> tuple[Post, ...]:
+        def of(flow: Flow, number: int, sends: bool, at: int = rank) -> tuple[Send | Receive, ...]:
             forwards = flow is Flow.ACTIVATION
             peer = at + 1 if forwards == sends else at - 1
             stage = at if sends else peer
-            return (Post(sends, Message(flow, number, stage), peer),) if 0 <= peer < ranks else ()
+            kind = Send if sends else Receive
+            return (kind(Message(flow, number, stage), peer),) if 0 <= peer < ranks else ()
 
         warm_up = microbatches if gpipe else min(microbatches, ranks - rank)
-        held: tuple[Post, ...] = ()
+        held: tuple[Send | Receive, ...] = ()
         for number in range(warm_up):
             exchange(*of(Flow.ACTIVATION, number, sends=False))
             steps.append(Compute(Pass(Kind.F, number)))
@@ -227,46 +249,53 @@ def test_torchs_1f1b_hangs_with_one_microbatch_in_the_first_step(ranks: int) -> 
 def check_circle(certificate: Certificate, outcome: TransportOutcome) -> None:
     """Each of a hang really waits for the next: the rules of ``transports.py``, from the order of the rows alone."""
     assert outcome.hang is not None
-    traffic, transport, chain = certificate.traffic, outcome.transport, outcome.hang.chain
-    posts, other, by_item = dict(ends_of(traffic)), partners(traffic), {}
-    for end, post in posts.items():
-        by_item[end.rank, post.item] = end
-    assert chain
-    pairs = list(pairwise(chain))
-    if not outcome.hang.missing:
-        pairs.append((chain[-1], chain[0]))
+    traffic, transport, hang = certificate.traffic, outcome.transport, outcome.hang
+    posts = posts_of(traffic)
+    other, by_item = partners(posts), {(end[0], post.message): end for end, post in posts.items()}
+    assert hang.chain
+    pairs = list(pairwise(hang.chain))
+    if not hang.missing:
+        pairs.append((hang.chain[-1], hang.chain[0]))
     for one, following in pairs:
         step = traffic.rows[one.rank][one.place]
-        if isinstance(step, Await):
-            assert isinstance(step.item, Message)
-            end = by_item[one.rank, step.item]
+        if isinstance(step, Wait):
+            assert isinstance(step.message, Message)
+            end = by_item[one.rank, step.message]
             assert following.rank == one.rank
             assert following.end is not None
-            assert is_in_line(transport, posts, following, end, before_only=False)
+            assert is_in_line(traffic, transport, posts, following, end, before_only=False)
             continue
         assert one.end is not None
         end = other[one.end]
-        assert following.rank == end.rank
+        assert following.rank == end[0]
         if following.row == "line":
-            assert is_in_line(transport, posts, following, end, before_only=True)
-        elif following.end is not None and isinstance(traffic.rows[following.rank][following.place], Batch):
+            assert is_in_line(traffic, transport, posts, following, end, before_only=True)
+        elif following.end is not None:
             assert transport.line is None
             assert following.end < end
         else:
-            assert following.place < end.place  # what blocks the row stands before the post
+            assert following.place < end[1]  # what blocks the row stands before the post
 
 
-def is_in_line(transport: TransportModel, posts: dict[End, Post], blocked: Blocked, end: End, before_only: bool) -> bool:
+def is_in_line(
+    traffic: Traffic,
+    transport: TransportModel,
+    posts: dict[End, Send | Receive],
+    blocked: Blocked,
+    end: End,
+    before_only: bool,
+) -> bool:
     assert transport.line is not None
     assert blocked.end is not None
 
     def communicator(at: End) -> object:
-        ways = (at.rank, posts[at].peer) if posts[at].sends else (posts[at].peer, at.rank)
+        ways = (at[0], posts[at].peer) if isinstance(posts[at], Send) else (posts[at].peer, at[0])
         return transport.line(*ways) if transport.line else None
 
-    same = communicator(blocked.end) == communicator(end)
-    order = blocked.end < end if before_only else blocked.end <= end or (transport.grouped and blocked.end.place == end.place)
-    return same and order
+    low, high = sorted((blocked.place, end[1]))
+    is_group = transport.grouped and all(isinstance(step, Send | Receive) for step in traffic.rows[end[0]][low : high + 1])
+    order = blocked.end < end if before_only else blocked.end <= end or is_group
+    return communicator(blocked.end) == communicator(end) and order
 
 
 @examples(150)
@@ -289,7 +318,7 @@ def test_what_is_lowered_here_hangs_over_no_transport_that_runs_posts_in_order(d
             assert outcome.makespan >= certificate.unlimited - 1e-9
     # The proof for batches asks for more than the transport does.
     try:
-        batches_do_not_deadlock(programs, schedule.placement)
+        nothing_deadlocks(with_waits_of_batches(certificate.traffic), TRANSPORTS["batched-direction"])
     except ScheduleError:
         return
     assert next(each for each in certificate.outcomes if each.transport.name == "batched-direction").hang is None
@@ -298,7 +327,6 @@ def test_what_is_lowered_here_hangs_over_no_transport_that_runs_posts_in_order(d
 @examples(150)
 @given(schedules(), st.integers(0, 2**32))
 def test_swapped_operations_hang_where_the_rules_say_so_and_the_circle_is_true(schedule: Schedule, seed: int) -> None:
-    """``nothing_deadlocks`` is another implementation of the rendezvous."""
     generator, costs = random.Random(seed), uniform(schedule.placement)
     programs = [list(program) for program in lower(schedule, costs)]
     program = generator.choice(programs)
@@ -312,12 +340,7 @@ def test_swapped_operations_hang_where_the_rules_say_so_and_the_circle_is_true(s
     certificate = certify(of_programs(schedule, changed), costs)
     if certificate.swapped:  # the rules compare messages by name, and NCCL does not
         return
-    try:
-        nothing_deadlocks(changed)
-        deadlocks = False
-    except ScheduleError:
-        deadlocks = True
-    assert (certificate.outcomes[0].hang is not None) == deadlocks
+    assert (certificate.outcomes[0].hang is not None) == is_stuck(changed)
     for outcome in certificate.outcomes:
         if outcome.hang:
             check_circle(certificate, outcome)
@@ -362,7 +385,7 @@ def test_costs_of_another_model_are_refused() -> None:
 
 def test_a_network_counts_only_passes() -> None:
     """Messages after the last pass take no part in the makespan."""
-    one = traffic([forward(), send(UP, 1)], [receive(UP, 0)])
-    network = Network(one, replace(uniform(linear(2)), hop=9.0), TRANSPORTS["pair"])
-    assert not network.blocked
+    one = traffic([forward(), Send(UP, 1)], [Receive(UP, 0)])
+    network = TrafficNetwork(one, TRANSPORTS["pair"], replace(uniform(linear(2)), hop=9.0))
+    assert network.stuck == []
     assert network.makespan == 1

@@ -14,13 +14,13 @@ from releases import CORE
 
 from megatron.pipeline.schedule.certify.certificate import Certificate, certify
 from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
-from megatron.pipeline.schedule.certify.traffic import Await, Batch, Row, Sync, TrafficShape
-from megatron.pipeline.schedule.certify.transports import TRANSPORTS
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import interleaved
-from megatron.pipeline.schedule.lower.program import Compute, Message
+from megatron.pipeline.schedule.lower.program import Compute, Message, Receive, Send, Wait
+from megatron.pipeline.schedule.lower.traffic import Row, Start, Sync
+from megatron.pipeline.schedule.rules.transports import TRANSPORTS
 
 pytestmark = pytest.mark.skipif(CORE != (0, 16), reason="the rows are those of megatron-core 0.16")
 
@@ -165,20 +165,27 @@ class Recorder:
 
 
 def flat(row: Row) -> list[Any]:
-    def name(item: Any) -> Any:
-        return "shape" if isinstance(item, TrafficShape) else item
+    def name(message: Message) -> Any:
+        return message if isinstance(message.flow, Flow) else "shape"
 
     told: list[Any] = []
+    together: list[Any] = []  # posts that nothing has started
     for step in row:
+        if isinstance(step, Send | Receive):
+            if not together:
+                told.append(together)
+            together.append((isinstance(step, Send), name(step.message), step.peer))
+            continue
+        together = []
         match step:
             case Compute(work):
                 told.append(work)
-            case Batch(posts):
-                told.append([(post.sends, name(post.item), post.peer) for post in posts])
-            case Await(item):
-                told.append(("wait", name(item)))
-            case _:
+            case Wait(Message() as message):
+                told.append(("wait", name(message)))
+            case Sync():
                 told.append(step)
+            case _:
+                assert isinstance(step, Start)
     return told
 
 

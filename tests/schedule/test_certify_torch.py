@@ -14,8 +14,8 @@ from megatron.pipeline.planning.certify import read_traffic
 from megatron.pipeline.planning.costs import CostFlags
 from megatron.pipeline.schedule.certify.certificate import Certificate, certify
 from megatron.pipeline.schedule.certify.torch_comms import from_comms_csv
-from megatron.pipeline.schedule.certify.transports import TRANSPORTS
 from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.rules.transports import TRANSPORTS
 
 SINGLE = ("GPipe", "1F1B")
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -18,8 +18,10 @@ from megatron.pipeline.schedule.core.timeline import Timed
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import Compute, Flow, Message, Operation, Program, Receive, Send, Validate, Wait
+from megatron.pipeline.schedule.lower.traffic import of_programs
+from megatron.pipeline.schedule.rules.deadlock import nothing_deadlocks
+from megatron.pipeline.schedule.rules.transports import TRANSPORTS
 from megatron.pipeline.schedule.rules.verify import ScheduleError, verify_programs
-from megatron.pipeline.schedule.rules.verify_programs import nothing_deadlocks
 from megatron.pipeline.schedule.time.simulate import simulate
 
 
@@ -173,7 +175,7 @@ def test_both_ends_use_the_same_order() -> None:
     first, second = lower(SCHEDULE, uniform(SCHEDULE.placement, hop=0.5))
     second = (second[1], second[0], *second[2:])
     with pytest.raises(
-        ScheduleError, match=r"rank 1 receives the activation of microbatch 1 .* where that sends .* microbatch 0"
+        ScheduleError, match=r"rank 1 receives the activation of microbatch 1 .* where rank 0 sends .* microbatch 0"
     ):
         verify_programs(SCHEDULE, [first, second])
 
@@ -190,8 +192,8 @@ def test_a_deadlock_names_what_every_rank_is_stuck_in() -> None:
 
 
 def test_two_sends_that_face_each_other_do_not_match() -> None:
-    with pytest.raises(ScheduleError, match=r"rank 0 in Send .*; rank 1 in Send"):
-        nothing_deadlocks([(Send(ACTIVATION, 1),), (Send(ACTIVATION, 0),)])
+    with pytest.raises(ScheduleError, match=r"rank 0 in Send of the activation .* to rank 1, which that rank never receives"):
+        nothing_deadlocks(of_programs(SCHEDULE, [(Send(ACTIVATION, 1),), (Send(ACTIVATION, 0),)]), TRANSPORTS["rendezvous"])
 
 
 def test_one_program_per_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,9 @@ from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.core.placement import Placement, linear
 from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.posting import Posting, starts_posted
 from megatron.pipeline.schedule.lower.program import (
     Compute,
     Flow,
@@ -25,10 +26,19 @@ from megatron.pipeline.schedule.lower.program import (
     Validate,
     Wait,
 )
+from megatron.pipeline.schedule.lower.traffic import Traffic, with_waits_of_batches
+from megatron.pipeline.schedule.rules.deadlock import nothing_deadlocks
+from megatron.pipeline.schedule.rules.transports import TRANSPORTS
 from megatron.pipeline.schedule.rules.verify import ScheduleError, verify_programs
-from megatron.pipeline.schedule.rules.verify_batches import batches_do_not_deadlock
 
 SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1 and name not in ("dualpipe", "chimera")]
+
+
+def batches_do_not_deadlock(
+    programs: Sequence[Program], placement: Placement, starts: Callable[[Operation], bool] = starts_posted
+) -> None:
+    traffic = Traffic("by hand", placement, 1, tuple(programs))
+    nothing_deadlocks(with_waits_of_batches(traffic), replace(TRANSPORTS["batched-direction"], starts=starts))
 
 
 def programs_of(name: str, ranks: int, microbatches: int, vocabulary: Vocabulary | None, evaluates: bool) -> tuple[Program, ...]:
@@ -64,9 +74,7 @@ def test_messages_that_start_at_the_next_pass_only_are_a_deadlock(
     name: str, ranks: int, microbatches: int, evaluates: bool
 ) -> None:
     programs = programs_of(name, ranks, microbatches, Vocabulary.ONE_BARRIER, evaluates)
-    with pytest.raises(
-        ScheduleError, match=r"^deadlock when messages start in batches: .*rank \d in Join of the .* among all ranks"
-    ):
+    with pytest.raises(ScheduleError, match=r"^deadlock over batched-direction .*: .*rank \d in Wait for the .* among all ranks"):
         batches_do_not_deadlock(programs, families.placement(name, ranks), starts_before_passes_and_messages)
 
 
@@ -75,8 +83,9 @@ def test_the_message_has_the_circle() -> None:
     with pytest.raises(ScheduleError) as error:
         batches_do_not_deadlock(programs, linear(2), starts_before_passes_and_messages)
     assert str(error.value) == (
-        "deadlock when messages start in batches: rank 0 in Join of the output of microbatch 0 among all ranks, which waits for "
-        "rank 1; rank 1 in Wait for the activation of microbatch 0 from stage 0, which waits for rank 0"
+        "deadlock over batched-direction (groups on one communicator for each direction): rank 0 in Wait for the output of "
+        "microbatch 0 among all ranks; rank 1 in Wait for the activation of microbatch 0 from stage 0; rank 1 in Receive of the "
+        "activation of microbatch 0 from stage 0 from rank 0"
     )
 
 
@@ -89,7 +98,8 @@ ROUND_TRIP = (
 
 def test_a_batch_ends_as_a_whole() -> None:
     """Rank 1 waits for the first message together with the second, which rank 0 sends once it has an answer."""
-    with pytest.raises(ScheduleError, match=r"rank 0 in Wait .*gradient.*; rank 1 in Wait .*microbatch 0.* waits for rank 0"):
+    circle = r"rank 0 in Wait .*gradient.*; rank 1 in Wait .*microbatch 0.*; rank 1 in Receive .*microbatch 1.* from rank 0"
+    with pytest.raises(ScheduleError, match=circle):
         batches_do_not_deadlock(ROUND_TRIP, linear(2))
     apart = ROUND_TRIP[0], (ROUND_TRIP[1][0], Compute(Pass(Kind.W, 0)), *ROUND_TRIP[1][1:])
     batches_do_not_deadlock(apart, linear(2))
@@ -102,6 +112,6 @@ def test_batches_of_one_direction_follow_each_other() -> None:
     sends = (Receive(FIRST, 0), Compute(Pass(Kind.W, 0)), Send(other, 2))
     asks = (Receive(Message(Flow.GRADIENT, 0, 2), 2), Wait(Message(Flow.GRADIENT, 0, 2)), Send(FIRST, 1))
     answers = (*waits, Send(Message(Flow.GRADIENT, 0, 2), 0))
-    with pytest.raises(ScheduleError, match=r"rank 0 in Wait .*; rank 2 in Wait .*; rank 1 in the end of its program"):
+    with pytest.raises(ScheduleError, match=r"rank 0 in Wait .*; rank 2 in Wait .*; rank 1 in Receive .* from rank 0"):
         batches_do_not_deadlock((asks, sends, answers), linear(3))
     batches_do_not_deadlock((asks, sends[2:] + sends[1:2] + sends[:1], answers), linear(3))

@@ -12,10 +12,11 @@ from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.planning.certify import TrafficSource, read_traffic
 from megatron.pipeline.planning.costs import costs_of
-from megatron.pipeline.schedule.certify.certificate import Certificate, Hang, TransportOutcome, certify
+from megatron.pipeline.schedule.certify.certificate import Certificate, TransportOutcome, certify
 from megatron.pipeline.schedule.certify.megatron import NAME, megatron_interleaved
-from megatron.pipeline.schedule.certify.transports import TRANSPORTS, TransportModel
 from megatron.pipeline.schedule.core.names import counted
+from megatron.pipeline.schedule.rules.deadlock import Hang
+from megatron.pipeline.schedule.rules.transports import TRANSPORTS, TransportModel
 
 _SIZES = ("pp", "microbatches", "chunks")
 

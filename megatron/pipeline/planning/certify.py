@@ -8,9 +8,9 @@ from typing import NamedTuple
 from megatron.pipeline.planning.costs import CostFlags, costs_of, with_shards
 from megatron.pipeline.planning.document import is_csv, naming, schedule_of
 from megatron.pipeline.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
-from megatron.pipeline.schedule.certify.traffic import Traffic, late, of_programs
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.traffic import Traffic, late, of_programs
 from megatron.pipeline.schedule.rules.verify import dependencies_can_be_met, verify_passes
 
 

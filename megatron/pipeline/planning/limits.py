@@ -125,7 +125,7 @@ def spreading(problem: Problem) -> float:
     """Memory that a rank may hold more where the vocabulary is spread, in the costs' unit."""
     if problem.vocabulary is None:
         return 0.0
-    return postponed(problem.vocabulary, problem.ranks) * largest_microbatch(problem) + logits(problem)
+    return postponed(problem.vocabulary, problem.placement.ranks) * largest_microbatch(problem) + logits(problem)
 
 
 def largest_microbatch(problem: Problem) -> float:

@@ -6,59 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from megatron.pipeline.schedule.certify.network import End, Network, RowItem, ends_of, partners
-from megatron.pipeline.schedule.certify.traffic import Await, Batch, Traffic
-from megatron.pipeline.schedule.certify.transports import TRANSPORTS, TransportModel
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.lower.program import Compute
-
-
-@dataclass(frozen=True)
-class Blocked:
-    """Operation that a rank is stuck in; it waits for the next of a hang, or for what is never posted.
-
-    Attributes:
-        rank, place: the step of the rank's row.
-        what: in words.
-        after, before: the last pass that the rank computes before it, and the first one after it.
-        end: the post that it is about, if any.
-        row: ``row`` if the rank's compute stream waits, ``line`` if the stream of a communicator does, ``host`` if its host does.
-    """
-
-    rank: int
-    place: int
-    what: str
-    after: Pass | None
-    before: Pass | None
-    end: End | None
-    row: str
-
-    def __str__(self) -> str:
-        where = f"after {self.after}" if self.after else f"before {self.before}" if self.before else "at its end"
-        return f"rank {self.rank}, {where}: {self.what}"
-
-    def fields(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "operation": self.what,
-            "after": self.after and str(self.after),
-            "before": self.before and str(self.before),
-        }
-
-
-@dataclass(frozen=True)
-class Hang:
-    """Each waits for the next, and the last for the first.
-
-    Attributes:
-        missing: the last waits for what no rank ever posts, so that this is a chain and no circle.
-    """
-
-    chain: tuple[Blocked, ...]
-    missing: bool
+from megatron.pipeline.schedule.lower.program import describe
+from megatron.pipeline.schedule.lower.traffic import Traffic
+from megatron.pipeline.schedule.rules.deadlock import Hang, TrafficNetwork
+from megatron.pipeline.schedule.rules.transports import TRANSPORTS, TransportModel
 
 
 @dataclass(frozen=True)
@@ -127,84 +80,28 @@ def certify(
         ValueError: the costs are for another number of stages.
     """
     costs.check_placement(traffic.placement)
-    free = Network(traffic, costs, None)
-    outcomes = tuple(_outcome(traffic, costs, transport, cold) for transport in transports)
-    return Certificate(traffic, None if free.blocked else free.makespan, outcomes, tuple(_swapped(traffic)))
+    free = TrafficNetwork(traffic, None, costs)
+    outcomes = tuple(_outcome(TrafficNetwork(traffic, transport, costs, cold), transport) for transport in transports)
+    return Certificate(traffic, None if free.stuck else free.makespan, outcomes, tuple(free.swapped()))
 
 
-def _swapped(traffic: Traffic) -> Iterable[str]:
-    """The first of each two ranks and direction: after it, the others are wrong as well."""
-    posts, seen = dict(ends_of(traffic)), set()
-    for one, other in partners(traffic).items():
-        mine, theirs = posts[one], posts[other]
-        if not mine.sends and mine.item != theirs.item and (one.rank, mine.peer) not in seen:
-            seen.add((one.rank, mine.peer))
-            yield f"rank {one.rank} receives the {mine.item} where rank {mine.peer} sends the {theirs.item}"
-
-
-def _outcome(traffic: Traffic, costs: Costs, transport: TransportModel, cold: bool) -> TransportOutcome:
-    network = Network(traffic, costs, transport, cold)
-    if network.blocked:
-        return TransportOutcome(transport, _hang(traffic, network), None, None)
+def _outcome(network: TrafficNetwork, transport: TransportModel) -> TransportOutcome:
+    if hang := network.hang():
+        return TransportOutcome(transport, hang, None, None)
     return TransportOutcome(transport, None, network.makespan, _longest_delay(network) if transport.line else None)
 
 
-def _hang(traffic: Traffic, network: Network) -> Hang:
-    row: int | None = next(row for row in range(len(network.works)) if network.stuck(row))
-    chain: list[tuple[int, RowItem]] = []
-    while row is not None and row not in [other for other, _ in chain]:
-        stuck = network.stuck(row)
-        assert stuck is not None
-        chain.append((row, stuck[0]))
-        row = stuck[1]
-    if row is not None:
-        chain = chain[[other for other, _ in chain].index(row) :]
-    # That a line has not been given a post yet, and a row waits for its host, adds nothing to what the next in the chain waits
-    # for.
-    blocked = tuple(_blocked(traffic, network, work) for _, work in chain if work.meets or _waits(traffic, work))
-    return Hang(blocked, missing=row is None)
-
-
-def _waits(traffic: Traffic, work: RowItem) -> bool:
-    return work.row == "row" and not isinstance(traffic.rows[work.rank][work.place], Batch)
-
-
-def _blocked(traffic: Traffic, network: Network, work: RowItem) -> Blocked:
-    step = traffic.rows[work.rank][work.place]
-    if isinstance(step, Await):
-        what = f"Wait for the {step.item}"
-    elif work.end is not None:
-        verb = "connecting for the " if work.row == "host" else ""
-        what = f"{verb}{network.posts[work.end]}"
-        if work.end not in network.partners:
-            what += ", which that rank never " + ("receives" if network.posts[work.end].sends else "sends")
-    else:
-        what = type(step).__name__ + (f" of the {step[0]}" if step else "")
-    row = traffic.rows[work.rank]
-    around = reversed(row[: work.place]), row[work.place :]
-    after, before = (next((step.work for step in steps if isinstance(step, Compute)), None) for steps in around)
-    return Blocked(work.rank, work.place, what, after, before, work.end, work.row)
-
-
-def _longest_delay(network: Network) -> Delay | None:
+def _longest_delay(network: TrafficNetwork) -> Delay | None:
     """The message that waited longest between its later post and its start, seen from the end that was later to be first in
     line."""
-    posted, begun, ahead = {}, {}, {}
-    for row, works in enumerate(network.works):
-        before: End | None = None
-        for slot, work in enumerate(works):
-            if work.row == "row" and not work.end:
-                posted[work.rank, work.place] = network.run.ends[row][slot]
-            elif work.row == "line" and work.meets and work.end:
-                begun[work.end] = network.run.starts[row][slot]
-                ahead[work.end] = before
-            if work.row == "line" and work.meets:
-                before = work.end
+    times, own, posted = network.times, network.own, network.other  # a line goes on from its own last one to what is posted
+    pairs = [(mine, theirs) for mine, theirs in network.pairs() if theirs and not mine[2][2]]
+    ends = {done: end for (_, done, end), _ in pairs}
     worst: Delay | None = None
-    for end, start in begun.items():
-        other, stood = network.partners[end], ahead[end]
-        ready = max(posted[one.rank, one.place] for one in (end, other))
-        if stood is not None and start - ready > (worst.start - worst.ready if worst else 1e-9):
-            post = network.posts[end]
-            worst = Delay(end.rank, post.peer, str(post.item), ready, start, str(network.posts[stood]))
+    for (begun, done, end), (other, _, _) in pairs:
+        start, before = max(times[own[done]], times[other]), ends.get(own[done] if own[done] != begun else own[begun])
+        ready = max(times[posted[begun]], times[posted[other]])
+        if before and times[begun] >= times[other] and start - ready > (worst.start - worst.ready if worst else 1e-9):
+            post = network.step(end)
+            worst = Delay(end[0], post.peer, str(post.message), ready, start, describe(network.step(before)))
     return worst

@@ -11,13 +11,14 @@ the tensors of a step are one group (``_batched_p2p_ops``), and the host waits f
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
-from megatron.pipeline.schedule.certify.traffic import Await, Batch, Item, Post, Step, Sync, Traffic, TrafficShape
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.families.interleaved import chunk_by_chunk
-from megatron.pipeline.schedule.lower.program import Compute, Message
+from megatron.pipeline.schedule.lower.program import Compute, Message, Receive, Send, Wait
+from megatron.pipeline.schedule.lower.traffic import Start, Step, Sync, Traffic, shape_of
 
 NAME = "megatron-interleaved"
 
@@ -65,8 +66,8 @@ class _MegatronRank:
         self._overlap, self._shapes = overlap, shapes
         self._steps: list[Step] = []
         self._received: Counter[tuple[Flow, int]] = Counter()  # by flow and chunk
-        self._to_wait: dict[Flow, deque[Item]] = {flow: deque() for flow in Flow}  # receives that nothing has waited for
-        self._unwaited: dict[Flow, Item | None] = dict.fromkeys(Flow)  # the last send
+        self._to_wait: dict[Flow, deque[Message]] = {flow: deque() for flow in Flow}  # receives that nothing has waited for
+        self._unwaited: dict[Flow, Message | None] = dict.fromkeys(Flow)  # the last send
 
     def steps(self, warm_up: int) -> list[Step]:
         total = len(self._order)
@@ -118,7 +119,7 @@ class _MegatronRank:
         chunk = self._order[number % len(self._order)][1]
         return chunk if flow is Flow.ACTIVATION else self._chunks - 1 - chunk
 
-    def _compute(self, flow: Flow, number: int) -> dict[Flow, Item]:
+    def _compute(self, flow: Flow, number: int) -> dict[Flow, Message]:
         microbatch, chunk = self._order[number][0], self._chunk(flow, number)
         self._steps.append(Compute(Pass(Kind.F if flow is Flow.ACTIVATION else Kind.BW, microbatch, chunk)))
         stage = chunk * self._ranks + self._rank
@@ -139,53 +140,51 @@ class _MegatronRank:
             return {}
         return {flow: chunk + 1 if forward else chunk - 1}
 
-    def _exchange(self, send: dict[Flow, Item] | None = None, receive: dict[Flow, int] | None = None, wait: bool = True) -> None:
+    def _exchange(
+        self, send: dict[Flow, Message] | None = None, receive: dict[Flow, int] | None = None, wait: bool = True
+    ) -> None:
         """Send tensors and receive others, as one call of ``_communicate``."""
         below, above = (self._rank - 1) % self._ranks, (self._rank + 1) % self._ranks
-        posts: dict[str, Post] = {}
+        posts: dict[str, Send | Receive] = {}
         for flow, item in (send or {}).items():
             name, peer = ("send next", above) if flow is Flow.ACTIVATION else ("send prev", below)
-            posts[name] = Post(True, item, peer)
+            posts[name] = Send(item, peer)
         for flow, chunk in (receive or {}).items():
             name, peer, shift = ("recv prev", below, -1) if flow is Flow.ACTIVATION else ("recv next", above, 1)
             stage = chunk * self._ranks + self._rank + shift
-            posts[name] = Post(False, Message(flow, self._received[flow, chunk], stage), peer)
+            posts[name] = Receive(Message(flow, self._received[flow, chunk], stage), peer)
             self._received[flow, chunk] += 1
         together = [posts[name] for name in ("send prev", "recv prev", "send next", "recv next") if name in posts]
         if self._shapes:
-            self._group(
-                [Post(post.sends, TrafficShape(post.item), post.peer) for post in together if isinstance(post.item, Message)]
-            )
+            self._group([post._replace(message=shape_of(post.message)) for post in together])
         if not self._overlap:
             self._group(together)
             return
         even = ("send next", "recv prev", "send prev", "recv next")
         odd = ("recv prev", "send next", "recv next", "send prev")
         apart = [posts[name] for name in (odd if self._rank % 2 else even) if name in posts]
-        self._steps += [Batch((post,)) for post in apart]
+        for post in apart:
+            self._steps += [post, Start()]
         if wait:
-            self._steps += [Await(post.item) for post in apart]
+            self._steps += [Wait(post.message) for post in apart]
             return
         for post in apart:
-            if not post.sends and isinstance(post.item, Message):
-                self._to_wait[post.item.flow].append(post.item)
+            if isinstance(post, Receive):
+                self._to_wait[post.message.flow].append(post.message)
 
-    def _group(self, posts: list[Post]) -> None:
+    def _group(self, posts: Sequence[Send | Receive]) -> None:
         """One group, if there is anything to exchange; the host waits for the device in any case."""
-        if posts:
-            self._steps.append(Batch(tuple(posts)))
-        self._steps += [Await(post.item) for post in posts]
-        self._steps.append(Sync())
+        self._steps += [*posts, *(Wait(post.message) for post in posts), Sync()]
 
     def _wait_for_input(self, flow: Flow, number: int) -> None:
         """Wait for the oldest tensor that nothing has waited for, if a pass needs one."""
         stage = self._chunk(flow, number) * self._ranks + self._rank
         begins = stage == (0 if flow is Flow.ACTIVATION else self._ranks * self._chunks - 1)
         if not begins and self._to_wait[flow]:
-            self._steps.append(Await(self._to_wait[flow].popleft()))
+            self._steps.append(Wait(self._to_wait[flow].popleft()))
 
-    def _wait_for_send(self, flow: Flow, sent: dict[Flow, Item]) -> None:
+    def _wait_for_send(self, flow: Flow, sent: dict[Flow, Message]) -> None:
         """Wait for the send before the last one."""
         before, self._unwaited[flow] = self._unwaited[flow], sent.get(flow)
         if before:
-            self._steps.append(Await(before))
+            self._steps.append(Wait(before))

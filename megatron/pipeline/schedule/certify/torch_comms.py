@@ -12,12 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megatron.pipeline.schedule.certify.traffic import Await, Batch, Post, Row, Step, Traffic
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.lower.program import Compute, Message
+from megatron.pipeline.schedule.lower.program import Compute, Message, Receive, Send, Wait
 from megatron.pipeline.schedule.lower.torch_csv import KINDS, Cell, placement_of, read_cells
+from megatron.pipeline.schedule.lower.traffic import Row, Start, Step, Traffic
 
 _ACTIONS = (*KINDS, "SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
 _ACTION = re.compile(rf"([0-9]{{1,9}})({'|'.join(_ACTIONS)})([0-9]{{1,9}})")
@@ -76,9 +76,10 @@ class _CommsReader:
                 yield from self._passes(cell)
             elif action.startswith("WAIT"):
                 self._check(cell, stage, action.removeprefix("WAIT_"))
-                yield Await(Message(_FLOWS[action[-1]], microbatch, stage))
+                yield Wait(Message(_FLOWS[action[-1]], microbatch, stage))
             else:
-                yield Batch((self._post(cell),))
+                yield self._post(cell)
+                yield Start()
             self._seen.add(text)
 
     def _passes(self, cell: Cell) -> Row:
@@ -93,9 +94,9 @@ class _CommsReader:
             self._check(cell, source, *_MAKERS[letter])
             return (compute,)
         self._check(cell, stage, f"RECV_{letter}")
-        return Await(Message(_FLOWS[letter], microbatch, source)), compute
+        return Wait(Message(_FLOWS[letter], microbatch, source)), compute
 
-    def _post(self, cell: Cell) -> Post:
+    def _post(self, cell: Cell) -> Send | Receive:
         where, stage, action, microbatch = cell
         letter, sends = action[-1], action.startswith("SEND")
         text = f"{stage}{action}{microbatch}"
@@ -106,7 +107,8 @@ class _CommsReader:
             raise ValueError(f"{where}: {text}: stage {other} is on the same rank, which hands tensors over without a message")
         if sends:
             self._check(cell, stage, *_MAKERS[letter])
-        return Post(sends, Message(_FLOWS[letter], microbatch, stage if sends else other), self._home(other))
+        message = Message(_FLOWS[letter], microbatch, stage if sends else other)
+        return Send(message, self._home(other)) if sends else Receive(message, self._home(other))
 
     def _check(self, cell: Cell, stage: int, *one_of: str) -> None:
         where, own, action, microbatch = cell

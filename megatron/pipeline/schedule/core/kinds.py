@@ -32,12 +32,16 @@ class Vocabulary(StrEnum):
 class Flow(StrEnum):
     """Direction in which a tensor travels through the model."""
 
+    __hash__ = str.__hash__  # see ``Kind``
+
     ACTIVATION = "activation"  # F's output, to the next stage
     GRADIENT = "gradient"  # B's input gradient, to the previous stage
 
 
 class Exchange(StrEnum):
     """A collective of all ranks of a pipeline for a spread vocabulary, in the order in which a microbatch meets them."""
+
+    __hash__ = str.__hash__  # see ``Kind``
 
     EMBEDDING = "embedding"  # the sum of what IF looked up, for the first stage
     OUTPUT = "output"  # of the last stage, for S

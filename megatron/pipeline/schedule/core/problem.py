@@ -97,7 +97,7 @@ class Problem:
         self.costs.check_placement(self.placement)
         stages = self.placement.last_stage + 1
         if self.limits is not None:
-            per_rank(self.limits, self.ranks)
+            per_rank(self.limits, self.placement.ranks)
         for name, chosen in (("recompute", self.recompute), ("fuse", self.fused)):
             unknown = sorted(stage for stage in chosen if not 0 <= stage < stages)
             if unknown:
@@ -107,7 +107,7 @@ class Problem:
         if self.host_limit is not None and not (self.offload and self.host_limit > 0):
             problem = f"must be above 0, got {self.host_limit:g}" if self.offload else "needs offloading, and there is none"
             raise ValueError(f"a limit of host memory {problem}")
-        if self.vocabulary and self.ranks < 2:
+        if self.vocabulary and self.placement.ranks < 2:
             raise ValueError("the vocabulary can be spread over 2 pipeline ranks or more, got 1: leave it where it is")
         if self.vocabulary and self.placement.replicas > 1:
             raise ValueError("a schedule that holds the model several times cannot spread the vocabulary: take another one")

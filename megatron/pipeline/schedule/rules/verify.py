@@ -193,6 +193,12 @@ def dependencies_can_be_met(schedule: Schedule) -> None:
 
 def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> None:
     """No rank ever holds more activation memory than its limit; both in the costs' unit."""
+    if exceeded := excess(schedule, costs, memory_limit):
+        raise exceeded
+
+
+def excess(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> LimitExceeded | None:
+    """Refusal of a schedule that holds more than its limit."""
     limits = per_rank(memory_limit, schedule.ranks)
     levels = [list(itertools.accumulate(changes)) for changes in activation_changes(schedule, costs)]
     for rank, (limit, held) in enumerate(zip(limits, levels, strict=True)):
@@ -202,12 +208,13 @@ def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | 
             peaks = [max(held, default=0) for held in levels]
             fullest = max(range(schedule.ranks), key=peaks.__getitem__)
             more = f", and {rounded_up(peaks[fullest])} on rank {fullest}" if peaks[fullest] > peaks[rank] * SLACK else ""
-            raise LimitExceeded(
+            return LimitExceeded(
                 f"rank {rank}: {schedule.passes[rank][slot]} brings the activation memory of {schedule.name} to "
                 f"{held[slot]:g}, above the limit of {limit:g}; this schedule needs {rounded_up(peaks[rank])} there{more}: raise "
                 f"the limit to {rounded_up(peaks[fullest])}, or take a schedule that holds less",
                 peaks[fullest],
             )
+    return None
 
 
 def rounded_up(amount: float) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
@@ -26,7 +25,9 @@ from megatron.pipeline.schedule.lower.program import (
     describe,
     pass_of,
 )
-from megatron.pipeline.schedule.rules.verify_batches import batches_do_not_deadlock
+from megatron.pipeline.schedule.lower.traffic import of_programs, with_waits_of_batches
+from megatron.pipeline.schedule.rules.deadlock import nothing_deadlocks
+from megatron.pipeline.schedule.rules.transports import TRANSPORTS
 
 # For every rank, where in its program it does what with which pass, message or collective.
 _Places: TypeAlias = list[dict[tuple[type[Operation], Pass | Message | Collective], int]]
@@ -47,10 +48,10 @@ def verify_programs(schedule: Schedule, programs: Sequence[Program], posting: Po
     every_message_is_delivered(schedule, programs, places)
     every_collective_is_joined(schedule, programs, places)
     ranks_agree_on_the_order_of_collectives(programs)
-    pairs_agree_on_the_order(programs)
-    nothing_deadlocks(programs)
+    traffic = of_programs(schedule, programs)
+    nothing_deadlocks(traffic, TRANSPORTS["rendezvous"])
     if posting is Posting.BATCHED:
-        batches_do_not_deadlock(programs, schedule.placement)
+        nothing_deadlocks(with_waits_of_batches(traffic), TRANSPORTS["batched-direction"])
     nothing_crosses_the_validation(schedule, programs)
 
 
@@ -68,13 +69,14 @@ def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]
 def nothing_is_done_twice(programs: Sequence[Program]) -> _Places:
     """No rank runs, starts, sends, receives, joins or awaits anything twice. Returns where it does so."""
     places: _Places = [{} for _ in programs]
-    for rank, program in enumerate(programs):
+    for rank, (program, here) in enumerate(zip(programs, places, strict=True)):
         for place, operation in enumerate(program):
-            if not isinstance(operation, Validate):
-                key = type(operation), operation[0]
-                if key in places[rank]:
+            kind = type(operation)
+            if kind is not Validate:
+                key = kind, operation[0]  # type: ignore[misc]  # isinstance is too slow here
+                if key in here:
                     raise ScheduleError(f"rank {rank}: {_named(operation)} comes twice; remove one")
-                places[rank][key] = place
+                here[key] = place
     return places
 
 
@@ -89,7 +91,7 @@ def every_pass_on_a_lane_stands_where_it_may(schedule: Schedule, programs: Seque
         needed_by = {other: work for work, other in row.awaited.items()}
         planned = {work for work in row.passes if work.kind.is_copy}
         for operation in program:
-            if isinstance(operation, Copy | Wait) and isinstance(operation[0], Pass) and operation[0] not in planned:
+            if isinstance(operation, (Copy, Wait)) and isinstance(operation[0], Pass) and operation[0] not in planned:
                 raise ScheduleError(f"rank {rank}: {describe(operation)}, which the schedule does not have; remove it")
         for work in row.passes:
             if work not in planned:
@@ -117,28 +119,32 @@ def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program], 
     """Every tensor that another rank needs is sent once, after the pass that makes it, and received and waited for once,
     in this order, before the pass that needs it, by the right peers; and no other tensor is."""
     needed = {transfer.message: transfer for transfer in messages(schedule)}
-    found: dict[tuple[type[Operation], Message], tuple[int, int]] = {}  # by what is done with which message: rank, peer
+    operation: Any  # isinstance is too slow here
     for rank, program in enumerate(programs):
         for operation in program:
-            if isinstance(operation, Send | Receive | Wait) and isinstance(message := operation.message, Message):
+            kind = type(operation)
+            if kind in (Send, Receive, Wait) and type(message := operation[0]) is Message:
                 if message not in needed:
                     raise ScheduleError(f"rank {rank}: {_named(operation)}, which no other rank needs; remove it")
-                if (type(operation), message) in found:
-                    raise ScheduleError(f"rank {rank}: {_named(operation)} comes twice; remove one")
-                found[type(operation), message] = rank, rank if isinstance(operation, Wait) else operation.peer
+                _, sender, _, receiver, _ = needed[message]
+                ends = (sender, receiver) if kind is Send else (receiver, sender)
+                peer = ends[1] if kind is Wait else operation.peer
+                if (rank, peer) != ends:
+                    what = f"rank {ends[0]}: {kind.__name__} of the {message}"
+                    raise ScheduleError(f"{what} is on rank {rank} with peer {peer} instead of {ends[1]}")
     for message, sender, producer, receiver, consumer in needed.values():
         makes, needs = schedule.passes[sender][producer], schedule.passes[receiver][consumer]
-        for kind, rank, peer in ((Send, sender, receiver), (Receive, receiver, sender), (Wait, receiver, receiver)):
-            if (there := found.get((kind, message))) != (rank, peer):
-                where = "missing" if there is None else f"on rank {there[0]} with peer {there[1]}"
-                raise ScheduleError(
-                    f"rank {rank}: {kind.__name__} of the {message} is {where}; {needs} of rank {receiver} needs it from {makes} "
-                    f"of rank {sender}"
-                )
-        if places[sender][Send, message] < places[sender][Compute, makes]:
+        there, here = places[sender], places[receiver]
+        sent, posted, waited = there.get((Send, message)), here.get((Receive, message)), here.get((Wait, message))
+        if sent is None or posted is None or waited is None:
+            missing = ("Send", sender) if sent is None else ("Receive" if posted is None else "Wait", receiver)
+            raise ScheduleError(
+                f"rank {missing[1]}: {missing[0]} of the {message} is missing; {needs} of rank {receiver} needs it from {makes} "
+                f"of rank {sender}"
+            )
+        if sent < there[Compute, makes]:
             raise ScheduleError(f"rank {sender}: Send of the {message} comes before {makes}, which makes it")
-        here = places[receiver]
-        if not here[Receive, message] < here[Wait, message] < here[Compute, needs]:
+        if not posted < waited < here[Compute, needs]:
             raise ScheduleError(
                 f"rank {receiver}: {needs} needs the {message}; its Receive, its Wait and the pass must come in this order"
             )
@@ -150,7 +156,7 @@ def every_collective_is_joined(schedule: Schedule, programs: Sequence[Program], 
     known = {one.collective: (one.after, dict(one.producers), dict(one.consumers)) for one in gatherings(schedule)}
     for rank, (program, here) in enumerate(zip(programs, places, strict=True)):
         for operation in program:
-            if isinstance(operation, Join | Wait) and isinstance(operation[0], Collective) and operation[0] not in known:
+            if isinstance(operation, (Join, Wait)) and isinstance(operation[0], Collective) and operation[0] not in known:
                 raise ScheduleError(f"rank {rank}: {operation} of the {operation[0]}, which nothing needs; remove it")
         for collective, (after, producers, consumers) in known.items():
             for kind in (Join, Wait):
@@ -181,51 +187,6 @@ def ranks_agree_on_the_order_of_collectives(programs: Sequence[Program]) -> None
                 raise ScheduleError(
                     f"rank {rank} joins the {here} where rank 0 joins the {first}; all ranks must join collectives in one order"
                 )
-
-
-def pairs_agree_on_the_order(programs: Sequence[Program]) -> None:
-    """For every pair of ranks and each direction, tensors are received in the order in which they are sent."""
-    orders: dict[tuple[type[Operation], int, int], list[Message]] = defaultdict(list)  # by rank and peer
-    for rank, program in enumerate(programs):
-        for operation in program:
-            if isinstance(operation, (Send, Receive)):
-                orders[type(operation), rank, operation.peer].append(operation.message)
-    for sender, receiver in itertools.permutations(range(len(programs)), 2):
-        for first, second in zip(orders[Send, sender, receiver], orders[Receive, receiver, sender], strict=False):
-            if first != second:
-                raise ScheduleError(
-                    f"rank {receiver} receives the {second} from rank {sender} where that sends the {first}; "
-                    "both must use the same order"
-                )
-
-
-def nothing_deadlocks(programs: Sequence[Program]) -> None:
-    """All programs end even if every Send and Receive blocks until its peer reaches the matching operation, and every Join until
-    all ranks reach theirs."""
-    position = [0] * len(programs)
-    runnable = list(range(len(programs)))
-    while runnable:
-        rank = runnable.pop()
-        program, at = programs[rank], position[rank]
-        while at < len(program) and isinstance(program[at], (Compute, Copy, Wait, Validate)):
-            at += 1
-        position[rank] = at
-        mine = _at(program, at)
-        if isinstance(mine, Join) and all(_at(one, position[other]) == mine for other, one in enumerate(programs)):
-            position = [place + 1 for place in position]
-            runnable = list(range(len(programs)))
-        if not isinstance(mine, (Send, Receive)):
-            continue
-        theirs = _at(programs[mine.peer], position[mine.peer])
-        # Send and Receive are tuples, so they are equal to each other: the type has to be compared too.
-        if isinstance(theirs, Receive if isinstance(mine, Send) else Send) and theirs == (mine.message, rank):
-            position[rank] += 1
-            position[mine.peer] += 1
-            runnable += [rank, mine.peer]
-    stuck = {rank: _at(program, position[rank]) for rank, program in enumerate(programs) if position[rank] < len(program)}
-    if stuck:
-        places = "; ".join(f"rank {rank} in {describe(operation)}" for rank, operation in stuck.items())
-        raise ScheduleError(f"deadlock when sends, receives and collectives block until their peers join: {places}")
 
 
 def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Program]) -> None:
@@ -260,7 +221,3 @@ def _named(operation: Operation) -> str:
     """``Send of the activation of ..``, ``Copy D2H0.0``."""
     about = next(iter(operation))
     return f"{type(operation).__name__} {'' if isinstance(about, Pass) else 'of the '}{about}"
-
-
-def _at(program: Program, index: int) -> Operation | None:
-    return program[index] if index < len(program) else None

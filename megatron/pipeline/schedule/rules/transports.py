@@ -41,6 +41,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
+
+from megatron.pipeline.schedule.lower.posting import starts_posted
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,9 @@ class TransportModel:
     Attributes:
         meaning: in a few words.
         line: from the sender and the receiver of a message to the communicator that it takes; None if posts block their row.
-        grouped: whether the posts of a batch in one line are one group.
+        grouped: whether posts in one line that nothing has started are one group.
         made_by_pair: whether the two ranks of a communicator make it, at a cold start; otherwise all ranks make it before.
+        starts: before which steps what has been posted starts, where posts are grouped.
     """
 
     name: str
@@ -59,6 +63,7 @@ class TransportModel:
     line: Callable[[int, int], Hashable] | None
     grouped: bool = False
     made_by_pair: bool = False
+    starts: Callable[[Any], bool] = starts_posted
 
 
 _ALL = (
