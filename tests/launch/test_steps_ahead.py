@@ -23,7 +23,7 @@ FP16 = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2
 def train(folder: Path, flags: str) -> tuple[list[dict[str, Any]], list[Any]]:
     """On 4 pipeline ranks: the metrics of all iterations, and every rank's state at each checkpoint."""
     folder.mkdir()
-    launch(folder, STAND_IN, f"{SIZES} --pipeline-model-parallel-size 4 --save {folder} {flags}", ranks=4)
+    launch(folder, STAND_IN, f"{SIZES} --pipeline-model-parallel-size 4 --save {folder} {flags}", ranks=4, patience=3000)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return metrics, [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pt"))]
 
