@@ -69,14 +69,14 @@ slurm: $(ready)
 # Three at a time, for two cores: ranks wait for each other and for clocks, and while they do, another test computes.
 pytest = -m pytest -n 3 --dist worksteal --durations 30 --durations-min 1
 
-# They check what checks: the model of a device, the oracle of the planner, pages and browsers.
-checkers = $(addprefix tests/,browser engine gpu_model schedule/test_exact.py test_docs.py test_docs_site.py)
+# They check what checks: the model of a device, the oracle of the planner, pages, browsers, and which tests are found.
+checkers = $(addprefix tests/,browser engine gpu_model schedule/test_exact.py test_docs.py test_docs_site.py test_gpus.py)
 
 test: $(ready)
 	$(venv) $(pytest) $(or $(ARGS),tests $(addprefix --ignore ,$(checkers)))
 
 test-checkers: $(ready)
-	$(venv) $(pytest) $(checkers)
+	$(venv) $(pytest) $(or $(ARGS),$(checkers))
 
 test-all: $(ready)
 	$(venv) $(pytest) -m '' --hypothesis-profile all $(or $(ARGS),tests)

@@ -57,8 +57,8 @@ setup(
         "docs": ["mkdocs-material==9.8.1"],  # make docs
         # ortools: the optima that tests compare plans with.
         "dev": [
-            *("pytest", "pytest-xdist", "hypothesis", "ortools", "ruff", "mypy", "import-linter", "types-PyYAML", "playwright"),
-            *("build", "pybind11", "shtab"),
+            *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ortools", "ruff", "mypy", "import-linter"),
+            *("types-PyYAML", "playwright", "build", "pybind11", "shtab"),
         ],
     },
     entry_points={"console_scripts": ["mpipe=megatron.pipeline.cli:main"]},

@@ -1,8 +1,8 @@
 """Train with Megatron-LM's own script, with one feature of its flags after another: ``check_launch.py path/to/pretrain_gpt.py``.
 
-Under ZB-H1 losses must be those of megatron-core's own schedule, bit for bit, from the same start. docs/support.md has the table
-that this fills. It needs what the script itself imports (docs/launch.md). ``--only TEXT`` takes the features with a text in their
-title; megatron-core is the one that pip has installed.
+Megatron-LM's own schedule trains one iteration on 4 pipeline ranks and saves. From there iterations under ZB-H1 (a line) and ZB-V
+(a V) must have its losses, bit for bit. docs/support.md has the table that this fills. It needs what the script itself imports
+(docs/launch.md). ``--only TEXT`` takes the features with a text in their title; megatron-core is the one that pip has installed.
 """
 
 from __future__ import annotations
@@ -14,40 +14,48 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron.pipeline.flags.support import FEATURES
 
 _MODEL = (
-    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --mock-data "
-    "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --eval-interval 100 --log-interval 1"
+    "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --eval-interval 100 --log-interval 1 "
+    "--clip-grad 0"  # a norm is a sum over ranks, and a V has others
 )
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 # By the feature's title: ranks, and the flags that switch it on.
+_SCHEDULES = ("zb-h1", "zb-v")
+# By the feature's title: ranks for each of the 4 stages, and the flags that switch it on.
 _FLAGS = {
-    "bfloat16": (2, "--bf16"),
-    "float16, with a loss scale": (2, "--fp16"),
-    "tensor and sequence parallelism": (4, "--tensor-model-parallel-size 2"),
-    "context parallelism": (4, "--context-parallel-size 2"),
-    "experts": (4, "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear"),
+    "bfloat16": (1, "--bf16"),
+    "float16, with a loss scale": (1, "--fp16 --initial-loss-scale 1024"),
+    "tensor and sequence parallelism": (2, "--tensor-model-parallel-size 2"),
+    "experts": (2, "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear"),
     "expert communication behind another microbatch": (
-        4,
+        2,
         "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear --bf16",
     ),
-    "multi-token prediction": (2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights --position-embedding-type rope"),
-    "distributed optimizer, both overlaps": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    "optimizers: Adam, SGD": (2, "--optimizer sgd"),
-    "recomputation, selective and full": (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-    "dropout": (2, "--attention-dropout 0.1 --hidden-dropout 0.1"),
-    "rampup of the batch size": (2, "--rampup-batch-size 4 4 16 --train-samples 48"),
+    "multi-token prediction": (1, "--mtp-num-layers 1 --untie-embeddings-and-output-weights --position-embedding-type rope"),
+    "distributed optimizer, both overlaps": (
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --dist-ckpt-optim-fully-reshardable",
+    ),
+    "optimizers: Adam, SGD": (1, "--optimizer sgd"),
+    "recomputation, selective and full": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "dropout": (1, "--attention-dropout 0.1 --hidden-dropout 0.1"),
+    "rampup of the batch size": (1, "--rampup-batch-size 4 4 16 --train-samples 48"),
 }
-# The same, under ZB-H1 alone: megatron-core's own schedule would need another placement for it.
+# The same, under our schedules alone: megatron-core's own would need another placement for it.
 _OURS = {"expert communication behind another microbatch": "--overlap-moe-expert-parallel-comm"}
+# Masks are drawn by the rank that has a layer, so another placement draws others.
+_ON_A_LINE = {"dropout"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train under both schedules for each feature; returns 1 if losses differ or a training fails."""
+    """Train under each schedule for each feature; returns 1 if losses differ or a training fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("script", help="Megatron-LM's pretrain_gpt.py")
     parser.add_argument("--only", default="", metavar="TEXT", help="features with this in their title")
@@ -55,23 +63,26 @@ def main(argv: Sequence[str]) -> int:
     unknown = _FLAGS.keys() - {feature.title for feature in FEATURES}
     assert not unknown, f"no such features: {unknown}"
     wrong = 0
-    for title, (ranks, flags) in _FLAGS.items():
+    for title, (replicas, flags) in _FLAGS.items():
         if args.only in title:
             with tempfile.TemporaryDirectory() as folder:
-                given = {"stock": flags, "zb-h1": f"{flags} {_OURS.get(title, '')}"}
-                runs = [_train(args.script, ranks, own, name, Path(folder)) for name, own in given.items()]
-            equal = isinstance(runs[0], list) and runs[0] == runs[1]
+                begin = partial(_train, args.script, 4 * replicas, folder=Path(folder))
+                begin("stock", f"{flags} --save {folder}/start --save-interval 1 --exit-interval 1")
+                schedules = _SCHEDULES[:1] if title in _ON_A_LINE else _SCHEDULES
+                given = {"stock": flags} | {name: f"{flags} {_OURS.get(title, '')}" for name in schedules}
+                runs = [begin(name, f"{own} --load {folder}/start") for name, own in given.items()]
+            equal = isinstance(runs[0], list) and len(runs[0]) >= 3 and all(run == runs[0] for run in runs)
             wrong += not equal
-            print(f"{title}: {'equal' if equal else 'DIFFERENT'}: {runs[0] if equal else runs}", flush=True)
+            print(f"{title}: {'equal' if equal else 'DIFFERENT'}: {', '.join(given)}: {runs[0] if equal else runs}", flush=True)
     return int(bool(wrong))
 
 
-def _train(script: str, ranks: int, flags: str, schedule: str, folder: Path) -> list[float] | str:
+def _train(script: str, ranks: int, schedule: str, flags: str, folder: Path) -> list[float] | str:
     """The losses of a training; or the end of what it said."""
-    metrics = folder / f"{schedule}.jsonl"
+    metrics = folder / f"{schedule}{len(list(folder.glob('*.jsonl')))}.jsonl"
     dropout = "" if "dropout" in flags else _NO_DROPOUT
     launch = f"-m megatron.pipeline.cli launch --core pip --nproc-per-node {ranks}".split()
-    length = "" if "--train-samples" in flags else "--train-iters 3"
+    length = "" if "--train-samples" in flags else "--train-iters 4"
     ours = ["--pipeline-schedule", schedule, "--metrics", str(metrics), "--data-cache-path", str(folder)]
     ended = subprocess.run(
         [sys.executable, *launch, script, *f"{_MODEL} {length} {dropout} {flags}".split(), *ours],
@@ -83,8 +94,8 @@ def _train(script: str, ranks: int, flags: str, schedule: str, folder: Path) -> 
         check=False,
     )
     if ended.returncode:
-        said = [line for line in ended.stdout.splitlines() if "Error" in line or "pretrain_gpt.py:" in line]
-        return f"ended with {ended.returncode}: {' | '.join(said[:3])}"
+        said = [line for line in ended.stdout.splitlines() if "Error" in line or "launch:" in line]
+        return f"ended with {ended.returncode}: {' | '.join(said[:3])[:500]}"
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 

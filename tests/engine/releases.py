@@ -1,4 +1,4 @@
-"""Ranks that have imported a release of Transformer Engine which scripts/check_transformer_engine.py has fetched."""
+"""Ranks that have imported a release of Transformer Engine which scripts/fetch_transformer_engine.py has fetched."""
 
 from __future__ import annotations
 

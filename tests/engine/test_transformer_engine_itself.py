@@ -1,4 +1,4 @@
-"""Transformer Engine's own linears, of every release that scripts/check_transformer_engine.py has fetched, on a CPU."""
+"""Transformer Engine's own linears, of every release that scripts/fetch_transformer_engine.py has fetched, on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.releases import fetched, ranks_with
 from pool import Pool
 
 _SKIP = pytest.mark.skip(
-    reason="build/ has no release of Transformer Engine: python scripts/check_transformer_engine.py fetches some"
+    reason="build/ has no release of Transformer Engine: python scripts/fetch_transformer_engine.py fetches some"
 )
 _RELEASES: Sequence[Any] = fetched() or [pytest.param("", marks=_SKIP, id="none")]
 

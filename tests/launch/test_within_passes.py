@@ -81,7 +81,7 @@ def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: 
             output.with_name(f"rank-{number}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "zb-v --vocab-parallel 2"])
+@pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.whole), "zb-v", "zb-v --vocab-parallel 2"])
 def test_no_host_reads_the_device_within_an_iteration(tmp_path: Path, schedule: str) -> None:
     """But once at its end: losses and gradients, which Megatron-LM asks about one by one."""
     flags = f"{SIZES} {FOUR} {BOTH} {ON_A_GPU} --pipeline-schedule {schedule}"

@@ -134,8 +134,9 @@ def test_killed_run_leaves_no_index(tmp_path: Path) -> None:
         "documents = corpus.read_documents([Path(sys.argv[1])], ['text'], 'strict');"
         "corpus.write_dataset(documents, sys.argv[2], ['text'], Namespace(tokenizer_type='ByteLevelTokenizer'), True, 1, print)"
     )
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, str(pipe), str(tmp_path / "out")], stdout=-1)
-    with pipe.open("w") as writer:
+    command = [sys.executable, "-W", "ignore", "-c", program, str(pipe), str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=SCRIPT.parent, stdout=-1)
+    with open(os.open(pipe, os.O_RDWR), "w") as writer:  # reading, too: it does not wait for a program that has died
         writer.write("a line\n" * 10_000)
         writer.flush()
         assert process.stdout is not None

@@ -1,15 +1,13 @@
-"""Test with Transformer Engine's own Python, on a machine without a GPU: ``check_transformer_engine.py [RELEASE ..]``.
+"""Fetch Transformer Engine's own Python, for tests on a machine without a GPU: ``fetch_transformer_engine.py [RELEASE ..]``.
 
 pip fetches each release's wheel without what it depends on, and it is unpacked under ``build/transformer-engine``: Python files
-alone, under a megabyte. ``tests/engine`` runs them with operations of torch in place of the compiled module
-(``tests/engine/stand_in.py``); once they are there, ``make test`` does so, too. A release that cannot be fetched is
-left out, with a line that says why.
+alone, under a megabyte. From then on ``tests/engine`` (``make test-checkers``) runs them, with operations of torch in place of
+the compiled module (``tests/engine/stand_in.py``). A release that cannot be fetched is left out, with a line that says why.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -23,17 +21,12 @@ NEWEST = "newest"
 RELEASES = ("2.8.0", "2.14.0", "2.15.0", NEWEST)  # the first whose backward splits, the last before and the first after a change
 
 
-def main(argv: Sequence[str]) -> int:
-    """Fetch releases that are not there, and test with those; returns pytest's status, 0 if there is nothing to test with."""
+def main(argv: Sequence[str]) -> None:
+    """Fetch releases that are not there, and say which are."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("releases", nargs="*", default=RELEASES, metavar="RELEASE", help=f"{' '.join(RELEASES)}")
     found = [release for wanted in parser.parse_args(argv).releases if (release := fetch(wanted))]
-    if not found:
-        print("Transformer Engine: SKIPPED: no release could be fetched", flush=True)
-        return 0
-    print(f"Transformer Engine: testing with {', '.join(found)}", flush=True)
-    command = [sys.executable, "-m", "pytest", "tests/engine", "-k", " or ".join(found)]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+    print(f"Transformer Engine: {', '.join(found) or 'SKIPPED: no release could be fetched'}", flush=True)
 
 
 def fetch(release: str) -> str | None:
@@ -59,4 +52,4 @@ def fetch(release: str) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
