@@ -82,6 +82,7 @@ def logged(folder: Path) -> list[str]:
 
 @needs_upstream
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     "flags", [f"--pipeline-schedule zb-v {FP16}", "--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights"]
 )
@@ -89,12 +90,12 @@ def test_evaluations_checkpoints_and_signals_of_upstreams_own_script(tmp_path: P
     common = ON_UPSTREAM.replace("--eval-iters 0 --eval-interval 100 --clip-grad 0 --train-iters 5", "")
     common = f"{SIZES} {common} {flags} --pipeline-model-parallel-size 4 --clip-grad 2.25 --train-iters 12 --eval-iters 1 "
     common += "--eval-interval 5 --log-interval 1 --lr-warmup-iters 4 --exit-signal-handler --save-interval 4 "
-    launch(tmp_path / "plain", UPSTREAM, f"{common} --save {tmp_path}/alone", 4, "--core pip")
+    launch(tmp_path / "plain", UPSTREAM, f"{common} --save {tmp_path}/alone", 4, "--core pip", patience=3000)
     cut = f"{common} {AHEAD} --save {tmp_path}/saved"
-    launch(tmp_path / "cut", UPSTREAM, cut, 4, "--core pip", told_to_stop_in_iteration_7)
+    launch(tmp_path / "cut", UPSTREAM, cut, 4, "--core pip", told_to_stop_in_iteration_7, patience=3000)
     assert "exiting program after receiving SIGTERM" in (tmp_path / "cut" / "output").read_text()
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "7"
-    launch(tmp_path / "rest", UPSTREAM, f"{cut} --load {tmp_path}/saved", 4, "--core pip")
+    launch(tmp_path / "rest", UPSTREAM, f"{cut} --load {tmp_path}/saved", 4, "--core pip", patience=3000)
     expected, found = logged(tmp_path / "plain"), [*logged(tmp_path / "cut"), *logged(tmp_path / "rest")]
     [at] = [number for number, line in enumerate(found) if re.match(r"iteration +9/", line)]
     for lines in (expected, found):  # after every start Megatron-LM's second loss is the mean of the first two
