@@ -27,6 +27,7 @@ _FUNCTIONS = (
 _STEPS = ("forward_step", "backward_step")
 _UPSTREAM = compat.module("megatron.core.pipeline_parallel.schedules")
 _ORIGINAL = {name: getattr(_UPSTREAM, name) for name in _FUNCTIONS + _STEPS}
+_TAKES_MODEL_TYPE = "model_type" in inspect.signature(_ORIGINAL["backward_step"]).parameters
 
 
 def install() -> None:
@@ -48,7 +49,7 @@ def use(forward_backward: Callable[..., Any]) -> None:
 def backward(inputs: Any, outputs: Any, gradients: Any, config: Any, model: Any) -> Any:
     """Upstream's ``backward_step`` of one chunk, as every release wants it called."""
     step = _UPSTREAM.backward_step
-    if "model_type" in inspect.signature(_ORIGINAL["backward_step"]).parameters:
+    if _TAKES_MODEL_TYPE:
         return step(inputs, outputs, gradients, _UPSTREAM.get_model_type(model), config)
     return step(inputs, outputs, gradients, config)
 

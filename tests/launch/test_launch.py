@@ -35,6 +35,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Steps:
         "v-half",
         "interleaved --num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 8",
         "1f1b --num-layers-in-first-pipeline-stage 5",
+        "zb-v --num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout Ett|(t|)*6L",
         "v-auto --pipeline-costs profile --pipeline-trace {tmp_path}/trace --log-interval 1",
     ],
 )

@@ -336,3 +336,13 @@ def test_a_gradient_beside_the_modules_own_is_named() -> None:
     (torch.randn(2, SIZE) @ model.first.weight.t()).sum().backward()
     with pytest.raises(RuntimeError, match=r"^W never computed first\.weight: the model uses its weight elsewhere"):
         check_no_gradient_is_lost(model)
+
+
+def test_a_gradient_that_a_module_keeps_for_nobody_is_named() -> None:
+    """As fused operations do that call no hook of a module: W does not know that there is something to compute."""
+    model = Model(delayed=True, fused=False, bias=IN_W)
+    model.first.forward(torch.randn(2, SIZE)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^W never computed first\.weight: "):
+        check_no_gradient_is_lost(model)
+    model.first.backward_dw()
+    check_no_gradient_is_lost(model)

@@ -126,9 +126,9 @@ def test_settings_without_support_are_refused_as_flags_and_in_configurations(set
     from megatron.pipeline.patches import unsupported
 
     for in_config in (False, True):
-        assert unsupported.reason(Namespace(cuda_graph_impl="none", delay_wgrad_compute=in_config), in_config) is None
-        name, reason = unsupported.reason(Namespace(**{setting: "local"}), in_config)
-        assert name == setting and "relies on the order of megatron-core's own schedules" in reason
+        assert unsupported.excluded(Namespace(cuda_graph_impl="none", delay_wgrad_compute=in_config), in_config) == []
+        [(name, found)] = unsupported.excluded(Namespace(**{setting: "local"}), in_config)
+        assert name == setting and "relies on the order of megatron-core's own schedules" in found.reason
 
 
 def test_one_attention_variant_is_refused_by_its_name() -> None:

@@ -168,6 +168,17 @@ def test_ends_of_interleaved_stages_are_ranks() -> None:
     assert [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)] == [2, 3, 2, 3]
 
 
+def test_layers_of_a_chunk_count_the_ends_that_stages_account_for() -> None:
+    ends = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    flags = f"--pipeline-schedule interleaved --num-layers 10 --num-layers-per-virtual-pipeline-stage 2 {ends}"
+    args, _, pipeline = program.prepare(f"{MODEL} {flags}".split(), world_size=2)
+    assert [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)] == [1, 2, 2, 2, 2, 1]
+    with pytest.raises(
+        ValueError, match=r"--num-layers 9 and --account-for-loss-in-pipeline-split \(10\) is not a multiple of 2"
+    ):
+        program.prepare(f"{MODEL} {flags} --num-layers 9".replace(ends, ends.split()[1]).split(), world_size=2)
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

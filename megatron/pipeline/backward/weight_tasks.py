@@ -8,7 +8,7 @@ DDP learns from ``notify``, not from autograd, that a weight ``prepare``d here h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -19,6 +19,7 @@ __all__ = ["WeightTask", "prepare", "register_hook", "submit"]
 # Attributes of a weight. The first has what to call when the weight has its gradient of one microbatch.
 _HOOKS = "weight_gradient_hooks"
 _FUSED_IF_RECOMPUTED = "fused_if_recomputed"
+_MARK = "skip_backward_post_hook"  # megatron-core's, of weights whose gradients DDP expects from their modules
 
 DDP_DOES_NOT_WAIT = (
     "a weight prepared by split_weights is in DDP's buffers, but DDP does not wait for its gradients: "
@@ -35,7 +36,7 @@ class WeightTask(Protocol):
     """Work of W for one layer and one microbatch."""
 
     @property
-    def held(self) -> Sequence[torch.Tensor]:
+    def held(self) -> Iterable[torch.Tensor]:
         """The tensors kept alive until the task has run."""
 
     def prefetch(self) -> None:
@@ -80,7 +81,7 @@ def submit(task: WeightTask, fused: bool = False) -> None:
 
 def prepare(weight: torch.nn.Parameter) -> None:
     """Have DDP, which is yet to wrap the weight's module, learn from ``notify`` that the weight has a gradient."""
-    weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+    setattr(weight, _MARK, True)
     setattr(weight, _HOOKS, [])
 
 
@@ -114,12 +115,19 @@ def notify(weight: torch.nn.Parameter) -> None:
 def check_no_gradient_is_lost(chunk: torch.nn.Module) -> None:
     """Refuse a chunk of which autograd, and not W, has computed the gradient of a prepared weight: DDP does not look there.
 
-    To be asked once all W have run, and before gradients are reduced. A weight without any gradient is no matter of W's.
+    To be asked once all W have run, and before gradients are reduced. A weight without any gradient is no matter of W's, unless
+    Transformer Engine keeps what it is to be computed from: that is refused, too.
 
     Raises:
         RuntimeError: names the weights.
     """
-    lost = [re.sub(r"^(module\.)+", "", name) for name, weight in chunk.named_parameters() if _has_lost(weight)]
+    lost = []
+    for path, module in chunk.named_modules():
+        context = getattr(getattr(module, "wgrad_store", None), "context", None)  # None where it delays nothing
+        keeps = context is not None and not context.empty()
+        for name, weight in module.named_parameters(recurse=False):
+            if _has_lost(weight) or (keeps and hasattr(weight, _MARK)):
+                lost.append(re.sub(r"^(module\.)+", "", f"{path}.{name}"))
     if lost:
         raise RuntimeError(f"W never computed {', '.join(lost)}: {_USED_ELSEWHERE}")
 
@@ -139,7 +147,7 @@ def check_nothing_is_overwritten(weight: torch.nn.Parameter) -> None:
 def _has_lost(weight: torch.nn.Parameter) -> bool:
     # The mark is that of Transformer Engine's weights, too. DDP's hook has emptied ``grad`` of all that W computes, and an
     # optimizer may have left ``main_grad`` itself there.
-    lost = weight.grad is not None and hasattr(weight, "skip_backward_post_hook")
+    lost = weight.grad is not None and hasattr(weight, _MARK)
     return lost and hasattr(weight, "main_grad") and weight.grad is not weight.main_grad
 
 
@@ -148,7 +156,7 @@ def fuse_if_recomputed(weight: torch.nn.Parameter) -> None:
     setattr(weight, _FUSED_IF_RECOMPUTED, True)
 
 
-def runs_fused(weight: torch.nn.Parameter) -> bool:
-    """Asked in a forward: whether B is to compute the gradient of this weight as well, since its layer is being recomputed."""
+def runs_fused(*weights: torch.nn.Parameter) -> bool:
+    """Asked in a forward: whether B is to compute the gradients of these weights as well, since their layer is recomputed."""
     within_a_backward = torch._C._current_graph_task_id() != -1
-    return within_a_backward and hasattr(weight, _FUSED_IF_RECOMPUTED)
+    return within_a_backward and any(hasattr(weight, _FUSED_IF_RECOMPUTED) for weight in weights)

@@ -190,12 +190,16 @@ def chunks_per_rank(args: Namespace) -> int | None:
 
 
 def _chunks_of_layers(args: Namespace, layers: int, ranks: int) -> int:
-    if args.num_layers % (ranks * layers):
+    ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    counting = [name for name in ends if getattr(args, name, False)]  # as a layer each
+    counted = args.num_layers + len(counting)
+    if counted % (ranks * layers):
+        also = "".join(f" and {flag_of(name)}" for name in counting) + (f" ({counted})" if counting else "")
         raise ValueError(
-            f"--num-layers {args.num_layers} is not a multiple of {ranks} pipeline ranks x "
+            f"--num-layers {args.num_layers}{also} is not a multiple of {ranks} pipeline ranks x "
             f"{layers} layers of --num-layers-per-virtual-pipeline-stage = {ranks * layers}"
         )
-    return int(args.num_layers // (ranks * layers))
+    return int(counted // (ranks * layers))
 
 
 def _chunks_of_layout(text: str, ranks: int) -> int:

@@ -40,15 +40,5 @@ def check_quantized(args: Namespace) -> None:
         raise ValueError(
             f"--fp8-recipe {recipe}: {why}: give --fp8-recipe {' or '.join(RECIPES)}, or --pipeline-schedule {STOCK}"
         )
-    if getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
-        raise ValueError(
-            "--reuse-grad-buf-for-mxfp8-param-ag gathers weights into the memory of gradients, which W fills late: leave it out "
-            "(weights that are gathered then take memory of their own, as megatron-core warns)"
-        )
-    if getattr(args, "fp8_param_gather", False) and getattr(args, "use_distributed_optimizer", False):
-        raise ValueError(
-            "--fp8-param-gather with --use-distributed-optimizer: delayed weight gradients were not tested with weights that the "
-            f"optimizer writes in FP8: leave --fp8-param-gather out, or take --pipeline-schedule {STOCK}"
-        )
     profiles = args.pipeline_costs == PROFILE or args.offload_profile
     te_linear.check_quantized(args, args.offload != OFF, profiles, args.post_validation, reruns=False)  # its schedule says that

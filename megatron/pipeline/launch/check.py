@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,7 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of, switched_on
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_overlap, check_prediction, experts_drift
 from megatron.pipeline.flags.validation_quantized import check_quantized
+from megatron.pipeline.launch.adapt import exclusions, refusal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
 from megatron.pipeline.model.slices import check_slices
@@ -47,11 +48,10 @@ def check_flags(args: Namespace) -> None:
         )
     if args.pipeline_schedule == STOCK:
         return
-    if wrong := wrong_in_megatron_core(args):
-        raise ValueError(wrong)
-    _check_settings(args)
-    _check_steps_ahead(args)
-    check_quantized(args)
+    checks = (check_quantized, _check_settings, _check_steps_ahead)
+    wrong = [wrong_in_megatron_core(args), *(_words(check, args) for check in checks)]
+    if found := [words for words in wrong if words]:
+        raise ValueError(". ".join(found))
     args.chunks = chunks_per_rank(args)
 
 
@@ -61,15 +61,21 @@ def check_validated(args: Namespace) -> None:
     Raises:
         ValueError: says which flag, and what to do without it.
     """
-    if args.pipeline_schedule != STOCK:
-        _check_settings(args, in_config=True)
+    _check_settings(args, in_config=True)
+
+
+def _words(check: Callable[[Namespace], None], args: Namespace) -> str | None:
+    """With what a check refuses flags, so that all is said at once."""
+    try:
+        check(args)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _check_settings(args: Namespace, in_config: bool = False) -> None:
-    if refused := unsupported.reason(args, in_config):
-        name, why = refused
-        flag = unsupported.UNSUPPORTED[name].flag or flag_of(name)
-        raise ValueError(f"{flag} {why}: leave it out, or take --pipeline-schedule stock")
+    if found := exclusions(args, in_config):
+        raise ValueError(refusal(found))
 
 
 _BEHIND_STEPS = "acts on weights behind a step, when forwards of the next iteration have begun"
@@ -111,7 +117,7 @@ def check_source(args: Namespace) -> None:
 def wrong_in_megatron_core(args: Namespace) -> str | None:
     """Flags that this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
     tensor = args.tensor_model_parallel_size
-    if separates_documents(args) == "sft" and tensor > 1 and not compat.shares_packed_sequences():
+    if switched_on(args, "sft") and tensor > 1 and not compat.shares_packed_sequences():
         return (
             f"--sft with --tensor-model-parallel-size {tensor}: Megatron-LM {compat.version()} does not tell all tensor-parallel "
             "ranks where packed sequences begin: give --tensor-model-parallel-size 1, or take release 0.17 or later"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,30 +120,36 @@ def prepare(module: torch.nn.Module) -> None:
     would round a gradient to the weight's precision and DDP would add it, and GroupedLinear keeps such gradients from B to W.
     """
     module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
-    for name, parameter in module.named_parameters(recurse=False):
-        if _DELAYED.fullmatch(name):  # marked already, but megatron-core makes biases anew under --use-cpu-initialization
-            parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
-    module.register_forward_pre_hook(_mark_input)
+    delayed = [parameter for name, parameter in module.named_parameters(recurse=False) if _DELAYED.fullmatch(name)]
+    for parameter in delayed:  # marked already, but megatron-core makes biases anew under --use-cpu-initialization
+        parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+    module.register_forward_pre_hook(partial(_mark_input, delayed))
 
 
 class DelayedGradient:
     """The weight gradient of a module for one microbatch, whose backward has just run.
 
-    Attributes:
-        held: what the module's store keeps for it, without what a product is added to.
+    Args:
+        delayed: the module's weights and biases that are left to W, unless they are frozen.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, delayed: Sequence[torch.nn.Parameter]) -> None:
         self._module = module
-        parameters = _delayed_parameters(module)
+        parameters = [parameter for parameter in delayed if parameter.requires_grad]
         self._weights = [parameter for parameter in parameters if parameter.dim() > 1]
         self._bias_gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.dim() == 1]
         for parameter in parameters:
             parameter.grad = None  # of a weight it is a stand-in, or nothing: saved-tensor hooks hide the weight from 2.8 to 2.14
+        stored = module.wgrad_store.context.queue
+        self._stored = stored[-1] if stored else None
+
+    @property
+    def held(self) -> Iterator[torch.Tensor]:
+        """What the module's store keeps for it, without what a product is added to."""
         main_grads = {weight.main_grad.untyped_storage().data_ptr() for weight in self._weights if hasattr(weight, "main_grad")}
-        newest = list(module.wgrad_store.context.queue)[-1:]
-        found = _tensors([tensors for tensors, _ in newest])
-        self.held: Sequence[torch.Tensor] = [one for one in found if one.untyped_storage().data_ptr() not in main_grads]
+        for one in _tensors(self._stored[:1] if self._stored else []):
+            if one.untyped_storage().data_ptr() not in main_grads:
+                yield one
 
     def prefetch(self) -> None:
         """Nothing to fetch: under sequence parallelism the module's store has the whole input."""
@@ -155,21 +162,13 @@ class DelayedGradient:
         """
         if not self._module.wgrad_accumulation_and_reduce_hooks:
             raise RuntimeError(weight_tasks.DDP_DOES_NOT_WAIT)
+        self._stored = None  # to be let go of by the store
         for weight in self._weights:
             mark_accumulated(weight)
         for bias, gradient in self._bias_gradients:
             bias.grad = gradient
         self._bias_gradients.clear()
         self._module.backward_dw()
-
-
-def _delayed_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The weights and biases whose gradients DDP expects after ``backward_dw``."""
-    return [
-        parameter
-        for parameter in module.parameters(recurse=False)
-        if parameter.requires_grad and getattr(parameter, "skip_backward_post_hook", False)
-    ]
 
 
 def _tensors(stored: Any) -> Iterator[torch.Tensor]:
@@ -183,25 +182,27 @@ def _tensors(stored: Any) -> Iterator[torch.Tensor]:
         yield from (part for part in getattr(stored, "__dict__", {}).values() if type(part) is torch.Tensor)
 
 
-def _mark_input(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _mark_input(
+    delayed: Sequence[torch.nn.Parameter], module: torch.nn.Module, inputs: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
     if not torch.is_grad_enabled():
         return None
     hidden, *rest = inputs
     if not hidden.requires_grad:  # behind frozen layers; the backward is to come by here even so
         hidden = hidden.detach().requires_grad_()
-    return _AfterBackward.apply(hidden, module), *rest
+    return _AfterBackward.apply(hidden, module, delayed), *rest
 
 
 class _AfterBackward(torch.autograd.Function):
     """The identity, on a module's input: its backward runs when the module's has run, and all of its ``grad`` are there."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-        ctx.module = module
-        ctx.fused = any(map(weight_tasks.runs_fused, _delayed_parameters(module)))
+    def forward(ctx: Any, hidden: torch.Tensor, module: torch.nn.Module, delayed: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        ctx.module, ctx.delayed = module, delayed
+        ctx.fused = weight_tasks.runs_fused(*delayed)
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        weight_tasks.submit(DelayedGradient(ctx.module), ctx.fused)
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        weight_tasks.submit(DelayedGradient(ctx.module, ctx.delayed), ctx.fused)
+        return gradient, None, None

@@ -6,7 +6,12 @@ from functools import partial
 import torch
 from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from megatron.training import get_args, pretrain
@@ -18,14 +23,26 @@ NAMES = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None):
     args = get_args()
+    config = core_transformer_config_from_args(args)
+    if args.num_experts:
+        spec = get_gpt_decoder_block_spec(config, False, normalization=args.normalization, vp_stage=vp_stage)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    further = None
+    if args.mtp_num_layers:
+        layers = get_gpt_decoder_layer_specs(config, False, normalization=args.normalization, vp_stage=vp_stage)
+        further = get_gpt_mtp_block_spec(config, layers[-1], False, vp_stage=vp_stage)
     return GPTModel(
-        config=core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts),
+        config=config,
+        transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.seq_length,
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+        mtp_block_spec=further,
         vp_stage=vp_stage,
     )
 
@@ -64,11 +81,12 @@ def loss_func(loss_mask, output_tensor, model=None):
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
-def forward_step(data_iterator, model):
+def forward_step(data_iterator, model, return_schedule_plan=False):
     chunk = get_attr_wrapped_model(model, "vp_stage")
     batch = get_batch_on_this_tp_rank(data_iterator) if is_first_or_last_pipeline_stage(chunk) else dict.fromkeys(NAMES)
     tokens, labels, loss_mask, positions, hidden = (batch[name] for name in NAMES)
-    output = model(tokens, positions, hidden, labels=labels, loss_mask=loss_mask)
+    run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
+    output = run(tokens, positions, hidden, labels=labels, loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask, model=model)
 
 

@@ -17,7 +17,11 @@ def initialize_megatron(extra_args_provider=None, args_defaults=None, parsed=Fal
     args = get_args()
     torch.distributed.init_process_group(args.distributed_backend, rank=args.rank, world_size=args.world_size)
     mpu.initialize_model_parallel(
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     seed = args.seed + 100 * mpu.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)

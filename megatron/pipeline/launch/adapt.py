@@ -1,0 +1,99 @@
+"""Flags of a command that was written for megatron-core's own schedules, and that another schedule replaces or excludes.
+
+``patches/unsupported.py`` has those that every schedule of ours excludes; the numbers of chunks and groups depend on the family.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from megatron.pipeline.patches import unsupported
+
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, GROUP_FLAG, flag_of
+from megatron.pipeline.flags.validation import chunks_per_rank
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.names import STOCK
+
+_GROUP = "microbatch_group_size_per_vp_stage"
+
+
+class Excluded(NamedTuple):
+    """A flag that does not go with the schedule.
+
+    Attributes:
+        flag: as it was given.
+        reason: completes a sentence that starts with the flag.
+        price: what it costs to leave it out; "" where the training would be another one.
+        names: the settings that go with it.
+    """
+
+    flag: str
+    reason: str
+    price: str
+    names: tuple[str, ...]
+
+
+def exclusions(args: Namespace, in_config: bool = False) -> list[Excluded]:
+    """All flags that do not go with the schedule.
+
+    Args:
+        args: as the parser has read them, or with ``in_config`` as upstream's validation has left them.
+    """
+    if args.pipeline_schedule == STOCK:
+        return []
+    found = [
+        Excluded(setting.flag or flag_of(name), setting.reason, setting.price, (name, *setting.details))
+        for name, setting in unsupported.excluded(args, in_config)
+    ]
+    return found if in_config else [*found, *_of_a_family(args)]
+
+
+def adapt(args: Namespace, default: Callable[[str], Any]) -> list[str]:
+    """Give what can be left out the values that it has where it is not given.
+
+    Args:
+        args: as the parser has read them; changed in place.
+        default: from a name to that value.
+
+    Returns:
+        A line for each: the flag, the reason, and the price.
+    """
+    left_out = [one for one in exclusions(args) if one.price]
+    for name in (name for one in left_out for name in one.names if hasattr(args, name)):
+        setattr(args, name, default(name))
+    return [f"{one.flag} {one.reason}: left out by --adapt. Price: {one.price}" for one in left_out]
+
+
+def refusal(found: list[Excluded]) -> str:
+    """All of them in one line, with what would run."""
+    them, kept = "it" if len(found) == 1 else "them", [one.flag for one in found if not one.price]
+    text = f"{'; '.join(f'{one.flag} {one.reason}' for one in found)}: leave {them} out, or take --pipeline-schedule {STOCK}"
+    if len(kept) < len(found):
+        whom = f"all but {', '.join(kept)}" if kept else them
+        text += f"; the same command with --adapt leaves {whom} out, and says at what price"
+    return text
+
+
+def _of_a_family(args: Namespace) -> Iterator[Excluded]:
+    """Numbers of chunks and groups, where the family has its own."""
+    name = args.pipeline_schedule
+    family = families.FAMILIES.get(name)
+    if family is None:
+        return
+    given = tuple(flag for flag in CHUNK_FLAGS if getattr(args, flag, None))
+    if given and not family.any_chunks:
+        try:
+            chunks = chunks_per_rank(args)
+            wrong = f"asks for {chunks} chunks per rank, and {name} has {family.chunks}"
+        except ValueError as error:
+            chunks, wrong = None, f"asks for chunks per rank, of which {name} has {family.chunks} ({error})"
+        if chunks != family.chunks:
+            stages = args.pipeline_model_parallel_size * family.chunks
+            flags = " and ".join(f"{flag_of(flag)} {getattr(args, flag)}" for flag in given)
+            yield Excluded(flags, wrong, f"layers are spread evenly over the {stages} stages of {name}", given)
+    group = getattr(args, _GROUP, None)
+    if group is not None and not family.grouped:
+        wrong = f"sets groups of microbatches, and {name} has its own or none"
+        yield Excluded(f"{GROUP_FLAG} {group}", wrong, f"none, {name} orders microbatches itself", (_GROUP,))

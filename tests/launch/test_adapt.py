@@ -1,0 +1,124 @@
+"""What ``--adapt`` leaves out, what it says, and what is refused without it."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import pytest
+from megatron.pipeline.patches.unsupported import UNSUPPORTED
+
+from megatron.pipeline.flags.flags import MEGATRON, add_flags, flag_of
+from megatron.pipeline.launch.adapt import adapt, exclusions, refusal
+from megatron.pipeline.launch.check import check_flags
+from megatron.pipeline.launch.run import Run
+from megatron.pipeline.launch.versions import Versions
+
+PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
+PRICED = [name for name, setting in UNSUPPORTED.items() if setting.price]
+
+
+def upstreams(flags: str) -> Namespace:
+    """What a launched script's parser, with some of Megatron-LM's flags, makes of a command line."""
+    parser = ArgumentParser(allow_abbrev=False)
+    add_flags(parser, MEGATRON)
+    for switch in ("tp-comm-overlap", "delay-wgrad-compute", "sft"):
+        parser.add_argument(f"--{switch}", action="store_true")
+    parser.add_argument("--fp4-format", dest="fp4")
+    parser.add_argument("--fp8-format", dest="fp8")
+    parser.add_argument("--fp8-recipe", default="delayed")
+    parser.add_argument("--cuda-graph-impl", default="none")
+    parser.add_argument("--cuda-graph-scope", nargs="+", default=[])
+    Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1")).add_flags(parser)
+    return parser.parse_args(["--pipeline-model-parallel-size", "4", "--num-layers", "16", *flags.split()])
+
+
+GIVEN = (
+    "--delay-wgrad-compute --cuda-graph-impl local --cuda-graph-scope attn moe_router --num-layers-per-virtual-pipeline-stage 1 "
+    "--microbatch-group-size-per-virtual-pipeline-stage 8"
+)
+
+
+def test_what_is_left_out_has_the_value_of_a_command_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    args, without = (upstreams(f"--pipeline-schedule zb-v --adapt {flags}") for flags in (GIVEN, ""))
+    assert args == without
+    check_flags(args)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": left out by --adapt. Price: ")[0] for line in said] == [
+        " --delay-wgrad-compute delays weight gradients within megatron-core's own schedules; ours do so anyway",
+        " --cuda-graph-impl (CUDA graphs) relies on the order of megatron-core's own schedules",
+        " --num-layers-per-virtual-pipeline-stage 1 asks for 4 chunks per rank, and zb-v has 2",
+        " --microbatch-group-size-per-virtual-pipeline-stage 8 sets groups of microbatches, and zb-v has its own or none",
+    ]
+
+
+def test_ranks_but_the_first_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert not upstreams(f"--pipeline-schedule zb-v --adapt {GIVEN}").delay_wgrad_compute
+    assert capsys.readouterr().out == ""
+
+
+AGREEING = "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout Ett|(tt|)*6ttL"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--pipeline-schedule stock --adapt {GIVEN}",
+        "--pipeline-schedule interleaved --adapt --num-layers-per-virtual-pipeline-stage 1",
+        "--pipeline-schedule zb-v --adapt --num-virtual-stages-per-pipeline-rank 2",
+        f"--pipeline-schedule zb-v --adapt {AGREEING}",
+    ],
+)
+def test_what_goes_with_the_schedule_stays(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vars(upstreams(flags)) == vars(upstreams(flags.replace("--adapt", ""))) | {"adapt": True}
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--delay-wgrad-compute --tp-comm-overlap --num-virtual-stages-per-pipeline-rank 4",
+            r"^--delay-wgrad-compute delays .*; --tp-comm-overlap leaves .*; --num-virtual-stages-per-pipeline-rank 4 asks for 4 "
+            r"chunks per rank, and zb-v has 2: leave them out, or take --pipeline-schedule stock; the same command with --adapt "
+            r"leaves them out, and says at what price$",
+        ),
+        (
+            "--tp-comm-overlap --fp4-format e2m1",
+            r"^--tp-comm-overlap leaves .*; --fp4-format is not tested .*: leave them out, .*; the same command with --adapt "
+            r"leaves all but --fp4-format out, and says at what price$",
+        ),
+        ("--adapt --tp-comm-overlap --fp4-format e2m1", "^--fp4-format is not tested .*: leave it out, or take .* stock$"),
+        (
+            "--tp-comm-overlap --fp8-format e4m3 --fp8-recipe custom --transformer-impl transformer_engine",
+            r"^--fp8-recipe custom: .*\. --tp-comm-overlap leaves .*: leave it out",
+        ),
+        (
+            "--num-virtual-stages-per-pipeline-rank 4 --pipeline-model-parallel-layout Et|(tt|)*6ttL",
+            r"^--num-virtual-stages-per-pipeline-rank 4 and --pipeline-model-parallel-layout Et\S+ asks for chunks per rank, of "
+            r"which zb-v has 2 \(\S+ \(4\) and \S+ \(2\) each say how many chunks a rank has: give one\): leave it out",
+        ),
+    ],
+)
+def test_a_refusal_names_all(flags: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_flags(upstreams(f"--pipeline-schedule zb-v {flags}"))
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_a_setting_with_a_price_can_be_left_out(name: str) -> None:
+    setting = UNSUPPORTED[name]
+    args = Namespace(pipeline_schedule="zb-h1", **{name: 2, **({setting.beside: True} if setting.beside else {})})
+    [found] = exclusions(args)
+    assert "; the same command with --adapt leaves it out" in refusal([found])
+    assert adapt(args, {name: setting.neutral}.get) == [
+        f"{setting.flag or flag_of(name)} {setting.reason}: left out by --adapt. Price: {setting.price}"
+    ]
+    assert exclusions(args) == []
+
+
+def test_the_page_has_the_prices() -> None:
+    page = PAGE.read_text()
+    for name in PRICED:
+        assert f"| `{UNSUPPORTED[name].flag or flag_of(name)}` | {UNSUPPORTED[name].price} |" in page
