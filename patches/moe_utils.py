@@ -35,11 +35,15 @@ def _track(original: Any, *args: Any, **options: Any) -> None:
     original(*args, **options)
 
 
-def forget_auxiliary_losses() -> None:
-    """Drop what an earlier model left in upstream's sums, which may have had fewer layers."""
+def exchange_auxiliary_losses(other: Any = None) -> Any:
+    """Upstream's sums of auxiliary losses by layer; from here on it adds to others, or without any to new ones."""
     new = compat.optional("megatron.core.transformer.moe.moe_utils", "get_moe_metrics_tracker")
-    if new is None:
-        compat.get("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker")().clear()
-    else:
-        logging = "megatron.core.transformer.moe.moe_logging"
-        compat.get(logging, "set_moe_metrics_tracker")(compat.get(logging, "MoEMetricsTracker")())
+    if new is not None:
+        logging, before = "megatron.core.transformer.moe.moe_logging", new()
+        compat.get(logging, "set_moe_metrics_tracker")(other or compat.get(logging, "MoEMetricsTracker")())
+        return before
+    sums = compat.get("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker")()
+    kept = dict(sums)
+    sums.clear()
+    sums.update(other or {})
+    return kept

@@ -27,20 +27,24 @@ def install() -> None:
 
 
 @contextmanager
-def together() -> Iterator[list[Noted]]:
+def together(noted: list[Noted] | None = None, last: bool = True) -> Iterator[list[Noted]]:
     """Judge all results that are given within when it ends, after one read of the device; yields them, to be cleared or not.
+
+    Args:
+        noted: those that are waiting from before.
+        last: else they go on waiting.
 
     Raises:
         RuntimeError: upstream's, for what is no number.
     """
     global _waiting
-    noted: list[Noted] = []
+    noted = [] if noted is None else noted
     outer, _waiting = _waiting, noted
     try:
         yield noted
     finally:
         _waiting = outer
-    if not noted:
+    if not (noted and last):
         return
     read = torch.stack([result.double() for result, _ in noted]).tolist()
     for (result, judge), number in zip(noted, read, strict=True):

@@ -23,10 +23,16 @@ Steps = list[tuple[float, float]]
 
 
 def launch(
-    directory: Path, script: Path, flags: str, ranks: int = 2, before: str = "", target: Callable[..., None] | None = None
+    directory: Path,
+    script: Path,
+    flags: str,
+    ranks: int = 2,
+    before: str = "",
+    target: Callable[..., None] | None = None,
+    patience: float = 400,
 ) -> Steps:
     """Losses and gradient norms of a run that must end well; it has 2 pipeline ranks, or as many as the flags say."""
-    codes, output, metrics = run(directory, script, flags, ranks, before, target=target)
+    codes, output, metrics = run(directory, script, flags, ranks, before, target=target, patience=patience)
     assert codes == [0] * ranks, output
     return metrics
 
@@ -39,11 +45,13 @@ def run(
     before: str = "",
     started: int | None = None,
     target: Callable[..., None] | None = None,
+    patience: float = 400,
 ) -> tuple[list[int | None], str, Steps]:
     """Exit codes of the ranks that are started, by default all; what they printed; and losses and gradient norms.
 
     Args:
         target: what each runs; by default ``rank``, or ``own``.
+        patience: seconds after which a rank is ended.
     """
     directory.mkdir(parents=True, exist_ok=True)
     port, output, metrics = free_port(), directory / "output", directory / "metrics.jsonl"
@@ -53,7 +61,7 @@ def run(
         arguments = [*before.split(), str(script), *arguments]
     processes = [forked(function, number, ranks, port, output, arguments) for number in range(started or ranks)]
     for process in processes:
-        process.join(timeout=400)
+        process.join(timeout=patience)
         process.kill()
         process.join()
     lines = metrics.read_text().splitlines() if metrics.exists() else []

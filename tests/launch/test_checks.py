@@ -24,6 +24,7 @@ from megatron.pipeline.flags.validation import check_new_flags
 from megatron.pipeline.flags.validation_experts import check_overlap
 from megatron.pipeline.flags.validation_quantized import check_quantized
 from megatron.pipeline.launch import script
+from megatron.pipeline.launch.ahead import follows_at_once
 from megatron.pipeline.launch.check import check_flags, check_plan, untested
 from megatron.pipeline.launch.progress import LaunchProgress
 from megatron.pipeline.launch.run import Run
@@ -95,6 +96,36 @@ def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() ->
     assert untested(as_read(**given | {"pipeline_schedule": "stock"})) == []
     with pytest.raises(ValueError, match=r"^--experimental-attention-variant dsa uses the weight of a linear without its forwar"):
         check_flags(as_read(**given, experimental_attention_variant="dsa"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"log_num_zeros_in_grad": True}, "--log-num-zeros-in-grad counts what a step ahead does not wait for: leave it out"),
+        ({"qk_clip": True}, "--qk-clip acts on weights behind a step"),
+        ({"optimizer": "muon"}, "--optimizer muon: --post-validation rolls back steps of adam and sgd: take one of them"),
+    ],
+)
+def test_what_does_not_go_with_steps_ahead_is_refused(given: dict[str, object], words: str) -> None:
+    flags = {"pipeline_schedule": "zb-v", "optimizer": "adam"} | SIZES_OF_RANKS | given
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        check_flags(as_read(post_validation=True, **flags))
+
+
+@pytest.mark.parametrize(
+    ("given", "pauses"),
+    [
+        ({}, [100]),
+        ({"save_interval": 4}, [100]),
+        ({"save_interval": 4, "save": "there"}, [4, 8, 100]),
+        ({"exit_interval": 9, "phase_transition_iterations": [5]}, [5, 9, 99, 100]),
+        ({"save_wgrads_interval": 5}, [4, 9, 99, 100]),
+        ({"iterations_to_skip": [6], "profile": True, "profile_step_start": 1, "profile_step_end": 3}, [1, 3, 5, 6, 100]),
+    ],
+)
+def test_iterations_that_nothing_but_a_log_parts(given: dict[str, object], pauses: list[int]) -> None:
+    args = Namespace(**{"train_iters": 100, "eval_interval": 1000, "save": None} | given)
+    assert [done for done in (*range(1, 10), 98, 99, 100) if not follows_at_once(args, done)] == pauses
 
 
 @pytest.mark.parametrize(

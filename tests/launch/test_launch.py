@@ -122,7 +122,7 @@ def test_layouts(tmp_path: Path, flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("zb-v --post-validation", "--post-validation takes the optimizer's step within the next iteration"),
+        ("stock --post-validation", "--post-validation needs a schedule that says where a step must stand"),
         ("zb-v --rehearse --rehearse-replicas fake", "--rehearse-replicas fake makes the world with ranks that are not there"),
         ("zb-v --rehearse --rehearse-park", "--rehearse-park moves the optimizer's state, which the training loop has"),
         ("zb-w", "unknown schedule 'zb-w'"),

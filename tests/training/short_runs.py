@@ -42,11 +42,11 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
     schedules.restore()
     real_run, real_save = iterations.Iterations.run, checkpoint.dist_checkpointing.save
 
-    def run(self: Any, may_be_ahead: bool) -> bool:
+    def run(self: Any, follows: bool) -> Any:
         last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
         if last and self._training.iteration + 1 == terminate_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real_run(self, may_be_ahead)
+        return real_run(self, follows)
 
     def save(*args: Any, **more: Any) -> None:
         real_save(*args, **more)

@@ -51,7 +51,6 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> None:
     _check_recompute(args)
     check_data(args)
     check_checkpoints(args)
-    _check_post_validation(args)
     check_new_flags(args)
     check_overlap(args)
     if not elsewhere:
@@ -66,6 +65,7 @@ def check_new_flags(args: Namespace) -> None:
     """
     if args.recompute_fused_backward and not args.recompute_granularity:
         raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
+    _check_post_validation(args)
     check_quantized(args)
     check_vocabulary(args)
     check_offload(args)

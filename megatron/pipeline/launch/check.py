@@ -34,8 +34,6 @@ def check_flags(args: Namespace) -> None:
         ValueError: says which flag, and what to do without it.
     """
     ours = (
-        ("--post-validation", args.post_validation,
-            "takes the optimizer's step within the next iteration, which is the training loop's to do"),
         ("--rehearse-park", args.rehearse_park, "moves the optimizer's state, which the training loop has"),
         (f"--rehearse-replicas {args.rehearse_replicas}", args.rehearse_replicas,
             "makes the world with ranks that are not there, which the script does here"),
@@ -50,7 +48,8 @@ def check_flags(args: Namespace) -> None:
         )
     if args.pipeline_schedule == STOCK:
         return
-    wrong = [wrong_in_megatron_core(args), _words(check_quantized, args), _words(_check_settings, args)]
+    checks = (check_quantized, _check_settings, _check_steps_ahead)
+    wrong = [wrong_in_megatron_core(args), *(_words(check, args) for check in checks)]
     if found := [words for words in wrong if words]:
         raise ValueError(". ".join(found))
     args.chunks = chunks_per_rank(args)
@@ -77,6 +76,32 @@ def _words(check: Callable[[Namespace], None], args: Namespace) -> str | None:
 def _check_settings(args: Namespace, in_config: bool = False) -> None:
     if found := exclusions(args, in_config):
         raise ValueError(refusal(found))
+
+
+_BEHIND_STEPS = "acts on weights behind a step, when forwards of the next iteration have begun"
+_NOT_AHEAD = {
+    "log_num_zeros_in_grad": "counts what a step ahead does not wait for",
+    "qk_clip": _BEHIND_STEPS,
+    "log_max_attention_logit": "reads behind a step what forwards of the next iteration have begun to write",
+    "perform_rl_step": "makes the data of an iteration behind the step before it",
+    "moe_expert_rank_capacity_factor": "may run an iteration again",
+    "optimizer_cpu_offload": "steps on the CPU, in a way that no copy here rolls back",
+    "use_precision_aware_optimizer": "keeps parameters in a form that no copy here rolls back",
+}
+
+
+def _check_steps_ahead(args: Namespace) -> None:
+    """Refuse what does not go with steps that are taken before they are known to stand."""
+    if not args.post_validation:
+        return
+    given = next((name for name in _NOT_AHEAD if getattr(args, name, None)), None)
+    if given:
+        raise ValueError(f"{flag_of(given)} {_NOT_AHEAD[given]}: leave it out, or leave --post-validation out")
+    if args.optimizer not in ("adam", "sgd"):
+        raise ValueError(
+            f"--optimizer {args.optimizer}: --post-validation rolls back steps of adam and sgd: take one of them, or leave "
+            "--post-validation out"
+        )
 
 
 def check_source(args: Namespace) -> None:

@@ -9,6 +9,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
+from megatron.pipeline.optimizer.post_validation import Step as Taken
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.metrics import Metrics, Step
 from megatron.pipeline.session.reports import Reports
@@ -44,18 +45,24 @@ class LaunchProgress:
             drawn = [draw_last_trace(traces), draw_consecutive(traces)]
             print("\n".join(f" timeline picture: {path}" for path in drawn if path), flush=True)
 
-    def step(self, args: Any, result: Any, optimizer: Any, seconds: float) -> None:
+    def measures(self) -> bool:
+        """Tell whether iterations are measured, to plan again or for a rehearsal."""
+        return self._reports.measures
+
+    def step(self, args: Any, result: Any, optimizer: Any, seconds: float, taken: Taken | None = None) -> None:
         """Write the metrics of an iteration; collective over the pipeline's ranks.
 
         Args:
             args: upstream's.
             result: of its ``train_step``.
+            taken: the optimizer's step, if it may be taken ahead: the next iteration then runs already.
         """
         losses, skipped, norm = result[0], result[1], result[5]
         iteration = args.curr_iteration + 1
-        pending = self._pipeline.start_report() if self._pipeline.measures else None
+        pending = taken.report if taken else self._pipeline.start_report() if self._pipeline.measures else None
         measured = self._reports.measured(iteration, pending, wanted=self._metrics is not None)
-        for line in self._reports.use(iteration):
+        lines = [f" after iteration {iteration} {line}" for line in taken.lines] if taken else []
+        for line in (*lines, *self._reports.use(iteration)):
             if is_last_rank():
                 print(line, flush=True)
         if self._metrics is None:
@@ -70,6 +77,7 @@ class LaunchProgress:
             learning_rate=get_canonical_lr_for_logging(optimizer.param_groups) or 0.0,
             loss_scale=float(optimizer.get_loss_scale()),
             seconds=seconds,
+            step=taken.how if taken else "synchronous",
         )
         if trouble := self._metrics.write(step, measured):
             print(trouble, flush=True)

@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.pipeline.patches import language_module, training_training
 from megatron.pipeline.patches import schedules as schedules_patch
 
-from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.dist.processes import let_rank_0_speak
 from megatron.pipeline.flags.arguments import with_config
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
@@ -32,6 +30,7 @@ from megatron.pipeline.flags.flags import NEW, add_flags
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.launch import checkpoint
 from megatron.pipeline.launch.adapt import adapt
+from megatron.pipeline.launch.ahead import StepsAhead
 from megatron.pipeline.launch.check import (
     check_flags,
     check_model,
@@ -46,6 +45,7 @@ from megatron.pipeline.launch.check import (
     untested,
     wrong_in_megatron_core,
 )
+from megatron.pipeline.launch.last_rank import LastRank
 from megatron.pipeline.launch.progress import LaunchProgress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
@@ -79,6 +79,8 @@ class Run:
         self._knows_memory = True  # the formulas are for megatron-core's GPT, in 16 or 32 bits
         self._cut: PlacementLayout | None = None
         self._progress: LaunchProgress | None = None
+        self._last_rank: LastRank | None = None
+        self._ahead: StepsAhead | None = None
         self._config: Any = None  # of the training, once it has begun
 
     @property
@@ -142,6 +144,10 @@ class Run:
         if not stock and args.overlap_grad_reduce:
             args.align_grad_reduce = False  # by which upstream would reduce behind the passes
             notes.append("--no-align-grad-reduce is on: every pipeline rank reduces gradients in buckets, within its passes")
+        if args.post_validation:
+            args.barrier_with_L1_time = False  # timers would make all ranks wait for each other
+            args.rerun_mode = "disabled"  # else ranks agree after every backward whether to run it again
+            notes.append("--rerun-mode disabled is on: --post-validation runs no iteration again that has ended")
         self._say(notes)
         with nullcontext() if stock else hidden(args):
             result = original(args, *rest, **options)
@@ -166,6 +172,7 @@ class Run:
                 args.masked_softmax_fusion = self._ours.masked_softmax_fusion
         pipeline.install()
         if not pipeline.is_stock:
+            self._last_rank = LastRank(pipeline.placement)
             schedules_patch.use(self._forward_backward)
 
     # the model
@@ -270,7 +277,7 @@ class Run:
 
     # iterations
 
-    def train(self, original: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+    def train(self, original: Callable[..., Any], training: Any, *rest: Any, **options: Any) -> Any:
         """The training loop, in which a rank that fails or hangs ends all, with a message that says where each was."""
         pipeline, ours = self.pipeline, self._ours
         assert pipeline is not None, "flags are validated before training"
@@ -287,28 +294,24 @@ class Run:
             release = partial(save_lock.release, ours.save)
             guard = Watchdog(lambda: pipeline.situation, ours.pipeline_timeout, stuck, at_end=release)
         self._progress = LaunchProgress(ours, pipeline)
+        if ours.post_validation:
+            self._ahead = StepsAhead(ours, training, pipeline, rest[2], measures=self._progress.measures)
         with guard, self._progress:
             return original(*rest, **options)
 
     def _forward_backward(self, **options: Any) -> list[Any]:
         """An iteration; what the loss function reported is then on the last rank as well, where upstream looks for it."""
-        pipeline = self.pipeline
-        assert pipeline is not None
+        pipeline, trains = self.pipeline, not options.get("forward_only")
+        assert pipeline is not None and self._last_rank is not None
+        ahead = self._ahead if trains else None
+        if ahead:
+            ahead.begins(options)
         reports = pipeline.forward_backward(**options)
-        home, _ = pipeline.placement.home(pipeline.placement.last_stage)
-        last = pipeline.placement.ranks - 1
-        if home == last:
-            return reports
-        group = parallel_state.get_pipeline_model_parallel_group()
-        further = MTPLossLoggingHelper.tracker  # losses of multi-token prediction, which upstream logs from there
-        sent = [_on((reports, further.get("values")), torch.device("cpu")) if group.rank() == home else None]
-        torch.distributed.broadcast_object_list(sent, src=torch.distributed.get_global_rank(group, home), group=group)
-        if group.rank() != last:
-            return reports
-        reports, values = _on(sent[0], this_device())
-        if values is not None:
-            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            further.update(values=values, reduce_group=None, avg_group=replicas)
+        arrive = self._last_rank.send(reports, options["num_microbatches"] if trains else None)
+        if ahead:
+            ahead.ends(arrive)  # upstream looks behind the optimizer's step
+        else:
+            arrive()
         return reports
 
     def step(self, original: Callable[..., Any], training: Any, *rest: Any, **options: Any) -> Any:
@@ -317,8 +320,17 @@ class Run:
         result = original(*rest, **options)
         seconds = time.perf_counter() - began
         if self._progress:
-            self._progress.step(training.get_args(), result, optimizer=rest[3], seconds=seconds)
+            taken = self._ahead.taken if self._ahead else None
+            self._progress.step(training.get_args(), result, optimizer=rest[3], seconds=seconds, taken=taken)
         return result
+
+    def agreed(self, original: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+        """A number that upstream reduces over the ranks of a model."""
+        return self._ahead.agreed(original, *rest, **options) if self._ahead else original(*rest, **options)
+
+    def decide_exit(self, original: Callable[..., bool], *rest: Any, **options: Any) -> bool:
+        """Save a checkpoint or exit, where it is time to."""
+        return self._ahead.decide_exit(original, *rest, **options) if self._ahead else original(*rest, **options)
 
     def save(self, original: Callable[..., Any], *rest: Any, **options: Any) -> Any:
         """Save a checkpoint, unless another run has taken the directory over."""
@@ -335,12 +347,3 @@ def _refusing() -> Iterator[None]:
         let_rank_0_speak()
         print(f"mpipe launch: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    """The same with every tensor on a device."""
-    if torch.is_tensor(value):
-        return value.detach().to(device)
-    if isinstance(value, dict):
-        return {key: _on(item, device) for key, item in value.items()}
-    return type(value)(_on(item, device) for item in value) if isinstance(value, (list, tuple)) else value

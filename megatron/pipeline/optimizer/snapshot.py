@@ -64,7 +64,6 @@ class Snapshot:
         with torch.cuda.stream(self._stream):
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
-                    self._groups.append((group, {name: _own(value) for name, value in group.items() if name != "params"}))
                     for parameter in group["params"]:
                         tensors += [parameter.data, *self._keep_state(optimizer, parameter)]
             copies = zip(tensors, self._places(tensors), strict=True)
@@ -73,6 +72,7 @@ class Snapshot:
                 self._arena.end_use()
         if self._stream is not None:
             self._copied = self._stream.record_event()
+        self._note_numbers()
 
     def take_early(self) -> None:
         """Copy now, while the backwards before the next step run, if copies are kept on the host."""
@@ -80,7 +80,9 @@ class Snapshot:
             self.take()
 
     def ready(self) -> None:
-        """From here on, in the current stream, what has been copied may change."""
+        """From here on, in the current stream, what has been copied may change. Learning rates may have until now."""
+        if self.taken:
+            self._note_numbers()
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
@@ -103,6 +105,10 @@ class Snapshot:
     def release(self) -> None:
         """Let go of the copies."""
         self._copies, self._state, self._groups, self._copied = [], [], [], None
+
+    def _note_numbers(self) -> None:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        self._groups = [(group, {name: _own(value) for name, value in group.items() if name != "params"}) for group in groups]
 
     def _places(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Uninitialised tensors for copies: those of a GPU's tensors kept on the host side by side in one pinned arena."""

@@ -7,10 +7,9 @@ upstream's forward and backward steps and groups, honours the same settings of `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -41,16 +40,6 @@ from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import Program
 
 
-class ValidationResult(Enum):
-    """Decision whether the optimizer step before an iteration is kept. The first forwards of the iteration ran before that was
-    known.
-    """
-
-    ACCEPTED = auto()  # the step is kept
-    ROLLED_BACK = auto()  # the step has been undone, or taken again with clipped gradients: forwards start anew
-    STOPPED = auto()  # training ends before this iteration
-
-
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
 def _wiring(plan: Planned, rank: int) -> Wiring:
     return wiring(plan.programs[rank], rank, plan.schedule.placement)
@@ -75,9 +64,6 @@ class Iteration:
         channels: for messages.
         record: makes what measures the passes, or does not.
         posting: how sends and receives are started.
-        resolve: called where the program validates, if the optimizer step before this iteration has yet to be accepted: brings
-            parameters and gradients into the state that the rest of the iteration needs, and returns what became of the step.
-            All ranks of the pipeline must get the same result.
         groups: of the vocabulary's collectives; None for plans without any.
         offloading: moves what the plan copies to host memory; None for plans without copies.
         first: whether the model trains for the first time. The end then looks for gradients that no W has computed.
@@ -91,55 +77,74 @@ class Iteration:
     channels: Channels
     record: Callable[[], Unmeasured] = Unmeasured
     posting: Posting = Posting.SINGLE
-    resolve: Callable[[], ValidationResult] | None = None
     groups: Groups | None = None
     offloading: Offloading | None = None
     first: bool = False
     executor: Executor | None = field(default=None, init=False)
     attempts: int = field(default=0, init=False)
+    _running: Generator[None, bool | None, list[Any]] | None = field(default=None, init=False)
 
     def run(self, call: Call) -> list[Any]:
-        """Run it.
+        """Run it, or what is left of it once it has begun.
 
         Returns:
-            What the loss function reported for every microbatch, on the rank with the last stage; elsewhere, and for an
-            iteration that was stopped, an empty list.
+            What the loss function reported for every microbatch, on the rank with the last stage; elsewhere an empty list.
 
         Raises:
             ValueError: the settings ask for what a schedule of data cannot do, or do not fit the plan.
             RuntimeError: the model uses a weight elsewhere than in its module (``check_no_gradient_is_lost``).
         """
+        try:
+            next(self._running or self._passes(call))
+        except StopIteration as end:
+            reported: list[Any] = end.value
+            return reported
+        raise AssertionError("it has stopped for its validation, and goes on to its end")
+
+    def begin(self, call: Call) -> None:
+        """Run what may come before the optimizer step before this iteration is known to be accepted; raises what ``run`` does."""
+        self._running = self._passes(call, ahead=True)
+        next(self._running)
+
+    def start_anew(self) -> None:
+        """Take back what has begun: the data is read again, random states and buffers are as before. ``run`` then runs it all.
+        All ranks of the pipeline do so."""
+        assert self._running is not None, "it has begun"
+        self._running.send(True)
+
+    def _passes(self, call: Call, ahead: bool = False) -> Generator[None, bool | None, list[Any]]:
+        """All of it; ahead, it stops where the program validates, and once more when it has been taken back."""
         call.check(self.plan.schedule)
         config, rank = call.config, self.channels.rank
         reduces_late = config.grad_sync_func is not None and rank != 0
         sync = GradientSync(config.no_sync_func, self.plan.schedule.passes[rank], reduces_late)
-        with _timed(config), rerun_state_machine.together() as checks:
-            if self.resolve is None:
-                attempt = self._begin(call, call.iterators, sync)
-            else:
-                rewind = Rewind(call.chunks, call.iterators)
-                attempt = self._begin(call, rewind.iterators, sync)
-                result = self.resolve()
-                if result is not ValidationResult.ACCEPTED:
+        checks: list[rerun_state_machine.Noted] = []  # of losses and gradients, judged at its end
+        rewind = Rewind(call.chunks, call.iterators) if ahead else None
+        iterators = rewind.iterators if rewind else call.iterators
+        with _timed(config):
+            attempt = self._begin(call, iterators, sync, checks)
+            if rewind:
+                if (yield):
                     attempt.executor.abandon()
                     rewind.rewind()
                     checks.clear()
+                    yield
+                    attempt = self._begin(call, iterators, sync, checks)
                 rewind.forget()
-                if result is ValidationResult.STOPPED:
-                    return []
-                if result is ValidationResult.ROLLED_BACK:
-                    attempt = self._begin(call, rewind.iterators, sync)
-            with sync, attempt.recorder.observing():
-                attempt.executor.finish()
-            attempt.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
-            for chunk in call.chunks if self.first else ():
-                check_no_gradient_is_lost(chunk)
-            if not call.forward_only:
-                with attempt.recorder.finishing():
-                    self._finish_gradients(call, attempt, reduces_late)
+            with rerun_state_machine.together(checks):
+                with sync, attempt.recorder.observing():
+                    attempt.executor.finish()
+                attempt.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
+                for chunk in call.chunks if self.first else ():
+                    check_no_gradient_is_lost(chunk)
+                if not call.forward_only:
+                    with attempt.recorder.finishing():
+                        self._finish_gradients(call, attempt, reduces_late)
         return attempt.stages.reported
 
-    def _begin(self, call: Call, iterators: Sequence[Any], sync: GradientSync) -> _Attempt:
+    def _begin(
+        self, call: Call, iterators: Sequence[Any], sync: GradientSync, checks: list[rerun_state_machine.Noted]
+    ) -> _Attempt:
         """Run the program up to its validation."""
         plan, rank, config = self.plan, self.channels.rank, call.config
         embedding = None
@@ -164,7 +169,7 @@ class Iteration:
         progress = DeviceProgress() if call.device.type == "cuda" else None
         self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, recorder, sync.around, progress)
         self.attempts += 1
-        with recorder.observing():
+        with rerun_state_machine.together(checks, last=False), recorder.observing():
             executor.begin()
         return _Attempt(stages, offloaded, executor, recorder, embedding)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 from weakref import WeakSet
@@ -22,7 +23,7 @@ from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.iteration import Iteration, ValidationResult
+from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.turns import InTurns, Turns
@@ -83,7 +84,7 @@ class Pipeline:
         self._trained: WeakSet[torch.nn.Module] = WeakSet()
         self._iterations = 0  # that have begun, evaluations included
         self._iteration: Iteration | None = None  # that runs now, or ran last
-        self._resolve: Callable[[], ValidationResult] | None = None  # see validating
+        self._begun: tuple[Iteration, Call] | None = None  # see begin
         # Of the last iteration that trained: what measured it, and its plan; no plan under megatron-core's own schedule.
         self._measured: tuple[Recorder, Planned | None] | None = None
 
@@ -96,6 +97,11 @@ class Pipeline:
     def vocabulary_groups(self) -> Groups | None:
         """Those of the last iteration's collectives of a spread vocabulary; None without them."""
         return self._iteration.groups if self._iteration else None
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of the last iteration; 1 before the first, and under megatron-core's own schedule."""
+        return self._iteration.plan.schedule.microbatches if self._iteration else 1
 
     @cached_property
     def offloading(self) -> Offloading:
@@ -123,14 +129,45 @@ class Pipeline:
         self._agreed.update(self.plans.made.values())
 
     def forward_backward(self, **keywords: Any) -> list[Any]:
-        """One iteration, with the keywords and the result of megatron-core's own schedules (see ``Call``).
+        """One iteration, with the keywords and the result of megatron-core's own schedules (see ``Call``); after ``begin`` the
+        rest of the one that has begun.
 
         Raises:
             RanksDiffer: the first time that a plan runs; see ``agree``.
             ValueError: the model is built for another placement (``check_chunks``), or its numbers are quantized in a way that
-                this pipeline does not support.
+                this pipeline does not support; or an iteration has begun, with other keywords.
         """
         call = Call(**keywords)
+        if self._begun is None or call.forward_only:
+            iteration = self._make(call)
+        else:
+            (iteration, begun), self._begun = self._begun, None
+            for name in (one.name for one in fields(Call)):
+                if getattr(call, name) != getattr(begun, name):
+                    raise ValueError(f"an iteration has begun with another {name}: give it the same keywords")
+        reported = iteration.run(call)
+        if iteration.first:
+            self._trained.add(call.chunks[0])
+        return reported
+
+    def begin(self, **keywords: Any) -> None:
+        """Run the forwards of an iteration that come before its first backward, while the optimizer step before it has yet to be
+        accepted. Gradients stay as they are. ``forward_backward``, with the same keywords, runs the rest.
+
+        Raises:
+            RanksDiffer, ValueError: see ``forward_backward``.
+        """
+        call = Call(**keywords)
+        self._begun = self._make(call, ahead=True), call
+        self._begun[0].begin(call)
+
+    def start_anew(self) -> None:
+        """The step before the iteration that has begun was rolled back, or something else comes first: take back what has begun.
+        ``forward_backward`` then starts it anew, with the same data and random states."""
+        assert self._begun is not None, "an iteration has begun"
+        self._begun[0].start_anew()
+
+    def _make(self, call: Call, ahead: bool = False) -> Iteration:
         plan = self.plans.plan(call.num_microbatches, call.forward_only)
         if plan not in self._agreed:
             agree({_title(call.num_microbatches, call.forward_only): plan})
@@ -141,7 +178,7 @@ class Pipeline:
         measured = self.measures and not call.forward_only
         counted = measured and self.counts_bytes
         copies, reruns = plan.schedule.has_copies, plan.schedule.reruns
-        te_linear.check_quantized(call.config, copies, counted, steps_ahead=self._resolve is not None, reruns=reruns)
+        te_linear.check_quantized(call.config, copies, counted, steps_ahead=ahead, reruns=reruns)
 
         def record() -> Unmeasured:
             return self._in_turns(self._record(call.chunks, plan) if measured else Unmeasured())
@@ -154,28 +191,11 @@ class Pipeline:
             channels,
             record,
             self._posting,
-            self._resolve,
             self._groups_of(call.pipeline) if plan.schedule.vocabulary else None,
             self.offloading if plan.schedule.has_copies else None,
             first=not call.forward_only and call.chunks[0] not in self._trained,
         )
-        reported = self._iteration.run(call)
-        if self._iteration.first:
-            self._trained.add(call.chunks[0])
-        return reported
-
-    @contextmanager
-    def validating(self, resolve: Callable[[], ValidationResult]) -> Iterator[None]:
-        """Iterations in this context begin before the optimizer step before them has been accepted.
-
-        Args:
-            resolve: called once, where the program validates: see ``Iteration``.
-        """
-        self._resolve = resolve
-        try:
-            yield
-        finally:
-            self._resolve = None
+        return self._iteration
 
     def optimizer_steps(self) -> AbstractContextManager[dict[int, list[float]]]:
         """Steps of optimizers take turns too, in a rehearsal; yields their seconds. Collective over the world at first."""

@@ -14,9 +14,7 @@ from typing import Any
 from megatron.core.datasets.utils import Split
 from megatron.core.timers import Timers
 
-from megatron.pipeline.record.report import PendingReport
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.session.metrics import Step
 from megatron.pipeline.session.reports import Reports
 from megatron.pipeline.trainer import checkpoint
 from megatron.pipeline.trainer.data import Samples, evaluates
@@ -56,7 +54,7 @@ def _pauses(
     timers: Timers | None,
     terminated: Callable[[], bool],
 ) -> Iterator[str]:
-    """Train from one iteration after which nothing is open to the next such; yields a reason to stop, or an empty string."""
+    """Train; yields after every iteration a reason to stop, or an empty string."""
     if training.iteration >= args.train_iters:  # a checkpoint was there
         return
     started = time.monotonic()
@@ -66,24 +64,22 @@ def _pauses(
         late = bool(args.exit_duration_in_mins) and time.monotonic() - started > 60 * args.exit_duration_in_mins
         return terminated(), late
 
-    def tell(step: Step, pending: PendingReport | None, lines: list[str]) -> None:
-        logged = step.iteration % args.log_interval == 0
-        wanted = log.writes and bool(args.metrics or args.tensorboard_dir or logged)
-        log.step(step, reports.measured(step.iteration, pending, wanted))
-        if timers is not None and logged:
-            timers.log(list(timers._timers), normalizer=args.log_interval)
-        for line in (*lines, *reports.use(step.iteration)):
-            log.line(line)
-
     with samples.microbatches(Split.train, training.consumed_samples) as data:
         assert data is not None, "the training split is never empty: check_data saw to it"
-        iterations = Iterations(args, training, pipeline, data, stops, tell)
+        iterations = Iterations(args, training, pipeline, data, stops)
         reason = ""
         while training.iteration < args.train_iters and not reason:
-            may_be_ahead = not reports.measures and not _pauses_after(args, training.iteration + 1)
-            if iterations.run(may_be_ahead):
-                reason = _reason_to_stop(args, training.iteration, *iterations.stopped)
-                yield reason
+            follows = not reports.measures and not _pauses_after(args, training.iteration + 1)
+            step, pending, lines = iterations.run(follows)
+            logged = step.iteration % args.log_interval == 0
+            wanted = log.writes and bool(args.metrics or args.tensorboard_dir or logged)
+            log.step(step, reports.measured(step.iteration, pending, wanted))
+            if timers is not None and logged:
+                timers.log(list(timers._timers), normalizer=args.log_interval)
+            for line in (*lines, *reports.use(step.iteration)):
+                log.line(line)
+            reason = _reason_to_stop(args, training.iteration, *iterations.stopped)
+            yield reason
 
 
 def _pauses_after(args: Namespace, iteration: int) -> bool:

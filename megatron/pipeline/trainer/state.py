@@ -38,7 +38,7 @@ class Training:
 def build_training(args: Namespace, placement: Placement, timers: Timers | None = None) -> Training:
     """Build the model, its optimizer and its schedule of learning rates. Process groups must exist."""
     # Upstream adds up auxiliary losses by layer in globals, for logs: from here on those of this model.
-    moe_utils.forget_auxiliary_losses()
+    moe_utils.exchange_auxiliary_losses()
     compat.get("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker").clear()
     config = transformer_config(args, placement)
     chunks = build_model(args, config, placement)

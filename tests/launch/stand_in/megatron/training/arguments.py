@@ -18,6 +18,7 @@ SWITCHES = (
 
 def add_megatron_arguments(parser):
     flags.add_flags(parser, flags.MEGATRON)  # of the same names, and for a start of the same meaning
+    parser.set_defaults(clip_grad=0.0)
     for switch in SWITCHES:
         parser.add_argument(switch, action="store_true")
     parser.add_argument("--no-align-grad-reduce", action="store_false", dest="align_grad_reduce")
@@ -42,7 +43,8 @@ def parse_and_validate_args(extra_args_provider=None):
 def validate_args(args, defaults={}):  # noqa: B006
     args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     args.data_parallel_size = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
-    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    args.check_for_nan_in_loss_and_grad &= not args.fp16
     args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
     if args.num_experts:
         args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size

@@ -8,6 +8,7 @@ from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
@@ -15,6 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
+from megatron.training.utils import logical_and_across_model_parallel_group, reduce_max_stat_across_model_parallel_group
 
 
 def get_model(model_provider_func, model_type=None, wrap_with_ddp=True, config=None, pg_collection=None):
@@ -34,7 +36,7 @@ def get_model(model_provider_func, model_type=None, wrap_with_ddp=True, config=N
     for part in model:
         for parameter in part.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    if args.bf16:
+    if args.bf16 or args.fp16:
         model = [Float16Module(get_model_config(part), part) for part in model]
     return [DDP(get_model_config(part), _ddp(args), part, disable_bucketing=bool(number)) for number, part in enumerate(model)]
 
@@ -62,6 +64,9 @@ def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_sch
         forward_only=False,
     )
     successful, norm, _ = optimizer.step()
+    successful, norm = logical_and_across_model_parallel_group(successful), reduce_max_stat_across_model_parallel_group(norm)
+    if successful:
+        opt_param_scheduler.step(increment=args.global_batch_size)
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}, not successful, False, False, 0, norm, None
     total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
@@ -82,13 +87,20 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, data_iterato
         args.curr_iteration = iteration
         train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, step)
         args.consumed_train_samples += args.global_batch_size
-        if args.save_interval and (iteration + 1) % args.save_interval == 0:
-            save_checkpoint(iteration + 1, model)
+        if checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration + 1):
+            break
 
 
-def save_checkpoint(iteration, model):
-    weights = [part.state_dict() for part in model]
-    torch.save(weights, f"{get_args().save}/{iteration}_of_rank_{torch.distributed.get_rank()}.pt")
+def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration):
+    args = get_args()
+    if args.save_interval and iteration % args.save_interval == 0:
+        save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
+    return bool(args.exit_interval and iteration % args.exit_interval == 0)
+
+
+def save_checkpoint(iteration, model, optimizer, opt_param_scheduler):
+    state = [[part.state_dict() for part in model], optimizer.state_dict(), opt_param_scheduler.state_dict()]
+    torch.save(state, f"{get_args().save}/{iteration}_of_rank_{torch.distributed.get_rank()}.pt")
 
 
 def pretrain(datasets_provider, model_provider, forward_step_func, weights=None, container=None):
@@ -101,7 +113,12 @@ def pretrain(datasets_provider, model_provider, forward_step_func, weights=None,
         model = unimodal_build_distributed_models(container.build_model, container.transformer, "groups", _ddp(args))
     if weights:
         weights(model)
-    shared = {name: getattr(args, name) for name in ("bf16", "use_distributed_optimizer", "overlap_param_gather")}
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=args.lr, min_lr=args.lr, clip_grad=0.0, **shared), model)
+    shared = {name: getattr(args, name) for name in ("bf16", "fp16", "use_distributed_optimizer", "overlap_param_gather")}
+    shared |= {name: getattr(args, name) for name in ("clip_grad", "initial_loss_scale", "loss_scale_window", "hysteresis")}
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=args.lr, min_lr=args.lr, **shared), model)
+    warmup = {"init_lr": 0.0, "lr_warmup_steps": (args.lr_warmup_iters or 0) * args.global_batch_size}
+    decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": 1, "wd_incr_style": "constant", "lr_decay_style": "constant"}
+    lengths = {"max_lr": args.lr, "min_lr": args.lr, "lr_decay_steps": args.train_iters * args.global_batch_size}
+    scheduler = OptimizerParamScheduler(optimizer, **warmup, **decay, **lengths)
     iterators = [datasets_provider(chunk) for chunk in range(len(model))] if len(model) > 1 else datasets_provider()
-    train(forward_step_func, model, optimizer, None, iterators, get_model_config(model[0]))
+    train(forward_step_func, model, optimizer, scheduler, iterators, get_model_config(model[0]))

@@ -35,3 +35,15 @@ def get_batch_on_this_tp_rank(data_iterator, mtp_on_this_rank=False):
         elif mpu.get_tensor_model_parallel_rank() > 0 and name != "attention_mask":
             batch[name] = None
     return batch
+
+
+def logical_and_across_model_parallel_group(input):
+    found = torch.tensor([int(input)], dtype=torch.int, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=mpu.get_model_parallel_group())
+    return bool(found.item())
+
+
+def reduce_max_stat_across_model_parallel_group(stat):
+    found = torch.tensor([-1.0 if stat is None else stat], dtype=torch.float32, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=mpu.get_model_parallel_group())
+    return None if found.item() == -1.0 else found.item()
