@@ -263,10 +263,10 @@ def auxiliary_losses() -> list[float]:
 
     patches.install()
     from megatron.core.transformer.moe import moe_utils
-    from megatron.pipeline.patches.moe_utils import forget_auxiliary_losses
+    from megatron.pipeline.patches.moe_utils import exchange_auxiliary_losses
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    forget_auxiliary_losses()
+    exchange_auxiliary_losses()
     if torch.distributed.get_rank() == 1:
         for layer in (3, 4):
             moe_utils.save_to_aux_losses_tracker("load_balancing_loss", torch.ones(()), layer, num_layers=4)
@@ -274,7 +274,7 @@ def auxiliary_losses() -> list[float]:
     names = ["load_balancing_loss"]
     sizes: dict[str, Any] = {"num_layers": 3, "moe_layer_freq": [0, 0, 1], "mtp_num_layers": 1}
     moe_utils.track_moe_metrics(1.0, 1, total_loss_dict=logged, force_initialize=True, track_names=names, **sizes)
-    forget_auxiliary_losses()
+    exchange_auxiliary_losses()
     return [logged[name].item() for name in names]
 
 

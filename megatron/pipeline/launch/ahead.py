@@ -20,7 +20,7 @@ from megatron.pipeline.patches import moe_utils, training_training
 from megatron.pipeline.dist.device import to_device
 from megatron.pipeline.dist.reduction import Reduction
 from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.optimizer.post_validation import PostValidation, Step
+from megatron.pipeline.optimizer.post_validation import PostValidation, TakenStep
 from megatron.pipeline.optimizer.snapshot import Keep
 from megatron.pipeline.optimizer.step_ahead import parts_of
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -77,7 +77,7 @@ class StepsAhead:
         self._arrive: Callable[[], object] = bool
         self._later: Any = None  # losses that forwards which ran ahead have added up for logs
         self._stood = False  # upstream gathers weights ahead only once a step has been taken
-        self.taken: Step | None = None
+        self.taken: TakenStep | None = None
         stubs = to_device([float(any(part.is_stub_optimizer for part in parts_of(optimizer)))])
         self._all_know = not any(Reduction(stubs, torch.distributed.ReduceOp.MAX).wait())
         training_training.step_with(optimizer, self._step, None if args.fp16 else torch.ones(1))
@@ -121,7 +121,7 @@ class StepsAhead:
         return value if value is None or isinstance(value, bool) else torch.tensor(value, dtype=torch.float32).item()
 
     def decide_exit(self, original: Callable[..., bool], *rest: Any, **options: Any) -> bool:
-        """Whether to save or to exit now: never with a step ahead, unless a signal or the clock said so on any rank."""
+        """Tell whether to save or to exit now: never with a step ahead, unless a signal or the clock said so on any rank."""
         if self.taken and self.ahead and not any(self.taken.told):
             return False
         return original(*rest, **options)

@@ -9,7 +9,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from megatron.pipeline.optimizer.post_validation import Step as Taken
+from megatron.pipeline.optimizer.post_validation import TakenStep
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.metrics import Metrics, Step
 from megatron.pipeline.session.reports import Reports
@@ -49,7 +49,7 @@ class LaunchProgress:
         """Tell whether iterations are measured, to plan again or for a rehearsal."""
         return self._reports.measures
 
-    def step(self, args: Any, result: Any, optimizer: Any, seconds: float, taken: Taken | None = None) -> None:
+    def step(self, args: Any, result: Any, optimizer: Any, seconds: float, taken: TakenStep | None = None) -> None:
         """Write the metrics of an iteration; collective over the pipeline's ranks.
 
         Args:

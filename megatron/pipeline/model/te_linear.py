@@ -145,7 +145,7 @@ class DelayedGradient:
 
     @property
     def held(self) -> Iterator[torch.Tensor]:
-        """What the module's store keeps for it, without what a product is added to."""
+        """The tensors that the module's store keeps for it, without what a product is added to."""
         main_grads = {weight.main_grad.untyped_storage().data_ptr() for weight in self._weights if hasattr(weight, "main_grad")}
         for one in _tensors(self._stored[:1] if self._stored else []):
             if one.untyped_storage().data_ptr() not in main_grads:

@@ -20,7 +20,7 @@ from megatron.pipeline.runtime.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
-class Step:
+class TakenStep:
     """A step that stands.
 
     Attributes:
@@ -41,7 +41,7 @@ class Step:
 
     @property
     def anew(self) -> bool:
-        """Whether forwards of the iteration that follows have run in vain, and will run anew."""
+        """Tell whether forwards of the iteration that follows have run in vain, and will run anew."""
         return self.how != "synchronous" and (self.how == "undone" or any(self.told))
 
 
@@ -70,7 +70,7 @@ class PostValidation:
         self._wasted = 0.0  # seconds in which forwards ran ahead of it
         self._copied = 0.0  # the most bytes that copies have taken on a rank
 
-    def step(self, following: Mapping[str, Any] | None = None, told: torch.Tensor | None = None) -> Step:
+    def step(self, following: Mapping[str, Any] | None = None, told: torch.Tensor | None = None) -> TakenStep:
         """Take a step, in place of ``optimizer.step()``. Gradients must be cleared after it, as ever.
 
         Args:
@@ -102,7 +102,7 @@ class PostValidation:
         accepted = outcome.successful and not any(clips(part.config.clip_grad, norm) for part in parts_of(self._optimizer))
         self._last = None if following is None else (taken, (ahead, accepted))
         how = "undone" if outcome.rolled_back else "ahead" if ahead else "synchronous"
-        step = Step(outcome.successful, outcome.grad_norm, how, heard, report, lines)
+        step = TakenStep(outcome.successful, outcome.grad_norm, how, heard, report, lines)
         if step.anew:
             self._pipeline.start_anew()
         if ahead and self._snapshot and self._policy and self._policy.ahead:
@@ -117,7 +117,7 @@ class PostValidation:
         return Outcome(successful, norm if successful else None, rolled_back=False)
 
     def _numbers(self, taken: float, told: torch.Tensor | None) -> torch.Tensor:
-        """What the ranks agree on: what they were told, bytes of the copy, and see ``Observation``."""
+        """The numbers that ranks agree on: what they were told, bytes of the copy, and see ``Observation``."""
         costs = [0.0, 0.0]
         if self._policy:
             began, _ = self._last or (taken, None)

@@ -179,7 +179,7 @@ def _offloaded(family: families.Family, before: Before, problem: Problem) -> Mad
 
 
 def _largest(attempt: Callable[[tuple[float, ...]], Made], given: tuple[float, ...], own: tuple[float, ...]) -> Made:
-    """What the first attempt makes that succeeds: with the family's own limits, or else with a multiple of the given ones."""
+    """The schedule of the first attempt that succeeds: with the family's own limits, or else with a multiple of those given."""
 
     def scaled(times: float) -> Made:
         return attempt(tuple(times * limit for limit in given))

@@ -64,7 +64,7 @@ class Iterations:
             raise
 
     def _prepare(self) -> tuple[dict[str, Any], Losses]:
-        """How the schedule is called for the next iteration, and where it puts losses: the host does not wait for each."""
+        """Keywords of the call of the next iteration, which notes losses: the host does not wait for each."""
         training, losses = self._training, Losses()
         update_num_microbatches(training.consumed_samples, consistency_check=True)
         seeding.set_iteration(training.chunks, training.iteration)
