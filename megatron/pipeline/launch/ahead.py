@@ -97,11 +97,11 @@ class StepsAhead:
         """In place of ``optimizer.step``."""
         args = self._training.get_args()
         late = training_training.is_late(self._training, args, time.time())
-        told = to_device([float(training_training.is_told_to_stop(self._training, args)), float(late)])
+        stops = to_device([float(training_training.is_told_to_stop(self._training, args)), float(late)])
         full = get_num_microbatches() == self._most
         follows = self._stood and full and not self._measures() and follows_at_once(args, args.curr_iteration + 1)
         mine = _exchange(None)
-        self.taken = taken = self._steps.step(self._call if follows else None, told)
+        self.taken = taken = self._steps.step(self._call if follows else None, stops)
         self._later = _exchange(mine)
         if taken.how == "synchronous" or taken.anew:
             self._later = None
@@ -122,7 +122,7 @@ class StepsAhead:
 
     def decide_exit(self, original: Callable[..., bool], *rest: Any, **options: Any) -> bool:
         """Tell whether to save or to exit now: never with a step ahead, unless a signal or the clock said so on any rank."""
-        if self.taken and self.ahead and not any(self.taken.told):
+        if self.taken and self.ahead and not any(self.taken.stops):
             return False
         return original(*rest, **options)
 

@@ -27,7 +27,7 @@ class TakenStep:
         successful: whether there was one; there is none where a scaled gradient is not finite.
         grad_norm: before clipping; None without a step.
         how: "synchronous", "ahead", or "undone": taken ahead, and then clipped or skipped.
-        told: of each number that the ranks told, the largest.
+        stops: of each of the ranks' numbers, the largest.
         report: what was measured of the iteration, on its way; None where the pipeline does not measure.
         lines: for a log.
     """
@@ -35,14 +35,14 @@ class TakenStep:
     successful: bool
     grad_norm: float | None
     how: str
-    told: list[float]
+    stops: list[float]
     report: PendingReport | None
     lines: list[str]
 
     @property
     def anew(self) -> bool:
         """Tell whether forwards of the iteration that follows have run in vain, and will run anew."""
-        return self.how != "synchronous" and (self.how == "undone" or any(self.told))
+        return self.how != "synchronous" and (self.how == "undone" or any(self.stops))
 
 
 class PostValidation:
@@ -70,19 +70,20 @@ class PostValidation:
         self._wasted = 0.0  # seconds in which forwards ran ahead of it
         self._copied = 0.0  # the most bytes that copies have taken on a rank
 
-    def step(self, following: Mapping[str, Any] | None = None, told: torch.Tensor | None = None) -> TakenStep:
+    def step(self, following: Mapping[str, Any] | None = None, stops: torch.Tensor | None = None) -> TakenStep:
         """Take a step, in place of ``optimizer.step()``. Gradients must be cleared after it, as ever.
 
         Args:
             following: keywords with which the loop will call ``forward_backward`` next, at once; None where something else comes
                 first that reads data or runs the model, such as an evaluation, or saves. All ranks must agree on that.
-            told: numbers of this rank, float64. Where any of them is not 0 on any rank, nothing of the next iteration has run.
+            stops: reasons of this rank to stop, numbers in float64. Where one is not 0 on any rank, nothing of the next iteration
+                has run.
         """
         ahead = following is not None and self._policy is not None and self._policy.ahead
         provisional = StepAhead(self._optimizer, self._snapshot) if ahead else None
         outcome = None if provisional else self._synchronous()
         taken = time.perf_counter()
-        agreed = Reduction(self._numbers(taken, told), torch.distributed.ReduceOp.MAX)
+        agreed = Reduction(self._numbers(taken, stops), torch.distributed.ReduceOp.MAX)
         report = self._pipeline.start_report() if self._pipeline.measures else None
         if provisional and following is not None:
             self._pipeline.begin(**following)
@@ -116,11 +117,11 @@ class PostValidation:
         successful, norm, _ = self._step_of_upstream()
         return Outcome(successful, norm if successful else None, rolled_back=False)
 
-    def _numbers(self, taken: float, told: torch.Tensor | None) -> torch.Tensor:
-        """The numbers that ranks agree on: what they were told, bytes of the copy, and see ``Observation``."""
+    def _numbers(self, taken: float, stops: torch.Tensor | None) -> torch.Tensor:
+        """The numbers that ranks agree on: their reasons to stop, bytes of the copy, and see ``Observation``."""
         costs = [0.0, 0.0]
         if self._policy:
             began, _ = self._last or (taken, None)
             costs = [seconds / self._pipeline.microbatches for seconds in (taken - began, self._wasted)]
         numbers = to_device([self._snapshot.bytes if self._snapshot else 0, *costs])
-        return numbers if told is None else torch.cat((told, numbers))
+        return numbers if stops is None else torch.cat((stops, numbers))

@@ -80,14 +80,14 @@ class Iterations:
         training.optimizer.zero_grad()
         reports = get_forward_backward_func()(**keywords)
         total = _start_total(reports) if reports else None
-        told = to_device([*self._stops(), 0.0])
+        stops = to_device([*self._stops(), 0.0])
         if losses:
-            told[2] = torch.stack(losses).isfinite().logical_not_().any()
+            stops[2] = torch.stack(losses).isfinite().logical_not_().any()
         training.iteration += 1
         training.consumed_samples += batch
         self._next = self._prepare() if follows else None
-        taken = self._steps.step(self._next[0] if self._next else None, told)
-        terminated, late, not_finite = taken.told
+        taken = self._steps.step(self._next[0] if self._next else None, stops)
+        terminated, late, not_finite = taken.stops
         if not_finite:
             check_finite(losses)
         self.stopped = bool(terminated), bool(late)
