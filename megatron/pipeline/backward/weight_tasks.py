@@ -127,7 +127,7 @@ def check_no_gradient_is_lost(chunk: torch.nn.Module) -> None:
         keeps = context is not None and not context.empty()
         for name, weight in module.named_parameters(recurse=False):
             if _has_lost(weight) or (keeps and hasattr(weight, _MARK)):
-                lost.append(re.sub(r"^(module\.)+", "", f"{path}.{name}"))
+                lost.append(re.sub(r"^(module\.|\.)+", "", f"{path}.{name}"))
     if lost:
         raise RuntimeError(f"W never computed {', '.join(lost)}: {_USED_ELSEWHERE}")
 

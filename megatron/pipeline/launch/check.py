@@ -83,7 +83,6 @@ _NOT_AHEAD = {
     "log_num_zeros_in_grad": "counts what a step ahead does not wait for",
     "qk_clip": _BEHIND_STEPS,
     "log_max_attention_logit": "reads behind a step what forwards of the next iteration have begun to write",
-    "perform_rl_step": "makes the data of an iteration behind the step before it",
     "moe_expert_rank_capacity_factor": "may run an iteration again",
     "optimizer_cpu_offload": "steps on the CPU, in a way that no copy here rolls back",
     "use_precision_aware_optimizer": "keeps parameters in a form that no copy here rolls back",
