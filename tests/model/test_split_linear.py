@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,11 @@ import torch
 from model.backward_orders import run_backwards
 from pool import Pool
 
+from megatron.pipeline.costmodel.activations import layer_retained
+from megatron.pipeline.shape.gpt import Shape
+
 SIZE, MICROBATCHES = 8, 3
+WIDTH, LENGTH = 32, 32  # of a GPT's layer
 
 
 def build(split: bool, cls: str, tp: int, ddp: dict[str, Any], **settings: Any) -> Any:
@@ -89,6 +94,54 @@ def test_w_adds_nothing_before_it_runs(pool: Pool) -> None:
 def test_tensor_parallel(pool: Pool, cls: str, sequence_parallel: bool) -> None:
     options: dict[str, Any] = {"cls": cls, "tp": 2, "sequence_parallel": sequence_parallel}
     assert pool.run(2, gradients, "B0 B1 W0 B2 W1 W2", **options) == pool.run(2, gradients, None, **options)
+
+
+def bytes_kept_by_w(tp: int) -> int:
+    """Of a GPT's layer with sequence parallelism: what waits for W after B, each memory once."""
+    from megatron.pipeline import patches
+
+    patches.install()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
+    from megatron.pipeline.model.layer_spec import SequenceParallelTorchNorm
+    from megatron.pipeline.model.split_linear import split_weights
+
+    parallel_state.initialize_model_parallel(tp)
+    tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    spec = get_gpt_layer_local_spec()
+    for norm in ("input_layernorm", "pre_mlp_layernorm"):
+        setattr(spec.submodules, norm, SequenceParallelTorchNorm)
+    layer = build_module(spec, config=config)
+    assert split_weights(layer) == []
+    mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+    output, _ = layer(torch.randn(LENGTH // tp, 2, WIDTH).requires_grad_(), attention_mask=mask)
+    tasks: list[WeightTask] = []
+    with deferring(tasks):
+        output.square().sum().backward()
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for task in tasks for one in task.held}.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_w_keeps_what_the_formula_says_under_sequence_parallelism(pool: Pool, tp: int) -> None:
+    plain = Shape.plain(layers=1, hidden=WIDTH, heads=4, seq=LENGTH, vocabulary=64)
+    holding = replace(plain.holding, number=4, tensor=tp, sequence_parallel=tp > 1)
+    expected = layer_retained(replace(plain, microbatch=2, holding=holding))
+    for kept in pool.run(tp, bytes_kept_by_w, tp):
+        assert kept == pytest.approx(expected, rel=0.05)
 
 
 def gradients_after_a_discarded_input(delayed: bool) -> list[float]:

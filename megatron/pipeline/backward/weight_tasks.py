@@ -19,6 +19,7 @@ __all__ = ["WeightTask", "prepare", "register_hook", "submit"]
 # Attributes of a weight. The first has what to call when the weight has its gradient of one microbatch.
 _HOOKS = "weight_gradient_hooks"
 _FUSED_IF_RECOMPUTED = "fused_if_recomputed"
+_GATHERED_BY = "output_gradient_gathered_by"
 _MARK = "skip_backward_post_hook"  # megatron-core's, of weights whose gradients DDP expects from their modules
 
 DDP_DOES_NOT_WAIT = (
@@ -79,10 +80,21 @@ def submit(task: WeightTask, fused: bool = False) -> None:
         _deferred.append(task)
 
 
-def prepare(weight: torch.nn.Parameter) -> None:
-    """Have DDP, which is yet to wrap the weight's module, learn from ``notify`` that the weight has a gradient."""
+def prepare(weight: torch.nn.Parameter, gathered_by: torch.distributed.ProcessGroup | None = None) -> None:
+    """Have DDP, which is yet to wrap the weight's module, learn from ``notify`` that the weight has a gradient.
+
+    Args:
+        gathered_by: the ranks that each gather the linear's output gradient from shards, as its backward begins.
+    """
     setattr(weight, _MARK, True)
     setattr(weight, _HOOKS, [])
+    setattr(weight, _GATHERED_BY, gathered_by)
+
+
+def gathered_gradients(weight: torch.nn.Parameter) -> torch.distributed.ProcessGroup | None:
+    """The ranks that ``prepare`` was told of."""
+    group: torch.distributed.ProcessGroup | None = getattr(weight, _GATHERED_BY)
+    return group
 
 
 def is_prepared(weight: torch.Tensor | None) -> bool:
