@@ -122,8 +122,9 @@ class SplitLinear(torch.autograd.Function):
         (input, _), weight = ctx.saved_tensors, ctx.weight
         if not weight_tasks.is_prepared(weight) or ctx.grad_output_buffer is not None:
             return LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
-        deferred = weight_tasks.is_deferred(ctx.fused)
-        gathered = weight_tasks.gathered_gradients(weight) if deferred else None
+        row, reduces = weight_tasks.row_parallel(weight), ctx.allreduce_dgrad or ctx.sequence_parallel
+        deferred = weight_tasks.is_deferred(ctx.fused, row is not None, reduces)
+        gathered = row.gathered_by if row and deferred else None
         task = WeightGradient(
             weight, input, sequence.part_of(grad_output, gathered), ctx.tp_group if ctx.sequence_parallel else None, gathered
         )
@@ -137,8 +138,8 @@ class SplitLinear(torch.autograd.Function):
         elif ctx.sequence_parallel:
             grad_input, reduction = sequence.reduce_scatter(grad_input, ctx.tp_group)
 
-        # Behind the reduction: the weight gradient, or its bookkeeping, and the bias.
-        weight_tasks.submit(task, ctx.fused)
+        # Behind the reduction: the weight gradient, or its bookkeeping, those that wait for a reduction, and the bias.
+        weight_tasks.submit(task, ctx.fused, row is not None, reduces)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         if reduction is not None:
             reduction.wait()

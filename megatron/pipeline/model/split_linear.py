@@ -64,7 +64,7 @@ def split_weights(chunk: torch.nn.Module, fuse_recomputed: bool = False) -> list
             te_linear.prepare(module)
         for weight in weights:
             if not te_linear.is_delayed(module):
-                weight_tasks.prepare(weight, _gathers_gradients(module))
+                weight_tasks.prepare(weight, _row_parallel(module))
             if fuse_recomputed:
                 weight_tasks.fuse_if_recomputed(weight)
     return fused
@@ -90,11 +90,11 @@ def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [weight for weight in weights if not weight_tasks.is_prepared(weight)]
 
 
-def _gathers_gradients(module: torch.nn.Module) -> torch.distributed.ProcessGroup | None:
-    """The ranks from which a linear's backward gathers shards of its output gradient: those that share its outputs' sequence."""
-    if isinstance(module, RowParallelLinear) and module.sequence_parallel and not module.explicit_expert_comm:
-        return module.tp_group
-    return None
+def _row_parallel(module: torch.nn.Module) -> weight_tasks.RowParallel | None:
+    """Experts' linears are none: their tokens are sent and summed elsewhere."""
+    if not isinstance(module, RowParallelLinear) or module.explicit_expert_comm or module.tp_group.size() == 1:
+        return None
+    return weight_tasks.RowParallel(module.tp_group if module.sequence_parallel else None)
 
 
 def _why_fused(module: torch.nn.Module, weights: list[torch.nn.Parameter], shared: bool) -> str | None:
