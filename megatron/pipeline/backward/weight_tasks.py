@@ -89,9 +89,7 @@ def is_deferred(fused: bool = False, row: bool = False, reduces: bool = False) -
         row: of a row-parallel linear.
         reduces: its linear sums the input's gradient over other ranks, and waits for that next.
     """
-    if _deferred is None or fused:
-        return False
-    return _shields is None or not (row or (reduces and not _shields))
+    return _deferred is not None and _waiting(fused, row, reduces) is _deferred
 
 
 def submit(task: WeightTask, fused: bool = False, row: bool = False, reduces: bool = False) -> None:
@@ -99,15 +97,22 @@ def submit(task: WeightTask, fused: bool = False, row: bool = False, reduces: bo
 
     What waits for a collective runs, the oldest first, if the task's linear ``reduces``.
     """
-    if is_deferred(fused, row, reduces):
-        assert _deferred is not None
-        _deferred.append(task)
-    elif row and _shields is not None and not fused:
-        _shields.append(task)
-    else:
+    waiting = _waiting(fused, row, reduces)
+    if waiting is None:
         task.run()
+    else:
+        waiting.append(task)
     if reduces:
         _run_shields()
+
+
+def _waiting(fused: bool, row: bool, reduces: bool) -> list[WeightTask] | None:
+    """Tasks that one submitted now is to join; None where it is to run at once."""
+    if _deferred is None or fused:
+        return None
+    if _shields is None or not (row or (reduces and not _shields)):
+        return _deferred
+    return _shields if row else None
 
 
 def _run_shields() -> None:
