@@ -203,7 +203,7 @@ class DelayedGradient:
         Raises:
             RuntimeError: DDP does not wait for them.
         """
-        module = self._module
+        module, notify = self._module, self._module.notify
         made = self._product(*self._tensors)[1]
         for weight in module.weights:
             mark_accumulated(weight)
@@ -211,8 +211,8 @@ class DelayedGradient:
             gradients = made if isinstance(made, (list, tuple)) else [made]
             for bias, own, gradient in zip(module.biases, self._bias_gradients, gradients, strict=True):
                 bias.grad = gradient.to(bias.dtype) if own is None else own
-        for notify in module.notify:
-            notify()
+        for hook in notify:
+            hook()
 
 
 def _taken(bias: torch.nn.Parameter) -> torch.Tensor | None:
