@@ -53,6 +53,11 @@ def rank_with_gpu(connection: Connection, stacks: str) -> BaseProcess:
     return forked(serve, connection, stacks, "nccl")
 
 
+def rank_beside_others(connection: Connection, stacks: str) -> BaseProcess:
+    """For ``Pool``: ranks share the machine's GPUs, as in a rehearsal. NCCL refuses two ranks on one GPU."""
+    return forked(serve, connection, stacks, "rehearsal")
+
+
 class Pool:
     """Ranks are started when they are first needed, and kept until ``close``.
 
@@ -175,13 +180,16 @@ def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, r
 
     import torch
 
-    from megatron.pipeline.dist import groups
+    from megatron.pipeline.dist import groups, rehearsal_groups
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
+    if backend != "gloo":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if backend == rehearsal_groups.BACKEND:
+        rehearsal_groups.open_world(rank, ranks, timedelta(seconds=60))
+    else:
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
     groups.barrier()  # a function that ends at once would close connections that others are still making
     try:
         return function(*args, **kwargs)
