@@ -74,7 +74,7 @@ class Step:
 _TESTS = (PYTHON, "-m", "pytest", "-m", "cuda", "-rs", "-p", "no:cacheprovider")
 _COUNTS = r"\d+ (?:passed|failed|skipped|error|deselected)[^\n]* in [\d.]+s"
 # By name: other modules may import what this machine lacks, and looking through all takes half a minute.
-_MARKED = sorted(
+MARKED = sorted(
     str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py") if "mark.cuda" in path.read_text(encoding="utf-8")
 )
 # Tests whose kernels run in pytest's own process: a sanitizer need not follow ranks.
@@ -107,7 +107,7 @@ STEPS = (
         _COUNTS,
         environment={"TORCHDYNAMO_DISABLE": "1"},  # compiling takes every rank half a minute
     ),
-    Step("CUDA tests", (*_TESTS, *_MARKED), 360, 2, _COUNTS),
+    Step("CUDA tests", (*_TESTS, *MARKED), 360, 2, _COUNTS),
     _benchmark("queues.py", 60, 2),
     _benchmark("split_backward.py", 90, 2, *"--hidden 4096 --tokens 4096 --dtype bf16".split()),
     replace(_benchmark("rehearse_llama.py", 330, 3), finds=r"predicted tokens/s: [^\n]+"),
