@@ -11,9 +11,12 @@ import runpy
 import sys
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pool
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from gpu_model import pose
 
@@ -23,7 +26,13 @@ _forked = pool.forked
 def posing(function: Callable[..., None], *args: Any) -> None:
     """Call a function on a rank."""
     pose()
+    ForkingPickler.register(torch.Tensor, _sent)
     function(*args)
+
+
+def _sent(tensor: torch.Tensor) -> Any:
+    assert not tensor.is_cuda, "tensors of a GPU go to other processes by CUDA's IPC, which not every machine has"
+    return reduce_tensor(tensor)
 
 
 def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
@@ -45,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    importlib.import_module("gpu_model.posed").main()  # by a name that ranks find
