@@ -86,6 +86,8 @@ _KERNELS = (
     "-k",
     "accumulates or embeddings or gradients_are_the_same or copy_is_complete",
 )
+# Every rank compiles, in its own process: torch would start a process per core for each.
+_COMPILED = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def _sanitizer(tool: str, seconds: float, **environment: str) -> Step:
@@ -107,10 +109,10 @@ STEPS = (
         _COUNTS,
         environment={"TORCHDYNAMO_DISABLE": "1"},  # compiling takes every rank half a minute
     ),
-    Step("CUDA tests", (*_TESTS, *MARKED), 360, 2, _COUNTS),
+    Step("CUDA tests", (*_TESTS, *MARKED), 360, 2, _COUNTS, environment=_COMPILED),
     _benchmark("queues.py", 60, 2),
     _benchmark("split_backward.py", 90, 2, *"--hidden 4096 --tokens 4096 --dtype bf16".split()),
-    replace(_benchmark("rehearse_llama.py", 330, 3), finds=r"predicted tokens/s: [^\n]+"),
+    replace(_benchmark("rehearse_llama.py", 330, 3), finds=r"predicted tokens/s: [^\n]+", environment=_COMPILED),
     _benchmark("vocabulary_kernels.py", 120, 3),
     _benchmark("offload.py", 240, 4, *"--hidden 4096 --seq 4096 8192".split()),
     Step(
@@ -159,7 +161,6 @@ def _run(step: Step, seconds: float, log: Path, python: str) -> Row:
     command = [values.get(word) or word for word in step.command]
     begin = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
-        # A session of its own: all that it starts ends with it.
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -183,8 +184,17 @@ def _run(step: Step, seconds: float, log: Path, python: str) -> Row:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """With all that it has started, torchrun's ranks among them, which have sessions of their own and would keep the GPU."""
+    import psutil
+
+    started = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for one in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     process.wait()
 
 

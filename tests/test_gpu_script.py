@@ -54,10 +54,11 @@ def test_a_step_that_fails_is_a_row_and_the_rest_runs(tmp_path: Path) -> None:
 
 
 def test_a_step_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    """Also what has a session of its own, as torchrun's ranks do."""
     started = tmp_path / "started"
     child = "import time; time.sleep(100)"
     program = (
-        f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-S', '-c', {child!r}]); "
+        f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-S', '-c', {child!r}], start_new_session=True); "
         f"open({str(started)!r}, 'w').write(str(p.pid)); p.wait()"
     )
     rows = run([step("slow", program, seconds=2.0)], tmp_path)[-1]

