@@ -44,18 +44,28 @@ def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
     return process
 
 
+def spawned(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """The same in a process that can use a GPU. A fork cannot: imports of megatron-core ask CUDA how many GPUs there are, and
+    that initialises its driver in the process that is forked.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=function, args=args, daemon=False)
+    with environment():
+        process.start()
+    return process
+
+
 def _forked_rank(connection: Connection, stacks: str) -> BaseProcess:
     return forked(serve, connection, stacks)
 
 
 def rank_with_gpu(connection: Connection, stacks: str) -> BaseProcess:
     """For ``Pool``: rank r of each world, which is one of NCCL, computes on GPU r."""
-    return forked(serve, connection, stacks, "nccl")
+    return spawned(serve, connection, stacks, "nccl")
 
 
 def rank_beside_others(connection: Connection, stacks: str) -> BaseProcess:
     """For ``Pool``: ranks share the machine's GPUs, as in a rehearsal. NCCL refuses two ranks on one GPU."""
-    return forked(serve, connection, stacks, "rehearsal")
+    return spawned(serve, connection, stacks, "rehearsal")
 
 
 class Pool:

@@ -20,8 +20,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from gpu_model import pose
 
-_forked = pool.forked
-
 
 def posing(function: Callable[..., None], *args: Any) -> None:
     """Call a function on a rank."""
@@ -35,15 +33,16 @@ def _sent(tensor: torch.Tensor) -> Any:
     return reduce_tensor(tensor)
 
 
-def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
-    return _forked(posing, function, *args)
+def spawned(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """In place of ``pool.spawned``: where no CUDA is, ranks may be forked."""
+    return pool.forked(posing, function, *args)
 
 
 def main() -> None:
     for name in pool.PRELOADED:  # what is imported later would find a torch that poses
         importlib.import_module(name)
     pose()
-    pool.forked = forked
+    pool.spawned = spawned
     _, program, *_ = sys.argv
     del sys.argv[0]
     if program.endswith(".py"):
