@@ -54,7 +54,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def nccl() -> Iterator[Pool]:
     """As ``pool``, with a GPU for every rank, in worlds of NCCL. Tests that use it are marked ``cuda(devices=ranks)``."""
-    ranks = Pool(rank_with_gpu)
+    ranks = Pool(rank_with_gpu, start_up=120)
     yield ranks
     ranks.close()
 
@@ -62,7 +62,7 @@ def nccl() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def sharing() -> Iterator[Pool]:
     """As ``pool``, with all ranks on the first GPU, or on as many as there are; messages go through host memory."""
-    ranks = Pool(rank_beside_others)
+    ranks = Pool(rank_beside_others, start_up=120)
     yield ranks
     ranks.close()
 

@@ -73,10 +73,11 @@ class Pool:
 
     Args:
         start: starts the process of a rank, which calls ``serve`` with the same arguments.
+        start_up: seconds that a call has in addition if it starts ranks: those that are not forked import everything.
     """
 
-    def __init__(self, start: Callable[[Connection, str], BaseProcess] = _forked_rank) -> None:
-        self._start_rank = start
+    def __init__(self, start: Callable[[Connection, str], BaseProcess] = _forked_rank, start_up: float = 0.0) -> None:
+        self._start_rank, self._start_up = start, start_up
         self._workers: list[tuple[BaseProcess, Connection, Path]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
 
@@ -86,7 +87,7 @@ class Pool:
         Raises:
             RankFailed: with the traceback of the first rank that raised, or of every rank after ``timeout`` seconds.
         """
-        self._start(ranks)
+        timeout += self._start_up if self._start(ranks) else 0.0
         workers = self._workers[:ranks]
         where = function.__module__, function.__qualname__
         port = free_port()
@@ -111,13 +112,16 @@ class Pool:
             process.join()
         self._workers.clear()
 
-    def _start(self, ranks: int) -> None:
+    def _start(self, ranks: int) -> bool:
+        """Tell whether any had to be started."""
+        before = len(self._workers)
         while len(self._workers) < ranks:
             ours, theirs = multiprocessing.Pipe()
             stacks = Path(self._directory.name) / f"stacks-{len(self._workers)}-{time.time_ns()}"
             process = self._start_rank(theirs, str(stacks))
             theirs.close()
             self._workers.append((process, ours, stacks))
+        return len(self._workers) > before
 
     def _collect(self, workers: list[tuple[BaseProcess, Connection, Path]], timeout: float) -> list[tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}

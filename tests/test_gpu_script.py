@@ -152,6 +152,8 @@ def test_the_projects_page_has_the_markers(page: Path) -> None:
     page.write_text(text, encoding="utf-8")
     gpu_page.write(page, text.split(BEGIN)[1].split(END)[0].strip("\n"))
     assert page.read_text(encoding="utf-8") == text
+    assert [f"scripts/gpu.py --part {part}\n" in text for part in gpu.PARTS] == [True] * len(gpu.PARTS)
+    assert f"-d build/wheels {gpu.PACKAGES['megatron.core']}\n" in text
 
 
 def test_without_a_gpu_nothing_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ SMALL = {  # after a step's own flags
     "split_backward.py": "--hidden 64 --tokens 32 --rounds 2",
     "vocabulary_kernels.py": "--vocabulary 1024 --hidden 64 --tokens 32 --rounds 2",
     "offload.py": "--hidden 128 --seq 32 --iterations 2",
-    "queues.py": "--priority high --rounds 1",  # what it starts for each number of queues
+    "queues.py": "--priority high --size 16 --rounds 1",  # what it starts for each number of queues
 }
 RANKS = "rehearse_llama.py"  # runs under torchrun: test_rehearsal.py, and test_gpus.py for its flags
 
