@@ -42,14 +42,15 @@ def test_a_step_that_fails_is_a_row_and_the_rest_runs(tmp_path: Path) -> None:
         step("good", "print('3 passed, 1 skipped in 0.5s')", finds=gpu._COUNTS),
         step("bad", "print('1 failed in 2.0s'); print('why'); raise SystemExit(3)", finds=gpu._COUNTS),
         step("absent", "", program="no-such-program"),
+        step("none", "print('9 skipped in 0.5s')", finds=gpu._COUNTS),
         step("last", "pass"),
     ]
     after_first, *_, rows = run(steps, tmp_path)
-    assert [row.outcome for row in after_first] == [Outcome.PASSED, *[Outcome.NOT_REACHED] * 3]
-    assert [row.outcome for row in rows] == [Outcome.PASSED, Outcome.FAILED, Outcome.SKIPPED, Outcome.PASSED]
+    assert [row.outcome for row in after_first] == [Outcome.PASSED, *[Outcome.NOT_REACHED] * 4]
+    assert [row.outcome for row in rows] == [Outcome.PASSED, Outcome.FAILED, *[Outcome.SKIPPED] * 2, Outcome.PASSED]
     assert rows[0].found == "3 passed, 1 skipped in 0.5s"
     assert rows[1].found == "1 failed in 2.0s why (bad.log)"
-    assert rows[2].found == "no-such-program is not installed"
+    assert rows[2].found == "no-such-program is not installed" and rows[3].found == "9 skipped in 0.5s"
     assert gpu.exit_code(rows) == 1 and gpu.exit_code([rows[0], rows[2]]) == 0
 
 

@@ -64,7 +64,17 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 """
-OPTIONAL = ("uvicorn", "starlette", "ortools", "matplotlib", "playwright", "shtab", "pybind11")
+OPTIONAL = (
+    "uvicorn",
+    "starlette",
+    "ortools",
+    "matplotlib",
+    "playwright",
+    "shtab",
+    "pybind11",
+    "transformer_engine",
+    "tensorboard",
+)
 
 
 def pytest_without(names: tuple[str, ...], directory: Path, *flags: str) -> str:
