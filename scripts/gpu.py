@@ -188,7 +188,7 @@ def _run(step: Step, seconds: float, log: Path, python: str) -> Row:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """With all that it has started, torchrun's ranks among them, which have sessions of their own and would keep the GPU."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     started = []
     with contextlib.suppress(psutil.NoSuchProcess):
