@@ -29,6 +29,7 @@ _PRODUCTS = 20
 def seconds(priority: int, waits: bool, factor: torch.Tensor) -> float:
     """From the first launch until the passes' products have ended, by the host's clock."""
     sleeping, messages, done = torch.cuda.Stream(), torch.cuda.Stream(priority=priority), torch.cuda.Event()
+    number = torch.empty(1, device="cuda")  # here: a stream's first allocation asks the driver, which may wait for kernels
     torch.cuda.synchronize()
     start = time.perf_counter()
     if waits:
@@ -36,7 +37,7 @@ def seconds(priority: int, waits: bool, factor: torch.Tensor) -> float:
             torch.cuda._sleep(_CYCLES)
         messages.wait_stream(sleeping)
         with torch.cuda.stream(messages):
-            torch.zeros(1, device="cuda")
+            number.zero_()
     for _ in range(_PRODUCTS):
         factor @ factor
     done.record()
