@@ -5,6 +5,8 @@ What NCCL adds is in ``test_several_gpus.py``: it refuses two ranks on one GPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tiny_gpt
 import torch
@@ -30,7 +32,7 @@ def exchanged() -> tuple[float, float, str]:
     rank = torch.distributed.get_rank()
     total, mine, other = (torch.full((1,), float(rank), device="cuda") for _ in range(3))
     torch.distributed.all_reduce(total)
-    requests = [torch.distributed.isend(mine, 1 - rank), torch.distributed.irecv(other, 1 - rank)]
+    requests: list[Any] = [torch.distributed.isend(mine, 1 - rank), torch.distributed.irecv(other, 1 - rank)]
     for request in requests:
         request.wait()
     return total.item(), other.item(), other.device.type
