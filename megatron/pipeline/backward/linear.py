@@ -104,13 +104,13 @@ def gradient_of(weight: torch.nn.Parameter) -> torch.Tensor:
 
 def mark_accumulated(weight: torch.nn.Parameter) -> None:
     """Say that ``main_grad`` has the gradient. DDP's hook wants to see one; this has one element of storage and is not added."""
-    weight.grad = _zero(weight.dtype, weight.device).expand(weight.shape)
+    weight.grad = _stand_in(weight.dtype, weight.device, weight.shape)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 @cache  # a kernel less for every linear and microbatch; not of the weight, which may be quantized: of that nothing expands
-def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=dtype, device=device)
+def _stand_in(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
+    return torch.zeros(1, dtype=dtype, device=device).expand(shape)
 
 
 class SplitLinear(torch.autograd.Function):

@@ -127,7 +127,7 @@ def prepare(weight: torch.nn.Parameter, row_parallel: RowParallel | None = None)
 
 
 def row_parallel(weight: torch.nn.Parameter) -> RowParallel | None:
-    """What ``prepare`` was told of a weight."""
+    """Note that ``prepare`` has made of a weight."""
     told: RowParallel | None = getattr(weight, _ROW_PARALLEL)
     return told
 
