@@ -174,8 +174,12 @@ def shielded_backward(sequence_parallel: bool) -> tuple[list[str], int, list[boo
     did: list[str] = []
 
     def waited(work: Any) -> Any:
+        def wait() -> None:
+            did.append("waits")
+            work.wait()
+
         did.append("begins")
-        return SimpleNamespace(wait=lambda: (did.append("waits"), work.wait()))
+        return SimpleNamespace(wait=wait)
 
     def reduced(whole: torch.Tensor, group: Any) -> sequence.Started:
         part, work = reduce_scatter(whole, group)

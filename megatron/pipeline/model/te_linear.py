@@ -188,8 +188,8 @@ class _Marking:
 class _KeptByColumns(SimpleQueue):  # type: ignore[type-arg]
     """Entries of a store of a column-parallel linear: it puts one as soon as the sum of its input's gradient has begun."""
 
-    def put(self, entry: Any, *rest: Any, **options: Any) -> None:
-        super().put(entry, *rest, **options)
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
         weight_tasks.reduction_begins()
 
 
