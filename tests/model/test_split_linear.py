@@ -174,8 +174,12 @@ def shielded_backward(sequence_parallel: bool) -> tuple[list[str], int, list[boo
     did: list[str] = []
 
     def waited(work: Any) -> Any:
+        def wait() -> None:
+            did.append("waits")
+            work.wait()
+
         did.append("begins")
-        return SimpleNamespace(wait=lambda: (did.append("waits"), work.wait()))
+        return SimpleNamespace(wait=wait)
 
     def reduced(whole: torch.Tensor, group: Any) -> sequence.Started:
         part, work = reduce_scatter(whole, group)
@@ -201,7 +205,7 @@ def shielded_backward(sequence_parallel: bool) -> tuple[list[str], int, list[boo
             with deferring(tasks, shielded=True):
                 output.square().sum().backward()
     left = len(tasks)
-    run_weights((task, []) for task in tasks)
+    run_weights([(task, []) for task in tasks])
     found = {name: weight.grad.clone() for weight, name in names.items()}
     layer.zero_grad()
     for microbatch in range(2):

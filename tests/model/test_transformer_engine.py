@@ -40,6 +40,7 @@ class EngineLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(SIZE, SIZE))
         self.bias = torch.nn.Parameter(torch.randn(SIZE))
         self.fuse_wgrad_accumulation, self.bias_is = fused, bias
+        self.tp_size, self.parallel_mode, self.sequence_parallel = 1, None, False
         self.wgrad_store = Store(delayed)
         self.wgrad_accumulation_and_reduce_hooks: list[Any] = []
         if delayed:  # the bias, too, but megatron-core makes it anew under --use-cpu-initialization

@@ -73,6 +73,12 @@ def accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_inpu
         gradient = grad_output.t().matmul(total_input)
         weight.grad = gradient if weight.grad is None else weight.grad + gradient
         return
+    add_product(main_grad, grad_output, total_input)
+    mark_accumulated(weight)
+
+
+def add_product(main_grad: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
+    """Add grad_output^T @ total_input to ``main_grad``, which has its own precision; see ``accumulate`` for shapes."""
     if not grad_output.is_cuda:
         # The sum must round as megatron-core's own does there: a product, then an addition.
         main_grad.add_(grad_output.t().matmul(total_input))
@@ -84,7 +90,6 @@ def accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_inpu
         main_grad.addmm_(grad_output.t(), total_input)
     else:
         torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad)
-    mark_accumulated(weight)
 
 
 def gradient_of(weight: torch.nn.Parameter) -> torch.Tensor:

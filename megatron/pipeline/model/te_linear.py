@@ -27,6 +27,7 @@ from megatron.pipeline.patches import unsupported
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import mark_accumulated
+from megatron.pipeline.dist import sequence
 
 OLDEST = "2.8"
 _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names
@@ -143,7 +144,16 @@ class _Marking:
 
     def __init__(self, module: Any, delayed: Sequence[torch.nn.Parameter]) -> None:
         self._module, self._forward, self._delayed = module, module.forward, delayed
-        self.kept = module.wgrad_store.context = SimpleQueue()  # not one whose locks are Python's: no thread waits for another
+        parallel = module.parallel_mode if module.tp_size > 1 and not hasattr(module, "num_gemms") else None
+        self.row = parallel == "row"
+        self.kept = module.wgrad_store.context = _KeptByColumns() if parallel == "column" else SimpleQueue()
+        # Of the input and the output gradient, the one that all tensor-parallel ranks have in whole.
+        self.gathered = (0 if parallel == "column" else 1) if module.sequence_parallel and parallel else None
+
+    @property
+    def group(self) -> Any:
+        """The tensor-parallel ranks."""
+        return self._module.tp_group
 
     @cached_property
     def notify(self) -> Sequence[Callable[[], None]]:
@@ -171,16 +181,38 @@ class _Marking:
             if hidden.is_leaf:  # autograd may call its hook before the parameters, which are leaves as well, have their ``grad``
                 hidden = hidden.view_as(hidden)
             fused = weight_tasks.runs_fused(*self.weights)
-            hidden.register_hook(lambda _: weight_tasks.submit(DelayedGradient(self), fused))
+            hidden.register_hook(lambda _: weight_tasks.submit(DelayedGradient(self, fused), fused, self.row))
         return self._forward(hidden, *rest, **options)
 
 
-class DelayedGradient:
-    """The weight gradient of a module for one microbatch, whose backward has just run."""
+class _KeptByColumns(SimpleQueue):  # type: ignore[type-arg]
+    """Entries of a store of a column-parallel linear: it puts one as soon as the sum of its input's gradient has begun."""
 
-    def __init__(self, module: _Marking) -> None:
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
+        weight_tasks.reduction_begins()
+
+
+class DelayedGradient:
+    """The weight gradient of a module for one microbatch, whose backward has just run.
+
+    Under sequence parallelism it keeps this rank's shard of what the ranks have gathered, and gathers it again in ``prefetch``.
+    Of a tensor in FP8 the whole is kept.
+
+    Args:
+        fused: it runs at once.
+    """
+
+    def __init__(self, module: _Marking, fused: bool = False) -> None:
         self._module = module
         self._tensors, self._product = module.kept.get_nowait()
+        self._gathering: sequence.Started | None = None
+        self._cut = module.gathered
+        if self._cut is not None:
+            if weight_tasks.is_deferred(fused, module.row) and type(whole := self._tensors[self._cut]) is torch.Tensor:
+                self._tensors[self._cut] = sequence.part_of(whole, module.group)
+            else:
+                self._cut = None
         self._bias_gradients = [_taken(bias) for bias in module.biases] if module.biases else ()
         for weight in module.weights:  # a stand-in, or nothing: saved-tensor hooks hide the weight from 2.8 to 2.14
             weight.grad = None
@@ -195,7 +227,8 @@ class DelayedGradient:
                 yield one
 
     def prefetch(self) -> None:
-        """Nothing to fetch: under sequence parallelism the whole input is kept."""
+        if self._cut is not None and self._gathering is None:
+            self._gathering = sequence.gather(self._tensors[self._cut], self._module.group)
 
     def run(self) -> None:
         """Add the gradients to ``main_grad`` and notify DDP.
@@ -204,6 +237,11 @@ class DelayedGradient:
             RuntimeError: DDP does not wait for them.
         """
         module, notify = self._module, self._module.notify
+        if self._cut is not None:
+            self.prefetch()
+            assert self._gathering is not None
+            self._tensors[self._cut], gathering = self._gathering
+            gathering.wait()
         made = self._product(*self._tensors)[1]
         for weight in module.weights:
             mark_accumulated(weight)
