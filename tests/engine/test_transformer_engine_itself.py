@@ -83,5 +83,67 @@ _TRAININGS = {
 def test_a_gpt_trains_as_under_megatron_cores_schedule(engine: Pool, training: str) -> None:
     ranks, tensor, flags = _TRAININGS[training]
     expected = engine.run(ranks, gpt.train, "stock", flags, tensor)
-    assert expected[-1][0][0] is not None
+    (loss, _), *_ = expected[-1][0]
+    assert loss is not None
     assert engine.run(ranks, gpt.train, "zb-h1", flags, tensor) == expected
+
+
+_IN_SHARDS = (
+    "--bf16 --use-distributed-optimizer --accumulate-allreduce-grads-in-fp32 --hidden-size 128 --ffn-hidden-size 128 "
+    "--seq-length 64 --disable-bias-linear --untie-embeddings-and-output-weights --clip-grad 0"
+)
+_OVERLAPS = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+_EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm"
+
+
+def _gathered(recipe: str) -> gpt.Weights:
+    return gpt.Weights(recipe, reused=recipe == "mxfp8")
+
+
+def _whole(ranks: list[Any]) -> tuple[list[float], dict[str, str]]:
+    """Losses, and digests of the weights of all ranks, which have the same of the same weight."""
+    [losses] = {tuple(loss for loss, _ in steps) for steps, _ in ranks if steps[0][0] is not None}
+    weights: dict[str, str] = {}
+    for _, own in ranks:
+        weights = own | weights
+        assert own.items() <= weights.items()
+    return list(losses), weights
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_that_are_gathered_in_fp8_are_what_forwards_round_others_to(engine: Pool, recipe: str) -> None:
+    gathered, others = (
+        engine.run(2, gpt.train, "stock", _IN_SHARDS, 1, 1, weights)[0]
+        for weights in (_gathered(recipe), gpt.Weights(recipe, False))
+    )
+    assert gathered[0][-1][0] == others[0][-1][0]
+    differ = {name for name, digest in gathered[1].items() if others[1][name] != digest}
+    assert differ and all(name.startswith("forward's ") for name in differ)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_that_are_gathered_in_fp8_train_as_under_megatron_cores_schedule(engine: Pool, recipe: str) -> None:
+    weights = _gathered(recipe)
+    losses, expected = _whole(engine.run(4, gpt.train, "stock", _IN_SHARDS, 1, 2, weights))
+    assert _whole(engine.run(4, gpt.train, "zb-v", _IN_SHARDS, 1, 2, weights)) == (losses, expected)
+    later, overlapped = _whole(engine.run(4, gpt.train, "zb-h1", f"{_IN_SHARDS} {_OVERLAPS}", 1, 2, weights))
+    assert later == losses and overlapped and overlapped.items() <= expected.items()
+
+
+@pytest.mark.parametrize(("schedule", "flags"), [("zb-v", "--num-layers 8"), ("zb-h1", _EXPERTS)], ids=["4 ranks", "experts"])
+def test_with_both_overlaps(engine: Pool, schedule: str, flags: str) -> None:
+    """What is gathered in MXFP8 lies where W adds gradients; experts, rounded by blocks, have an optimizer of their own."""
+    weights = _gathered("blockwise" if flags == _EXPERTS else "mxfp8")
+    pipeline = 2 if flags == _EXPERTS else 4
+    both = f"{_IN_SHARDS} {_OVERLAPS} {flags}"
+    expected, ours = (engine.run(2 * pipeline, gpt.train, name, both, 1, pipeline, weights) for name in ("stock", schedule))
+    assert _whole(ours) == _whole(expected) if pipeline == 4 else ours == expected
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_profile_in_fp8_times_passes_and_takes_bytes_from_the_formulas(engine: Pool, recipe: str) -> None:
+    for costs, sizes in engine.run(2, gpt.profile, _IN_SHARDS, _gathered(recipe)):
+        assert costs.unit == "bytes"
+        for stage, formula in zip(costs.stages, sizes.stages, strict=True):
+            assert [stage.activation, stage.retained] == [formula.activation, formula.retained] != [0, 0]
+            assert min(stage.forward, stage.backward, stage.weight) > 0 and stage.forward != formula.forward
