@@ -100,14 +100,14 @@ def _gathered(recipe: str) -> gpt.Weights:
     return gpt.Weights(recipe, reused=recipe == "mxfp8")
 
 
-def _whole(ranks: list[Any]) -> tuple[list[float], dict[str, str]]:
-    """Losses, and digests of the weights of all ranks, which have the same of the same weight."""
-    [losses] = {tuple(loss for loss, _ in steps) for steps, _ in ranks if steps[0][0] is not None}
+def _whole(ranks: list[Any]) -> tuple[list[list[float]], dict[str, str]]:
+    """Losses of every replica, and digests of the weights of all ranks, which have the same of the same weight."""
+    losses = [[loss for loss, _ in steps] for steps, _ in ranks if steps[0][0] is not None]
     weights: dict[str, str] = {}
     for _, own in ranks:
         weights = own | weights
         assert own.items() <= weights.items()
-    return list(losses), weights
+    return losses, weights
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
