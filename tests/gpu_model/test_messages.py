@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from gpu_model import cuda, device, nccl
 from gpu_model.ranks import another_world
 from gpu_model.recorded import recording
 from gpu_model.trace import At, Post
+from megatron.pipeline.dist.groups import few_ctas
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
 
@@ -154,19 +156,26 @@ def test_no_pass_waits_for_the_host(gpus: Pool, data: str, flags: str) -> None:
         assert found and all(places == ["rerun_state_machine.py"] for places in found), found
 
 
-def thread_blocks() -> list[int]:
-    """Of every group that an iteration uses for messages and the vocabulary."""
+def thread_blocks(*flags: str) -> list[int]:
+    """Of every group that an iteration uses for messages and the vocabulary, where a node has 2 ranks."""
     import tiny_gpt
 
     before = len(nccl.groups())
-    tiny_gpt.train("zb-v", pp=2, iterations=1, flags=(*UNTIED, "--vocab-parallel", "2", "--pipeline-max-ctas", "4"))
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        tiny_gpt.train("zb-v", pp=2, iterations=1, flags=(*UNTIED, "--vocab-parallel", "2", *flags))
     own = [group for group in nccl.groups()[before:] if group.places & {"runtime/p2p.py", "runtime/vocabulary.py"}]
     return [group.max_ctas for group in own]
 
 
-def test_messages_take_no_more_of_a_gpu_than_the_flag_says(gpus: Pool) -> None:
-    for found in gpus.run(2, thread_blocks):
-        assert found == [4, 4, 4]
+@pytest.mark.parametrize(("flags", "blocks"), [((), 4), (("--pipeline-max-ctas", "3"), 3)])
+def test_messages_take_no_more_of_a_gpu_than_the_flag_says(gpus: Pool, flags: tuple[str, ...], blocks: int) -> None:
+    for found in gpus.run(2, thread_blocks, *flags):
+        assert found == [blocks] * 3
+
+
+def test_messages_between_nodes_have_more_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert [few_ctas(ranks) for ranks in ([8, 10, 12, 14], [0, 4, 8, 12], [7, 8])] == [4, 8, 8]
 
 
 def buckets(schedule: str) -> list[int]:

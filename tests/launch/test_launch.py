@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pool import Pool
 from releases import reduces_experts_wrong
 
 from megatron.pipeline import patches
+from megatron.pipeline.launch.script import prepare
 from megatron.pipeline.session import save_lock
 
 
@@ -58,6 +60,29 @@ def on_one_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], li
         return [loss for loss, _ in steps]
 
     return losses
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "found"),
+    [
+        ("--bf16", {}, "expandable_segments:True"),
+        ("--bf16", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ("--bf16", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("--use-nccl-ub", {}, None),
+        ("--cuda-graph-impl local", {}, None),
+    ],
+)
+def test_segments_grow_unless_a_user_or_a_flag_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, variable: dict[str, str], found: str | None
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # both are undone behind the test
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "pretrain.py").touch()
+    prepare(["--nproc-per-node", "2"], [str(tmp_path / "pretrain.py"), *flags.split()])
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == found
 
 
 UNTIED = "--untie-embeddings-and-output-weights"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from model.backward_orders import run_backwards
 from pool import Pool
 
+from megatron.pipeline.costmodel.activations import layer_retained
+from megatron.pipeline.shape.gpt import Shape
+
 SIZE, MICROBATCHES = 8, 3
+WIDTH, LENGTH = 32, 32  # of a GPT's layer
 
 
 def build(split: bool, cls: str, tp: int, ddp: dict[str, Any], **settings: Any) -> Any:
@@ -89,6 +96,127 @@ def test_w_adds_nothing_before_it_runs(pool: Pool) -> None:
 def test_tensor_parallel(pool: Pool, cls: str, sequence_parallel: bool) -> None:
     options: dict[str, Any] = {"cls": cls, "tp": 2, "sequence_parallel": sequence_parallel}
     assert pool.run(2, gradients, "B0 B1 W0 B2 W1 W2", **options) == pool.run(2, gradients, None, **options)
+
+
+def gpt_layer(tp: int, **settings: Any) -> Any:
+    """Of a GPT, prepared for a split backward."""
+    from megatron.pipeline import patches
+
+    patches.install()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron.pipeline.model.layer_spec import SequenceParallelTorchNorm
+    from megatron.pipeline.model.split_linear import split_weights
+
+    parallel_state.initialize_model_parallel(tp)
+    tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        tensor_model_parallel_size=tp,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **settings,
+    )
+    spec = get_gpt_layer_local_spec()
+    for norm in ("input_layernorm", "pre_mlp_layernorm"):
+        setattr(spec.submodules, norm, SequenceParallelTorchNorm)
+    layer = build_module(spec, config=config)
+    assert split_weights(layer) == []
+    return layer
+
+
+def forward(layer: Any, seed: int = 1) -> Any:
+    """The output for one microbatch, of which every rank has a part if the layer is sequence-parallel."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(LENGTH, 2, WIDTH, generator=generator)
+    if layer.config.sequence_parallel:
+        hidden = hidden.chunk(torch.distributed.get_world_size())[torch.distributed.get_rank()]
+    mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+    return layer(hidden.clone().requires_grad_(), attention_mask=mask)[0]
+
+
+def bytes_kept_by_w(tp: int) -> int:
+    """What waits for W after the B of a layer, each memory once."""
+    from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
+
+    output = forward(gpt_layer(tp, sequence_parallel=tp > 1))
+    tasks: list[WeightTask] = []
+    with deferring(tasks):
+        output.square().sum().backward()
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for task in tasks for one in task.held}.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_w_keeps_what_the_formula_says_under_sequence_parallelism(pool: Pool, tp: int) -> None:
+    plain = Shape.plain(layers=1, hidden=WIDTH, heads=4, seq=LENGTH, vocabulary=64)
+    holding = replace(plain.holding, number=4, tensor=tp, sequence_parallel=tp > 1)
+    expected = layer_retained(replace(plain, microbatch=2, holding=holding))
+    for kept in pool.run(tp, bytes_kept_by_w, tp):
+        assert kept == pytest.approx(expected, rel=0.05)
+
+
+def shielded_backward(sequence_parallel: bool) -> tuple[list[str], int, list[bool]]:
+    """What two Bs with work behind their collectives did in order, how many tasks they left to W, and which gradients are those
+    of a fused backward."""
+    from megatron.pipeline.backward import linear
+    from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
+    from megatron.pipeline.dist import sequence
+    from megatron.pipeline.runtime.stage_passes import run_weights
+
+    layer = gpt_layer(2, sequence_parallel=sequence_parallel)
+    names = {weight: name for name, weight in layer.named_parameters()}
+    did: list[str] = []
+
+    def waited(work: Any) -> Any:
+        did.append("begins")
+        return SimpleNamespace(wait=lambda: (did.append("waits"), work.wait()))
+
+    def reduced(whole: torch.Tensor, group: Any) -> sequence.Started:
+        part, work = reduce_scatter(whole, group)
+        return part, waited(work)
+
+    def summed(*given: Any, **options: Any) -> Any:
+        work = all_reduce(*given, **options)
+        return waited(work) if options.get("async_op") else work
+
+    def noted(weight: torch.nn.Parameter, *rest: torch.Tensor) -> None:
+        did.append(names[weight])
+        accumulate(weight, *rest)
+
+    reduce_scatter, all_reduce, accumulate = sequence.reduce_scatter, torch.distributed.all_reduce, linear.accumulate
+    tasks: list[WeightTask] = []
+    with (
+        patch.object(sequence, "reduce_scatter", reduced),
+        patch.object(torch.distributed, "all_reduce", summed),
+        patch.object(linear, "accumulate", noted),
+    ):
+        for microbatch in range(2):
+            output = forward(layer, microbatch)
+            with deferring(tasks, shielded=True):
+                output.square().sum().backward()
+    left = len(tasks)
+    run_weights((task, []) for task in tasks)
+    found = {name: weight.grad.clone() for weight, name in names.items()}
+    layer.zero_grad()
+    for microbatch in range(2):
+        forward(layer, microbatch).square().sum().backward()
+    return did, left, [torch.equal(found[name], weight.grad) for weight, name in names.items()]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_b_computes_behind_each_of_its_collectives(pool: Pool, sequence_parallel: bool) -> None:
+    attention = ["begins", "self_attention.linear_proj.weight", "waits"]
+    mlp = ["begins", "mlp.linear_fc2.weight", "waits"]
+    for did, left, same in pool.run(2, shielded_backward, sequence_parallel):
+        assert did == [*mlp, *attention] * 2
+        assert left == 4  # of the linears that are cut by columns
+        assert all(same)
 
 
 def gradients_after_a_discarded_input(delayed: bool) -> list[float]:

@@ -28,28 +28,35 @@ except ImportError:
 class WeightGradient:
     """The weight gradient of one linear for one microbatch, still to be computed. Holds what it needs, nothing else.
 
-    Under sequence parallelism the input is kept as this rank's shard; ``prefetch`` starts gathering the rest.
+    Under sequence parallelism the input of a column-parallel linear and the output gradient of a row-parallel one are kept as
+    this rank's shards: each has a group then, and ``prefetch`` starts gathering the rest.
     """
 
     weight: torch.nn.Parameter
     input: torch.Tensor
     grad_output: torch.Tensor
-    gather_group: torch.distributed.ProcessGroup | None
-    _gathering: sequence.Started | None = field(default=None, init=False)
+    input_group: torch.distributed.ProcessGroup | None = None
+    gradient_group: torch.distributed.ProcessGroup | None = None
+    _gathering: tuple[sequence.Started, sequence.Started] | None = field(default=None, init=False)
 
     @property
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.input, self.grad_output
 
     def prefetch(self) -> None:
-        self._gathering = self._gathering or sequence.gather(self.input, self.gather_group)
+        if self._gathering is None:
+            input = sequence.gather(self.input, self.input_group)
+            self._gathering = input, sequence.gather(self.grad_output, self.gradient_group)
 
     def run(self) -> None:
         """Add the gradient to ``main_grad`` (to ``grad`` where there is no DDP) and notify DDP."""
         weight_tasks.check_nothing_is_overwritten(self.weight)
-        total_input, gathering = self._gathering or sequence.gather(self.input, self.gather_group)
-        gathering.wait()
-        accumulate(self.weight, *prepare_input_tensors_for_wgrad_compute(self.grad_output, total_input))
+        self.prefetch()
+        assert self._gathering is not None
+        (total_input, input_gathering), (grad_output, gradient_gathering) = self._gathering
+        input_gathering.wait()
+        gradient_gathering.wait()
+        accumulate(self.weight, *prepare_input_tensors_for_wgrad_compute(grad_output, total_input))
         weight_tasks.notify(self.weight)
 
 
@@ -115,8 +122,13 @@ class SplitLinear(torch.autograd.Function):
         (input, _), weight = ctx.saved_tensors, ctx.weight
         if not weight_tasks.is_prepared(weight) or ctx.grad_output_buffer is not None:
             return LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
-        task = WeightGradient(weight, input, grad_output, ctx.tp_group if ctx.sequence_parallel else None)
-        if not weight_tasks.is_deferred(ctx.fused):
+        row, reduces = weight_tasks.row_parallel(weight), ctx.allreduce_dgrad or ctx.sequence_parallel
+        deferred = weight_tasks.is_deferred(ctx.fused, row is not None, reduces)
+        gathered = row.gathered_by if row and deferred else None
+        task = WeightGradient(
+            weight, input, sequence.part_of(grad_output, gathered), ctx.tp_group if ctx.sequence_parallel else None, gathered
+        )
+        if not deferred:
             task.prefetch()  # before the input gradient's product, which hides it
 
         grad_input = grad_output.matmul(weight)
@@ -126,8 +138,8 @@ class SplitLinear(torch.autograd.Function):
         elif ctx.sequence_parallel:
             grad_input, reduction = sequence.reduce_scatter(grad_input, ctx.tp_group)
 
-        # Behind the reduction: the weight gradient, or its bookkeeping, and the bias.
-        weight_tasks.submit(task, ctx.fused)
+        # Behind the reduction: the weight gradient, or its bookkeeping, those that wait for a reduction, and the bias.
+        weight_tasks.submit(task, ctx.fused, row is not None, reduces)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         if reduction is not None:
             reduction.wait()

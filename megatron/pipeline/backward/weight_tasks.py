@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ __all__ = ["WeightTask", "prepare", "register_hook", "submit"]
 # Attributes of a weight. The first has what to call when the weight has its gradient of one microbatch.
 _HOOKS = "weight_gradient_hooks"
 _FUSED_IF_RECOMPUTED = "fused_if_recomputed"
+_ROW_PARALLEL = "row_parallel"
 _MARK = "skip_backward_post_hook"  # megatron-core's, of weights whose gradients DDP expects from their modules
 
 DDP_DOES_NOT_WAIT = (
@@ -30,6 +31,16 @@ _USED_ELSEWHERE = (
     "the model uses its weight elsewhere than in the forward of its module, and such a gradient would be lost: use it there "
     "alone, or take --pipeline-schedule stock"
 )
+
+
+class RowParallel(NamedTuple):
+    """A linear that is cut by rows over tensor-parallel ranks.
+
+    Attributes:
+        gathered_by: the ranks that each gather its output gradient from shards as its backward begins; None where each has it.
+    """
+
+    gathered_by: torch.distributed.ProcessGroup | None
 
 
 class WeightTask(Protocol):
@@ -49,40 +60,76 @@ class WeightTask(Protocol):
 # Where backward puts weight gradients, while ``deferring`` says so. A plain variable because autograd may call backward
 # from a thread of its own while the thread that set this waits for it.
 _deferred: list[WeightTask] | None = None
+_shields: list[WeightTask] | None = None  # of row-parallel linears, until the next collective begins
 
 
 @contextmanager
-def deferring(tasks: list[WeightTask]) -> Iterator[None]:
-    """Within this context, backward appends weight tasks to ``tasks`` instead of running them."""
-    global _deferred
-    outer, _deferred = _deferred, tasks
+def deferring(tasks: list[WeightTask], shielded: bool = False) -> Iterator[None]:
+    """Within this context, backward appends weight tasks to ``tasks`` instead of running them.
+
+    Args:
+        shielded: this backward has weight gradients behind its own collectives, which nothing else would hide: those of
+            row-parallel linears wait for the next one, and where none waits, a linear computes its own.
+    """
+    global _deferred, _shields
+    outer = _deferred, _shields
+    _deferred, _shields = tasks, [] if shielded else None
     try:
         yield
+        _run_shields()  # no collective came
     finally:
-        _deferred = outer
+        _deferred, _shields = outer
 
 
-def is_deferred(fused: bool = False) -> bool:
+def is_deferred(fused: bool = False, row: bool = False, reduces: bool = False) -> bool:
     """Tell whether a task submitted now is left to W.
 
     Args:
         fused: what ``runs_fused`` said when the layer ran its forward.
+        row: of a row-parallel linear.
+        reduces: its linear sums the input's gradient over other ranks, and waits for that next.
     """
-    return _deferred is not None and not fused
-
-
-def submit(task: WeightTask, fused: bool = False) -> None:
-    """Leave a task to W if this backward is a B; otherwise, or if ``fused``, run it now."""
     if _deferred is None or fused:
-        task.run()
-    else:
+        return False
+    return _shields is None or not (row or (reduces and not _shields))
+
+
+def submit(task: WeightTask, fused: bool = False, row: bool = False, reduces: bool = False) -> None:
+    """Leave a task to W, or to this backward's next collective, or run it now; see ``is_deferred`` for the arguments.
+
+    What waits for a collective runs, the oldest first, if the task's linear ``reduces``.
+    """
+    if is_deferred(fused, row, reduces):
+        assert _deferred is not None
         _deferred.append(task)
+    elif row and _shields is not None and not fused:
+        _shields.append(task)
+    else:
+        task.run()
+    if reduces:
+        _run_shields()
 
 
-def prepare(weight: torch.nn.Parameter) -> None:
-    """Have DDP, which is yet to wrap the weight's module, learn from ``notify`` that the weight has a gradient."""
+def _run_shields() -> None:
+    while _shields:
+        _shields.pop(0).run()
+
+
+def prepare(weight: torch.nn.Parameter, row_parallel: RowParallel | None = None) -> None:
+    """Have DDP, which is yet to wrap the weight's module, learn from ``notify`` that the weight has a gradient.
+
+    Args:
+        row_parallel: of a linear that is cut by rows over tensor-parallel ranks.
+    """
     setattr(weight, _MARK, True)
     setattr(weight, _HOOKS, [])
+    setattr(weight, _ROW_PARALLEL, row_parallel)
+
+
+def row_parallel(weight: torch.nn.Parameter) -> RowParallel | None:
+    """What ``prepare`` was told of a weight."""
+    told: RowParallel | None = getattr(weight, _ROW_PARALLEL)
+    return told
 
 
 def is_prepared(weight: torch.Tensor | None) -> bool:

@@ -56,6 +56,9 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         rows.append(("even", "-" if split["even"] is None else f"{split['even']:g}", even))
         layers = f"by stage {' '.join(map(str, split['layers']))}; --pipeline-model-parallel-layout '{split['layout']}'"
         add("layers", sum(split["layers"]), layers)
+    if "shielded" in data:
+        stages = " ".join(map(str, data["shielded"]))
+        add("shielded", len(data["shielded"]), f"stages whose B has weight gradients behind its collectives: {stages}")
     if "overlap" in data:
         found = data["overlap"]
         share = found["exposed"] / found["communication"] if found["communication"] else 0.0

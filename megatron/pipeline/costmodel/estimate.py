@@ -69,6 +69,8 @@ def estimate(
         held = activations.held_by_stage(one, count, split)
         known = {name: part * count for name, part in parts.items()} | ({"layers": count} if parts else {})
         costs = _stage(seconds.times(count).plus(waits), held, waits.weight + saved * count)
+        if shielding := shielded_seconds(one, device, links):
+            known |= dict(zip(("behind", "saved"), (slower * value * count for value in shielding), strict=True))
         return replace(costs, recompute=remade * count, **known)
 
     stages = [stage(first, count, gap) for first, count in zip(accumulate(layers, initial=0), layers, strict=False)]
@@ -105,14 +107,40 @@ def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
     of ``megatron.core.tensor_parallel.layers``. A sum is an all-reduce, or a reduce-scatter under sequence parallelism, which is
     half of one. B alone has nothing to hide it behind. Latent attention and experts count as if nothing were hidden.
     """
-    held, experts = shape.holding, shape.experts
-    number = held.number * shape.tokens * shape.hidden / held.context
-    each = links.tensor.all_reduce(number, held.tensor) / (2 if held.sequence_parallel else 1)
     columns = [] if shape.latent else [float(shape.queries + shape.keys_and_values)]
-    if experts is None:
+    if shape.experts is None:
         columns.append((2 if shape.gated else 1) * shape.ffn)
-    products = (2 * shape.tokens * shape.hidden * width * held.of_cut_layers for width in columns)
-    return sum(min(each, device.seconds(operations)) for operations in products)
+    each = _sum_seconds(shape, links)
+    return sum(min(each, product) for product in _products(shape, device, columns))
+
+
+def shielded_seconds(shape: Shape, device: Device, links: Links) -> tuple[float, float] | None:
+    """Seconds of the weight gradients of a layer's row-parallel linears, and what B and W save together where B computes them.
+
+    The products of attention's and the MLP's last linear run while the sum of the linear before it, cut by columns, is under way
+    (``saved_seconds``). None where there is none to hide. Where the layer was measured, they are as large a share of W as by the
+    formulas.
+    """
+    if shape.latent or shape.holding.tensor == 1:
+        return None
+    measured = measured_layer(shape, device)
+    scale = measured.work.weight / computing_seconds(shape, device).weight if measured else 1.0
+    widths = [float(shape.attended), *([shape.ffn] if shape.experts is None else [])]
+    rows, each = [scale * product for product in _products(shape, device, widths)], _sum_seconds(shape, links)
+    return sum(rows), sum(min(each, product) for product in rows)
+
+
+def _sum_seconds(shape: Shape, links: Links) -> float:
+    """Seconds of the sum of an input's gradient over tensor-parallel ranks."""
+    held = shape.holding
+    number = held.number * shape.tokens * shape.hidden / held.context
+    return links.tensor.all_reduce(number, held.tensor) / (2 if held.sequence_parallel else 1)
+
+
+def _products(shape: Shape, device: Device, widths: Sequence[float]) -> list[float]:
+    """Seconds of products of hidden states with a rank's part of these widths."""
+    operations = 2 * shape.tokens * shape.hidden * shape.holding.of_cut_layers
+    return [device.seconds(operations * width) for width in widths]
 
 
 def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
@@ -196,7 +224,9 @@ def output_costs(shape: Shape, device: Device) -> StageCosts:
     kept = activations.output_activation(shape)
     work = _seconds(device, gpt.output_work(shape).times(shape.holding.of_cut_layers))
     forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.holding.tensor))
-    return _stage(work.plus(Work(forward, backward, 0.0)), Held(kept, kept, activations.output_retained(shape)))
+    costs = _stage(work.plus(Work(forward, backward, 0.0)), Held(kept, kept, activations.output_retained(shape)))
+    # It has no row-parallel linear before it, and computes its own weight's gradient. Its sum counts as if it were hidden always.
+    return replace(costs, behind=costs.weight) if shape.holding.tensor > 1 else costs
 
 
 def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary, links: Links | None = None) -> VocabularyCosts:
@@ -250,7 +280,7 @@ def _sum(one: StageCosts, other: StageCosts) -> StageCosts:
     """Both in one stage; its parts and its layers are those of the halves that have some."""
     costs: dict[str, Any] = {}
     for name in (field.name for field in fields(StageCosts) if field.name != "movable"):  # all of it is
-        if name not in (*PARTS, "layers"):
+        if name not in (*PARTS, "layers", "behind", "saved"):
             costs[name] = one.value(name) + other.value(name)
         elif given := [value for half in (one, other) if (value := getattr(half, name)) is not None]:
             costs[name] = sum(given)

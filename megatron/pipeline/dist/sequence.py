@@ -29,6 +29,12 @@ def gather(part: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> 
     return whole, torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=True)
 
 
+def part_of(whole: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
+    """A copy of this rank's part of what ``gather`` has made, [n * size, ...] to [n, ...], so that the whole can be let go of;
+    without a group, the whole itself."""
+    return whole if group is None else whole.chunk(group.size())[group.rank()].clone()
+
+
 def reduce_scatter(whole: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> Started:
     """This rank's part of the sum over a group: [n * size, ...] to [n, ...]; without a group, the whole itself."""
     if group is None:

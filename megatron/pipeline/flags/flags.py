@@ -135,7 +135,7 @@ NEW = {
             "start the sends and receives between two passes one by one, or together", ["single", "batched"], "single"),
         add("--pipeline-max-ctas",
             "limit of NCCL's thread blocks, and so of SMs, for a message or a collective of the vocabulary, which occupies them "
-            "while it waits for the other rank; NCCL's own choice if not given", positive_int, metavar="N"),
+            "while it waits for the other rank; 4 within a node and 8 between nodes if not given", positive_int, metavar="N"),
         files("--pipeline-trace", "write the measured timeline of every logged iteration here", str, metavar="DIR"),
         schedule("--recompute-fused-backward",
             "B also computes the weight gradients of what it recomputes: less memory, but less W to fill gaps"),

@@ -144,7 +144,7 @@ class Run:
         if not stock and args.overlap_grad_reduce:
             args.align_grad_reduce = False  # by which upstream would reduce behind the passes
             notes.append("--no-align-grad-reduce is on: every pipeline rank reduces gradients in buckets, within its passes")
-        if args.post_validation:
+        if args.post_validation and not stock:  # stock's own refusal follows
             args.barrier_with_L1_time = False  # timers would make all ranks wait for each other
             args.rerun_mode = "disabled"  # else ranks agree after every backward whether to run it again
             notes.append("--rerun-mode disabled is on: --post-validation runs no iteration again that has ended")

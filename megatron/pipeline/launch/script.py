@@ -14,6 +14,7 @@ from megatron.pipeline.dist.processes import free_port
 from megatron.pipeline.launch import install
 
 PIP, CHECKOUT = "pip", "checkout"
+_FIXED_SEGMENTS = ("nccl-ub", "cuda-graph")
 
 
 def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT) -> Callable[[], object]:
@@ -40,6 +41,7 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
     script, flags = Path(tokens[0]), tokens[1:]
     if not script.is_file():
         raise ValueError(f"there is no script {script}")
+    _let_segments_grow(flags)
     if options and "RANK" in os.environ:
         raise ValueError(
             f"{' '.join(options)} before the script are options of torchrun, which has started this process already (RANK is "
@@ -58,6 +60,15 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
     sys.argv = [str(script), *flags]
     install()
     return partial(runpy.run_path, str(script), run_name="__main__")
+
+
+def _let_segments_grow(flags: Sequence[str]) -> None:
+    """Have torch's allocator grow its segments, unless the user says how it works, or Megatron-LM refuses it with a flag.
+
+    What W keeps of odd sizes lives between what F and B allocate; fixed segments would be torn into pieces.
+    """
+    if not any(word in flag for flag in flags for word in _FIXED_SEGMENTS) and "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch is imported
 
 
 def _find(folder: Path, core: str) -> None:

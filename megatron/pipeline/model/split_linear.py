@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core.tensor_parallel import layers as upstream_layers
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.pipeline.patches import distributed_data_parallel
 
 from megatron.pipeline.backward import weight_tasks
@@ -64,7 +64,7 @@ def split_weights(chunk: torch.nn.Module, fuse_recomputed: bool = False) -> list
             te_linear.prepare(module)
         for weight in weights:
             if not te_linear.is_delayed(module):
-                weight_tasks.prepare(weight)
+                weight_tasks.prepare(weight, _row_parallel(module))
             if fuse_recomputed:
                 weight_tasks.fuse_if_recomputed(weight)
     return fused
@@ -88,6 +88,13 @@ def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     weights = [weight for weight in module.parameters(recurse=False) if weight.requires_grad and weight.dim() > 1]
     # Shards of the vocabulary, which are prepared, have passes of their own.
     return [weight for weight in weights if not weight_tasks.is_prepared(weight)]
+
+
+def _row_parallel(module: torch.nn.Module) -> weight_tasks.RowParallel | None:
+    """Experts' linears are none: their tokens are sent and summed elsewhere."""
+    if not isinstance(module, RowParallelLinear) or module.explicit_expert_comm or module.tp_group.size() == 1:
+        return None
+    return weight_tasks.RowParallel(module.tp_group if module.sequence_parallel else None)
 
 
 def _why_fused(module: torch.nn.Module, weights: list[torch.nn.Parameter], shared: bool) -> str | None:

@@ -1,9 +1,10 @@
 """From a problem to a schedule within its limits: the stages of planning, in one order.
 
-``stages`` is the whole composition: a family's order, then fused backwards, the vocabulary's passes, copies to host memory, and
-overlapped forwards and backwards. Each stage asks those before it for a schedule, perhaps for other limits: the vocabulary needs
-memory that the family does not count, and offloading frees some, so that it searches for the best limits where the family plans
-for any. They answer with a schedule within the limits, or with the refusal that says what would suffice.
+``stages`` is the whole composition: a family's order, then fused backwards, the vocabulary's passes, copies to host memory,
+overlapped forwards and backwards, and work behind the collectives of backwards. Each stage asks those before it for a schedule,
+perhaps for other limits: the vocabulary needs memory that the family does not count, and offloading frees some, so that it
+searches for the best limits where the family plans for any. They answer with a schedule within the limits, or with the refusal
+that says what would suffice.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron.pipeline.schedule.rules.verify import excess, rounded_up, verify
 from megatron.pipeline.schedule.search.paired import paired
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import braid, combined
-from megatron.pipeline.schedule.transforms.join import join, saves, split
+from megatron.pipeline.schedule.transforms.join import join, saves, shields, split
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.vocabulary import postpone, postponed, spread
 
@@ -42,11 +43,13 @@ Stage: TypeAlias = Callable[[families.Family, Before, Problem], Made]
 def stages(family: families.Family, problem: Problem) -> list[Stage]:
     """The stages that apply after the family's own order, each of what those above it make."""
     cheaper = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if saves(cost) or cost.grows)
+    worth = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if shields(cost))
     in_order: list[tuple[Stage, object]] = [
         (partial(_fused, cheaper=cheaper), cheaper and not (family.fused or problem.fused)),
         (_spread, problem.vocabulary),
         (_offloaded, problem.offload),
         (_braided, problem.overlap),
+        (partial(_shielded, worth=worth), worth and not (family.fused or problem.quick)),
     ]
     return [stage for stage, applies in in_order if applies]
 
@@ -208,6 +211,22 @@ def _braided(family: families.Family, before: Before, problem: Problem) -> Made:
     if isinstance(own, LimitTooLow):
         return own
     return _shortest([braid(own, problem), *_of_braids(family, alone, own)], problem)
+
+
+def _shielded(family: families.Family, before: Before, problem: Problem, worth: frozenset[int]) -> Made:
+    """Collectives of B hidden behind weight gradients on the stages where that makes the schedule shorter; never longer.
+
+    Args:
+        worth: the stages where B and W are then shorter together.
+    """
+    own = before(problem)
+    made = before(replace(problem, costs=problem.costs.shielded(worth)))
+    if isinstance(own, LimitTooLow) or isinstance(made, LimitTooLow):
+        return own
+    made = replace(made, shielded=worth)
+    for stage in sorted(worth):
+        made = _shortest([replace(made, shielded=made.shielded - {stage}), made], problem)
+    return _shortest([own, made], problem)
 
 
 def _of_braids(family: families.Family, problem: Problem, own: Schedule) -> Iterator[Schedule]:

@@ -163,7 +163,9 @@ class Iteration:
         else:
             stages = ModelStages(call, plan.schedule, rank, iterators)
         offloaded = self._in_flight(program, call.chunks)
-        handlers = StagePasses(stages, program, not call.forward_only, offloaded).handlers.joined(stages.handlers)
+        shielded = plan.schedule.shielded.intersection(plan.schedule.placement.stages[rank])
+        chunks = {plan.schedule.placement.home(stage)[1] for stage in shielded}
+        handlers = StagePasses(stages, program, not call.forward_only, offloaded, chunks).handlers.joined(stages.handlers)
         dtype = config.pipeline_dtype or config.params_dtype
         transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, call.device, self.posting)
         progress = DeviceProgress() if call.device.type == "cuda" else None

@@ -49,7 +49,7 @@ class Channels:
 
         Args:
             variable_lengths: shapes travel before tensors.
-            max_ctas: the most thread blocks of an NCCL kernel; None for NCCL's choice.
+            max_ctas: the most thread blocks of an NCCL kernel; None as ``groups.few_ctas``.
         """
         ranks = tuple(torch.distributed.get_process_group_ranks(pipeline))
         members = ranks if len(ranks) > 1 else ()

@@ -45,7 +45,7 @@ class Pipeline:
         measure: time the passes and count activation memory, for ``report``. On a GPU that starts the allocator's
             statistics of the peak anew in every iteration.
         settings: how activations go to host memory.
-        max_ctas: the most thread blocks of NCCL's kernels for messages and the vocabulary; None for NCCL's choice.
+        max_ctas: the most thread blocks of NCCL's kernels for messages and the vocabulary; None as ``groups.few_ctas``.
         rehearses: the ranks share a device, and run their passes in turns.
         parks: between its turns a rank's weights are not on the device, once ``park`` has been called.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,10 +64,19 @@ class StagePasses:
         program: this rank's.
         keep_graphs: False for programs without backwards, whose inputs and outputs are dropped at once.
         offloaded: moves what the program copies to host memory and back; None for programs without copies.
+        shielded: the chunks whose B has work behind its collectives: see ``Schedule.shielded``.
     """
 
-    def __init__(self, stages: Stages, program: Program, keep_graphs: bool = True, offloaded: InFlight | None = None) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        program: Program,
+        keep_graphs: bool = True,
+        offloaded: InFlight | None = None,
+        shielded: Set[int] = frozenset(),
+    ) -> None:
         self._stages = stages
+        self._shielded = shielded
         self._keep_graphs = keep_graphs
         self._offloaded = offloaded
         computed = (operation.work for operation in program if isinstance(operation, Compute))
@@ -137,7 +146,7 @@ class StagePasses:
             yield
             return
         tasks: list[WeightTask] = []
-        with deferring(tasks):
+        with deferring(tasks, work.chunk in self._shielded):
             yield
         self._weights[work[1:3]] = [(task, hold(task.held)) for task in tasks]
 

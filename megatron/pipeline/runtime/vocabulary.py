@@ -53,7 +53,7 @@ class Groups:
         """Make the groups; collective over the world, every rank with the pipeline that it is in.
 
         Args:
-            max_ctas: the most thread blocks of an NCCL kernel; None for NCCL's choice.
+            max_ctas: the most thread blocks of an NCCL kernel; None as ``groups.few_ctas``.
         """
         options = like(pipeline, max_ctas=max_ctas)
         tensor = parallel_state.get_tensor_model_parallel_group()

@@ -107,6 +107,8 @@ def _plan(args: Namespace, pipeline: Pipeline, knows_memory: bool) -> str:
         f"; planned at {at} for {counted(planned.schedule.microbatches, 'microbatch')}: {length}bubble "
         f"{planned.timeline.bubble_rate:.1%} of the makespan{of_span}, activations of at most {held} on a rank"
     )
+    if shielded := planned.schedule.shielded:
+        words += f"; B has weight gradients behind its collectives on {len(shielded)} of {counted(len(layers), 'stage')}"
     if args.overlap_moe_expert_parallel_comm:
         if not planned.braids:
             return f"{words}; no forward runs together with a backward, so all-to-alls stay exposed: take {_BRAIDED}"

@@ -70,6 +70,11 @@ class Costs:
             ):
                 if amount is not None and amount > most:
                     raise ValueError(f"stage {index} would {use}; {name} must not be more")
+            movable = stage.weight - stage.value("weight_experts")
+            for name, seconds, whole in (("behind", movable, "weight"), ("saved", stage.backward, "backward")):
+                if stage.value(name) > seconds * (1 + 1e-9):
+                    most = f"the {seconds:g} of {whole}, whose part it is"
+                    raise ValueError(f"stage {index}: {name} takes {stage.value(name):g}, more than {most}")
             for whole, names in PARTS_OF.items():
                 together = sum(map(stage.value, names))
                 if together > stage.value(whole) * (1 + 1e-9):
@@ -114,6 +119,12 @@ class Costs:
     def remade(self, weights: bool = False) -> Costs:
         """The costs where backwards make again what forwards did not keep, and no R runs: see ``StageCosts.remade``."""
         return replace(self, stages=tuple(stage.remade(weights) for stage in self.stages))
+
+    def shielded(self, stages: Set[int]) -> Costs:
+        """The costs where B of these stages has work behind its collectives: see ``StageCosts.shielded``."""
+        if not stages:
+            return self
+        return replace(self, stages=tuple(one.shielded() if stage in stages else one for stage, one in enumerate(self.stages)))
 
     def without_fused(self) -> Costs:
         """The costs where BW takes what B and W take."""

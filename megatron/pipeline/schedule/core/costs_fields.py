@@ -11,7 +11,7 @@ from megatron.pipeline.schedule.core.stage_costs import PARTS, CopyCosts, Memory
 COST_RANGE = "0 or between 1e-100 and 1e100"
 MOST_RANKS = 4096  # of a pipeline
 MOST_LAYERS = 1000  # of a rank: a braid is computed layer by layer
-_MAY_FOLLOW = ("fused", "movable", *PARTS, "layers")  # from other costs, where they are None
+_MAY_FOLLOW = ("fused", "movable", *PARTS, "layers", "behind", "saved")  # from other costs, where they are None
 
 
 def read(data: object, cut: bool) -> dict[str, Any]:

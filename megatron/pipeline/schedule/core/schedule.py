@@ -31,6 +31,8 @@ class Schedule:
         passes: for each rank, its passes in the order they run.
         splits: into how many slices along the sequence every microbatch is cut; each slice has passes of its own.
         vocabulary: how the vocabulary is spread over all ranks; None where the first and the last stage have it.
+        shielded: the stages whose B has weight gradients behind its collectives between tensor-parallel ranks, which nothing
+            else would hide: those of row-parallel linears, and of a linear before which there is none. W computes the others.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Schedule:
     passes: tuple[tuple[Pass, ...], ...]
     splits: int = 1
     vocabulary: Vocabulary | None = None
+    shielded: frozenset[int] = frozenset()
 
     @property
     def ranks(self) -> int:
@@ -98,8 +101,8 @@ class Schedule:
         return json.dumps(self.fields())
 
     def fields(self) -> dict[str, Any]:
-        """Fields that ``to_json`` writes; ``replicas`` and ``splits`` only where they are not 1, ``vocab_parallel`` where it
-        is.
+        """Fields that ``to_json`` writes; ``replicas`` and ``splits`` only where they are not 1, ``vocab_parallel`` and
+        ``shielded`` where there are any.
         """
         return {
             "schedule": self.name,
@@ -108,6 +111,7 @@ class Schedule:
             "microbatches": self.microbatches,
             **({"splits": self.splits} if self.splits > 1 else {}),
             **({"vocab_parallel": self.vocabulary} if self.vocabulary else {}),
+            **({"shielded": sorted(self.shielded)} if self.shielded else {}),
             "passes": [[str(work) for work in passes] for passes in self.passes],
         }
 
@@ -138,6 +142,9 @@ class Schedule:
             raise ValueError(f"not a schedule: vocab_parallel must be one of {', '.join(Vocabulary)}, got {vocabulary!r}")
         if vocabulary is not None and (replicas > 1 or splits > 1):
             raise ValueError("not a schedule: a spread vocabulary goes with neither replicas nor splits above 1")
+        shielded = data.get("shielded", [])
+        if not isinstance(shielded, list) or not all(type(stage) is int for stage in shielded):
+            raise ValueError(f"not a schedule: shielded must be a list of stages, got {shielded!r}")
         if not _is_table(rows) or not all(type(stage) is int for row in rows for stage in row):
             raise ValueError("not a schedule: placement must be a list of stages per rank, such as [[0, 3], [1, 2]]")
         if not _is_table(passes):
@@ -146,7 +153,8 @@ class Schedule:
         if len(passes) != placement.ranks:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")
         order = tuple(_read_row(rank, row) for rank, row in enumerate(passes))
-        return cls(printable(str(name)), placement, microbatches, order, splits, Vocabulary(vocabulary) if vocabulary else None)
+        spread = Vocabulary(vocabulary) if vocabulary else None
+        return cls(printable(str(name)), placement, microbatches, order, splits, spread, frozenset(shielded))
 
 
 class RankPasses:

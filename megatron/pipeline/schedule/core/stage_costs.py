@@ -54,6 +54,9 @@ class StageCosts:
             for a stage whose parts are not known. The rest is attention, and all else.
         backward_combine, backward_experts, backward_dispatch: the same of the backward, in its order.
         weight_experts: seconds of W for the experts' weights.
+        behind, saved: seconds of the part of W that B can compute behind its collectives between tensor-parallel ranks (the
+            weight gradients of row-parallel linears, and of the output layer), and how much shorter B and W are together then;
+            None for 0.
         layers: of the stage; None for 1. A braid takes those of its two halves in turn.
     """
 
@@ -74,6 +77,8 @@ class StageCosts:
     backward_dispatch: float | None = None
     weight_experts: float | None = None
     layers: float | None = None
+    behind: float | None = None
+    saved: float | None = None
 
     def value(self, name: str) -> float:
         """A cost by name; where it is None, what follows from the others."""
@@ -151,6 +156,11 @@ class StageCosts:
             experts = None if self.weight_experts is None else 0.0
             return replace(self, backward=fused, weight=0.0, weight_experts=experts, fused=None, retained=0.0, **held)
         return replace(self, backward=self.backward + self.recompute, fused=None if self.fused is None else fused, **held)
+
+    def shielded(self) -> StageCosts:
+        """The costs where B has weight gradients behind its collectives: see ``Schedule.shielded``."""
+        behind, saved = self.value("behind"), self.value("saved")
+        return replace(self, backward=self.backward + behind - saved, weight=self.weight - behind, behind=None, saved=None)
 
     @property
     def grows(self) -> float:

@@ -68,6 +68,8 @@ def every_pass_is_known(schedule: Schedule) -> None:
     """Every rank has its row, and every pass is of a microbatch and a chunk that exist."""
     if len(schedule.passes) != schedule.ranks:
         raise ScheduleError(f"passes of {len(schedule.passes)} ranks for a placement of {schedule.ranks}; give one row per rank")
+    if unknown := sorted(schedule.shielded - {*range(schedule.placement.depth)}):
+        raise ScheduleError(f"shielded has stage {unknown[0]}; the placement has stages 0..{schedule.placement.last_stage}")
     slices, chunks = schedule.slices, schedule.placement.chunks
     for rank, passes in enumerate(schedule.passes):
         numbers = [schedule.numbers(rank, chunk) for chunk in range(chunks)]

@@ -32,7 +32,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ValueError: the costs are for another number of stages, or the schedule cannot finish (the stuck pass is named).
     """
     costs.check_placement(schedule.placement)
-    costs = costs.sliced(schedule.splits)
+    costs = costs.shielded(schedule.shielded).sliced(schedule.splits)
     if schedule.has_copies:
         return _with_lanes(schedule, costs)
     rows = rows_of(schedule, costs)

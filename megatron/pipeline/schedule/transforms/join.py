@@ -29,6 +29,11 @@ def saves(stage: StageCosts) -> bool:
     return stage.value("fused") < (stage.backward + stage.weight) * (1 - _LEAST)
 
 
+def shields(stage: StageCosts) -> bool:
+    """Tell whether B and W take enough less for a choice where B has weight gradients behind its collectives."""
+    return stage.value("saved") > (stage.backward + stage.weight) * _LEAST
+
+
 def join(schedule: Schedule, problem: Problem) -> Schedule:
     """The same order, with a B and the W that follows it as BW where trials find that shorter."""
     pairs = (
