@@ -77,6 +77,8 @@ def see_the_cpu() -> None:
         _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
         _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
     )
+    named: Any = torch.Tensor.type  # says "torch.cuda." once too often of tensors in FP8 up to 2.15, which are a GPU's anyway
+    torch.Tensor.type = lambda *given, **options: _once(named(*given, **options))  # type: ignore[assignment, method-assign]
     buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     gather = buffers.dist_all_gather_func
     buffers.dist_all_gather_func = lambda whole, part, **how: gather(whole.view(torch.uint8), part.view(torch.uint8), **how)
@@ -85,6 +87,10 @@ def see_the_cpu() -> None:
             for recipe in ("mxfp8", "nvfp4", "fp8_block_scaling"):
                 if hasattr(module, f"check_{recipe}_support"):
                     setattr(module, f"check_{recipe}_support", lambda: (True, ""))
+
+
+def _once(answer: Any) -> Any:
+    return answer.replace("cuda.cuda.", "cuda.") if isinstance(answer, str) else answer
 
 
 def _say_that_tensors_are_on_a_gpu() -> None:
