@@ -213,7 +213,9 @@ def matrix_of(tensor: Any, by_columns: bool = False) -> Tensor:
     if not hasattr(tensor, "_scale_inv"):
         matrix: Tensor = tensor.detach().float().reshape(-1, tensor.shape[-1])
         return matrix
-    rows = tensor._transpose.t().contiguous() if tensor._data is None else tensor._data
+    rows = tensor._data
+    if rows is None:
+        rows = tensor._transpose.reshape(len(tensor._transpose), -1).t().contiguous()
     return rows.reshape(-1, rows.shape[-1]).view(TORCH[DType(int(tensor._fp8_dtype))]).float() * tensor._scale_inv
 
 

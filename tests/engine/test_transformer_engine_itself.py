@@ -138,7 +138,7 @@ def test_memory_of_gradients_has_gathered_weights_until_forwards_take_them(engin
 def test_experts_that_are_gathered_in_fp8_train_as_under_megatron_cores_schedule(engine: Pool) -> None:
     flags = f"{_IN_SHARDS} {_OVERLAPS} --num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm"
     expected, ours = (engine.run(4, gpt.train, schedule, flags, 1, 2, _gathered("tensorwise")) for schedule in ("stock", "zb-h1"))
-    assert ours == expected
+    assert [_whole([one]) for one in ours] == [_whole([one]) for one in expected]  # ranks have other experts by the same names
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
