@@ -15,6 +15,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -117,7 +118,7 @@ def main() -> None:
     whole = weight_of(options.vocabulary, options)
     weight_tasks.prepare(whole)
     for module in (layer, torch.nn.ParameterList([whole])):
-        weight_tasks.register_hook(module, lambda: None)  # stands for DDP
+        weight_tasks.register_hook(module, partial(module.zero_grad, set_to_none=True))  # as DDP does
     batch = {
         "hidden": torch.randn(options.tokens, 1, options.hidden, device=DEVICE).to(DTYPES[options.dtype]),
         "labels": torch.randint(0, options.vocabulary, (1, options.tokens), device=DEVICE),

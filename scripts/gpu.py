@@ -1,14 +1,16 @@
 """Run what this project has for GPUs on those of this machine, and write what was found into docs/gpu.md.
 
     make gpu                                  # or: python scripts/gpu.py
-    python scripts/gpu.py --minutes 9 --only "CUDA tests"
+    python scripts/gpu.py --part 1            # at most 9 minutes; then --part 2, ..
+    python scripts/gpu.py --minutes 9 --only "CUDA tests" queues.py
 
 One GPU is enough; tests that need more are skipped. The steps are the list ``STEPS``: the tests marked ``cuda``, torch's and
 CUDA's sanitizers, and benchmarks. Each has a time limit, and none outlasts ``--minutes``. A step that fails or runs out of time
-is a row that says so; the others still run. The page is written after each step.
+is a row that says so; the others still run. The page is written after each step; rows of steps that do not run now stay.
 
 It uses the packages of the Python that runs it and installs nothing but this checkout, in ``build/gpu``, where that is needed.
-Exit code: 0 if all steps passed or were skipped for want of a tool, 1 if one did not, 2 without a GPU, which changes nothing.
+Exit code: 0 if all steps passed or were skipped for want of a tool, 1 if one did not, 2 without a GPU or without packages that
+all steps need, which changes nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import contextlib
 import importlib.util
 import json
 import os
+import platform
 import re
+import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -30,22 +33,19 @@ import venv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
+from gpu_page import Measured, Outcome, Row, parts_of, report, write
+
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- written by make gpu: begin -->", "<!-- written by make gpu: end -->"
 PYTHON, SAVED = "{python}", "{saved}"  # in commands: the interpreter, and the file for the rounds of a benchmark
-PACKAGES = {"megatron.core": "megatron-core", "pytest": "pytest", "hypothesis": "hypothesis", "rich": "rich", "numba": "numba"}
-
-
-class Outcome(StrEnum):
-    PASSED = "passed"
-    FAILED = "failed"
-    RAN_OUT = "ran out of time"
-    SKIPPED = "skipped"
-    NOT_REACHED = "not reached"
+# Modules that every step imports, and what to install for them: of megatron-core the release that all tests are run with.
+PACKAGES = {
+    "megatron.core": "megatron-core==0.16.1",
+    **{name: name for name in ("einops", "hypothesis", "numba", "numpy", "packaging", "psutil", "pytest", "rich")},
+    "yaml": "PyYAML",
+}
 
 
 @dataclass(frozen=True)
@@ -59,36 +59,24 @@ class Step:
         finds: an expression whose last match in the output goes into the table.
         program: without which it is skipped.
         environment: in addition to this process's.
+        part: of the whole, which takes at most 9 minutes (``--part``).
     """
 
     name: str
     command: tuple[str, ...]
     seconds: float
+    part: int = 1
     finds: str = ""
     program: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The seconds of the rounds of one way of a benchmark."""
-
-    title: str
-    name: str
-    rounds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    name: str
-    outcome: Outcome
-    seconds: float = 0.0
-    found: str = ""
-    measured: tuple[Measured, ...] = ()
-
-
 _TESTS = (PYTHON, "-m", "pytest", "-m", "cuda", "-rs", "-p", "no:cacheprovider")
 _COUNTS = r"\d+ (?:passed|failed|skipped|error|deselected)[^\n]* in [\d.]+s"
+# By name: other modules may import what this machine lacks, and looking through all takes half a minute.
+MARKED = sorted(
+    str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py") if "mark.cuda" in path.read_text(encoding="utf-8")
+)
 # Tests whose kernels run in pytest's own process: a sanitizer need not follow ranks.
 _KERNELS = (
     "tests/model/test_split_linear.py",
@@ -98,54 +86,67 @@ _KERNELS = (
     "-k",
     "accumulates or embeddings or gradients_are_the_same or copy_is_complete",
 )
+# Every rank compiles, in its own process: torch would start a process per core for each.
+_COMPILED = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+_UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}  # that takes every rank half a minute
 
 
-def _sanitizer(tool: str, **environment: str) -> Step:
+def _sanitizer(tool: str, seconds: float, **environment: str) -> Step:
     command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *_TESTS, *_KERNELS)
-    return Step(f"compute-sanitizer {tool}", command, 120, r"[A-Z]+ SUMMARY: [^\n]+", "compute-sanitizer", environment)
+    finds = r"[A-Z]+ SUMMARY: [^\n]+"
+    return Step(f"compute-sanitizer {tool}", command, seconds, 5, finds, "compute-sanitizer", environment)
 
 
-def _benchmark(name: str, seconds: float, *flags: str) -> Step:
-    return Step(" ".join([name, *flags]), (PYTHON, f"benchmarks/{name}", *flags, "--save", SAVED), seconds)
+def _benchmark(name: str, seconds: float, part: int, *flags: str) -> Step:
+    return Step(" ".join([name, *flags]), (PYTHON, f"benchmarks/{name}", *flags, "--save", SAVED), seconds, part)
 
 
 STEPS = (
-    Step("CUDA tests", (*_TESTS, "tests"), 420, _COUNTS),
-    _benchmark("queues.py", 60),
-    _benchmark("split_backward.py", 90, *"--hidden 4096 --tokens 4096 --dtype bf16".split()),
-    _benchmark("vocabulary_kernels.py", 120),
-    replace(_benchmark("rehearse_llama.py", 330), finds=r"predicted tokens/s: [^\n]+"),
-    _benchmark("offload.py", 240, *"--hidden 4096 --seq 4096 8192".split()),
+    Step(
+        "does it work at all",
+        (*_TESTS, "-x", "tests/model/test_split_linear.py", "tests/on_gpus/test_ranks_on_one_gpu.py"),
+        120,
+        1,
+        _COUNTS,
+        environment=_UNCOMPILED,
+    ),
+    Step("CUDA tests", (*_TESTS, *MARKED), 360, 2, _COUNTS, environment=_COMPILED),
+    _benchmark("queues.py", 60, 2),
+    _benchmark("split_backward.py", 90, 2, *"--hidden 4096 --tokens 4096 --dtype bf16".split()),
+    replace(_benchmark("rehearse_llama.py", 330, 3), finds=r"predicted tokens/s: [^\n]+", environment=_COMPILED),
+    _benchmark("vocabulary_kernels.py", 120, 3),
+    _benchmark("offload.py", 240, 4, *"--hidden 4096 --seq 4096 8192".split()),
     Step(
         "torch's sanitizer of streams",
         (*_TESTS, "tests/on_gpus/test_one_gpu.py", "tests/runtime/test_offload_store.py", "-k", "losses or gradients"),
-        180,
+        150,
+        4,
         _COUNTS,
-        environment={"TORCH_CUDA_SANITIZER": "1"},
+        environment={"TORCH_CUDA_SANITIZER": "1", **_UNCOMPILED},
     ),
-    _sanitizer("memcheck", PYTORCH_NO_CUDA_MEMORY_CACHING="1"),  # so that it knows where each tensor ends
-    _sanitizer("racecheck"),
-    _sanitizer("synccheck"),
+    _sanitizer("memcheck", 120, PYTORCH_NO_CUDA_MEMORY_CACHING="1"),  # so that it knows where each tensor ends
+    _sanitizer("racecheck", 120),
+    _sanitizer("synccheck", 90),
 )
+PARTS = sorted({step.part for step in STEPS})
 
 
-def run(steps: Sequence[Step], seconds: float, logs: Path, python: str, note: Callable[[list[Row]], None]) -> list[Row]:
+def run(steps: Sequence[Step], end: float, logs: Path, python: str, note: Callable[[list[Row]], None]) -> list[Row]:
     """Run steps one after another.
 
     Args:
-        seconds: for all of them.
+        end: when they end, by ``time.monotonic``.
         logs: a folder for their output and the rounds of benchmarks.
         note: called after each step with a row for every one of them, those not reached as well.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + seconds
     rows = [Row(step.name, Outcome.NOT_REACHED) for step in steps]
     for number, step in enumerate(steps):
         left = min(step.seconds, end - time.monotonic())
         if left <= 0:
             continue
         print(f"[{number + 1}/{len(steps)}] {step.name}: at most {left:.0f} s", flush=True)
-        rows[number] = _run(step, left, logs / f"{number + 1}.log", python)
+        rows[number] = _run(step, left, logs / f"{re.sub(r'[^a-z0-9]+', '-', step.name.lower())}.log", python)
         print(f"    {rows[number].outcome} after {rows[number].seconds:.0f} s: {rows[number].found}", flush=True)
         note(rows)
     return rows
@@ -161,7 +162,6 @@ def _run(step: Step, seconds: float, log: Path, python: str) -> Row:
     command = [values.get(word) or word for word in step.command]
     begin = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
-        # A session of its own: all that it starts ends with it.
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -179,14 +179,25 @@ def _run(step: Step, seconds: float, log: Path, python: str) -> Row:
     text = log.read_text(encoding="utf-8", errors="replace")
     measured = tuple(_rounds(saved.read_text(encoding="utf-8"))) if saved.exists() else ()
     found = re.findall(step.finds, text)[-1:] if step.finds else [f"{len(measured)} ways"] if measured else []
-    if outcome is not Outcome.PASSED:
+    if outcome is Outcome.PASSED and found and step.finds == _COUNTS and " passed" not in found[0]:
+        outcome = Outcome.SKIPPED
+    if outcome in (Outcome.FAILED, Outcome.RAN_OUT):
         found = [*found, _last_line(text), f"({log.name})"]
     return Row(step.name, outcome, time.monotonic() - begin, " ".join(filter(None, found)), measured)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """With all that it has started, torchrun's ranks among them, which have sessions of their own and would keep the GPU."""
+    import psutil  # type: ignore[import-untyped]
+
+    started = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for one in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     process.wait()
 
 
@@ -205,43 +216,6 @@ def _rounds(text: str) -> Iterable[Measured]:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "no output"
-
-
-def report(about: Mapping[str, str], rows: Sequence[Row]) -> str:
-    """The tables in Markdown: the machine, what came of every step, and medians and spread of the benchmarks."""
-    lines = ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in about.items()), ""]
-    lines += ["| step | outcome | took | found |", "|---|---|---:|---|"]
-    lines += [f"| {_cell(row.name)} | {row.outcome} | {row.seconds:.0f} s | {_cell(row.found)} |" for row in rows]
-    for title in dict.fromkeys(one.title for row in rows for one in row.measured):
-        lines += ["", f"{title}:", "", "| | median | middle half of the rounds | rounds |", "|---|---:|---:|---:|"]
-        for one in (one for row in rows for one in row.measured if one.title == title):
-            low, middle, high = (1000 * each for each in _quartiles(one.rounds))
-            lines.append(f"| {_cell(one.name)} | {middle:.3f} ms | {low:.3f} to {high:.3f} ms | {len(one.rounds)} |")
-    return "\n".join(lines)
-
-
-def _quartiles(rounds: Sequence[float]) -> tuple[float, float, float]:
-    if len(rounds) == 1:
-        return rounds[0], rounds[0], rounds[0]
-    low, middle, high = statistics.quantiles(rounds, n=4, method="inclusive")
-    return low, middle, high
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def write(page: Path, text: str) -> None:
-    """Put a text between the markers of a page.
-
-    Raises:
-        ValueError: the page does not have both markers, once each.
-    """
-    whole = page.read_text(encoding="utf-8")
-    if whole.count(BEGIN) != 1 or whole.count(END) != 1:
-        raise ValueError(f"{page} does not have the lines {BEGIN} and {END}, once each")
-    before, rest = whole.split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 def exit_code(rows: Iterable[Row]) -> int:
@@ -291,8 +265,8 @@ def _output(*command: str) -> str:
         return ""
 
 
-def missing_packages() -> list[str]:
-    """Of those that tests and benchmarks import."""
+def missing_packages() -> str | None:
+    """What to do where packages are missing without which no step runs; None if all are there."""
 
     def there(module: str) -> bool:
         try:
@@ -300,7 +274,19 @@ def missing_packages() -> list[str]:
         except ModuleNotFoundError:  # of its parent
             return False
 
-    return [package for module, package in PACKAGES.items() if not there(module)]
+    missing = " ".join(package for module, package in PACKAGES.items() if not there(module))
+    if not missing:
+        return None
+    platforms = " ".join(f"--platform manylinux{tag}_{platform.machine()}" for tag in ("_2_28", "2014"))
+    return (
+        f"not installed for {sys.executable}, and no step runs without: {missing}\n"
+        "Where there is a network, in this checkout, whose build/wheels is then brought here:\n"
+        f"    python3 -m pip download --no-deps --only-binary=:all: --implementation cp --python-version "
+        f"{sys.version_info.major}.{sys.version_info.minor} {platforms} -d build/wheels {missing}\n"
+        "Here, once:\n"
+        "    python3 -m pip install --no-index --no-deps --target build/site build/wheels/*.whl\n"
+        "    export PYTHONPATH=$PWD/build/site"
+    )
 
 
 def interpreter() -> str:
@@ -324,26 +310,27 @@ def interpreter() -> str:
 
 
 def main(arguments: Sequence[str], steps: Sequence[Step] = STEPS) -> int:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30, help="for all steps; the default is 30")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="some steps, by their names")
+    parser.add_argument("--minutes", type=float, help="for all steps; the default is 9 with --part, and 30 without")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--part", type=int, choices=PARTS, help="steps that together take at most 9 minutes")
+    choice.add_argument("--only", nargs="+", metavar="STEP", help="some steps, by their names")
     parser.add_argument(
         "--page", type=Path, default=ROOT / "docs/gpu.md", help="has the markers between which tables are written"
     )
     options = parser.parse_args(arguments)
     if options.only and (unknown := set(options.only) - {step.name for step in steps}):
         parser.error(f"no steps are named {', '.join(sorted(unknown))}: there are {', '.join(step.name for step in steps)}")
-    if (reason := no_gpu()) is not None:
+    if (reason := no_gpu() or missing_packages()) is not None:
         print(reason, file=sys.stderr)
         return 2
-    if missing := missing_packages():
-        print(f"not installed, so steps that import them will fail: {', '.join(missing)}", flush=True)
-    about = machine(" ".join(["python scripts/gpu.py", *arguments]))
-    if missing:
-        about["missing"] = ", ".join(missing)
-    chosen = [step for step in steps if not options.only or step.name in options.only]
-    logs = ROOT / "runs" / "gpu"
-    rows = run(chosen, 60 * options.minutes, logs, interpreter(), lambda rows: write(options.page, report(about, rows)))
+    _, old, _ = parts_of(options.page)
+    about = machine(shlex.join(["python", "scripts/gpu.py", *arguments]))
+    chosen = [step for step in steps if step.name in (options.only or [step.name]) and step.part == (options.part or step.part)]
+    logs, order = ROOT / "runs" / "gpu", [step.name for step in steps]
+    end = began + 60 * (options.minutes or (9 if options.part else 30))
+    rows = run(chosen, end, logs, interpreter(), lambda rows: write(options.page, report(old, about, rows, order)))
     print(f"{options.page} has the tables, {logs} the output")
     return exit_code(rows)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import examples  # noqa: F401  # loads the default profile of hypothesis
 import gpus
 import pytest
-from pool import Pool, rank_with_gpu
+from pool import Pool, rank_beside_others, rank_with_gpu
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,7 +54,15 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def nccl() -> Iterator[Pool]:
     """As ``pool``, with a GPU for every rank, in worlds of NCCL. Tests that use it are marked ``cuda(devices=ranks)``."""
-    ranks = Pool(rank_with_gpu)
+    ranks = Pool(rank_with_gpu, start_up=120)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def sharing() -> Iterator[Pool]:
+    """As ``pool``, with all ranks on the first GPU, or on as many as there are; messages go through host memory."""
+    ranks = Pool(rank_beside_others, start_up=120)
     yield ranks
     ranks.close()
 

@@ -44,13 +44,28 @@ def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
     return process
 
 
+def spawned(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """The same in a process that can use a GPU. A fork cannot: imports of megatron-core ask CUDA how many GPUs there are, and
+    that initialises its driver in the process that is forked.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=function, args=args, daemon=False)
+    with environment():
+        process.start()
+    return process
+
+
 def _forked_rank(connection: Connection, stacks: str) -> BaseProcess:
     return forked(serve, connection, stacks)
 
 
 def rank_with_gpu(connection: Connection, stacks: str) -> BaseProcess:
     """For ``Pool``: rank r of each world, which is one of NCCL, computes on GPU r."""
-    return forked(serve, connection, stacks, "nccl")
+    return spawned(serve, connection, stacks, "nccl")
+
+
+def rank_beside_others(connection: Connection, stacks: str) -> BaseProcess:
+    """For ``Pool``: ranks share the machine's GPUs, as in a rehearsal. NCCL refuses two ranks on one GPU."""
+    return spawned(serve, connection, stacks, "rehearsal")
 
 
 class Pool:
@@ -58,10 +73,11 @@ class Pool:
 
     Args:
         start: starts the process of a rank, which calls ``serve`` with the same arguments.
+        start_up: seconds that a call has in addition if it starts ranks: those that are not forked import everything.
     """
 
-    def __init__(self, start: Callable[[Connection, str], BaseProcess] = _forked_rank) -> None:
-        self._start_rank = start
+    def __init__(self, start: Callable[[Connection, str], BaseProcess] = _forked_rank, start_up: float = 0.0) -> None:
+        self._start_rank, self._start_up = start, start_up
         self._workers: list[tuple[BaseProcess, Connection, Path]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
 
@@ -71,7 +87,7 @@ class Pool:
         Raises:
             RankFailed: with the traceback of the first rank that raised, or of every rank after ``timeout`` seconds.
         """
-        self._start(ranks)
+        timeout += self._start_up if self._start(ranks) else 0.0
         workers = self._workers[:ranks]
         where = function.__module__, function.__qualname__
         port = free_port()
@@ -96,13 +112,16 @@ class Pool:
             process.join()
         self._workers.clear()
 
-    def _start(self, ranks: int) -> None:
+    def _start(self, ranks: int) -> bool:
+        """Tell whether any had to be started."""
+        before = len(self._workers)
         while len(self._workers) < ranks:
             ours, theirs = multiprocessing.Pipe()
             stacks = Path(self._directory.name) / f"stacks-{len(self._workers)}-{time.time_ns()}"
             process = self._start_rank(theirs, str(stacks))
             theirs.close()
             self._workers.append((process, ours, stacks))
+        return len(self._workers) > before
 
     def _collect(self, workers: list[tuple[BaseProcess, Connection, Path]], timeout: float) -> list[tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}
@@ -175,13 +194,16 @@ def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, r
 
     import torch
 
-    from megatron.pipeline.dist import groups
+    from megatron.pipeline.dist import groups, rehearsal_groups
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
+    if backend != "gloo":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if backend == rehearsal_groups.BACKEND:
+        rehearsal_groups.open_world(rank, ranks, timedelta(seconds=60))
+    else:
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
     groups.barrier()  # a function that ends at once would close connections that others are still making
     try:
         return function(*args, **kwargs)

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu
 import gpus
@@ -15,8 +16,7 @@ import rehearse_llama
 import torch
 from pool import Pool
 
-from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.validation_offload import check_offload
+from megatron.pipeline.trainer import program
 
 
 def visible() -> str | None:
@@ -64,7 +64,17 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 """
-OPTIONAL = ("uvicorn", "starlette", "ortools", "matplotlib", "playwright", "shtab", "pybind11")
+OPTIONAL = (
+    "uvicorn",
+    "starlette",
+    "ortools",
+    "matplotlib",
+    "playwright",
+    "shtab",
+    "pybind11",
+    "transformer_engine",
+    "tensorboard",
+)
 
 
 def pytest_without(names: tuple[str, ...], directory: Path, *flags: str) -> str:
@@ -85,18 +95,41 @@ def pytest_without(names: tuple[str, ...], directory: Path, *flags: str) -> str:
 def test_all_tests_for_gpus_are_found_on_a_machine_with_few_packages(tmp_path: Path) -> None:
     """``make gpu`` installs nothing, and what no marked test needs may be missing."""
     found = pytest_without(OPTIONAL, tmp_path, "-m", "cuda", "--collect-only", "tests")
-    named = {word for step in gpu.STEPS for word in step.command if word.startswith("tests/")}
-    assert {name for name in (*named, "tests/on_gpus/test_several_gpus.py") if name not in found} == set()
+    files = {line.split(":")[0] for line in found.splitlines() if line.startswith("tests/")}
+    assert files == set(gpu.MARKED) - {"tests/test_gpus.py"}  # which marks a test as it runs
+    assert {word for step in gpu.STEPS for word in step.command if word.startswith("tests/")} == set(gpu.MARKED)
 
 
 def test_tests_of_the_script_need_torch_alone(tmp_path: Path) -> None:
     assert "passed" in pytest_without((*OPTIONAL, "megatron.core"), tmp_path, "-v", "tests/test_gpu_script.py")
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
+def on_gpu_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch say that there is one."""
+    size = int(gib * 2**30)
+    properties = SimpleNamespace(total_memory=size, L2_cache_size=50 * 2**20, multi_processor_count=132, name="NVIDIA H100")
+    for name, answer in (
+        ("is_available", True),
+        ("device_count", 1),
+        ("current_device", 0),
+        ("get_device_name", "NVIDIA H100 80GB HBM3"),
+        ("get_device_capability", (9, 0)),
+        ("get_device_properties", properties),
+        ("mem_get_info", (size - 2**29, size)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+
+
+@pytest.mark.parametrize("gib", [79.1, 139.8, None])  # an H100, an H200, no GPU
 @pytest.mark.parametrize("schedule", rehearse_llama.SCHEDULES.values())
-def test_flags_of_a_rehearsal_are_accepted(monkeypatch: pytest.MonkeyPatch, schedule: str, on_gpu: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    args = parse(shlex.split(rehearse_llama.flags_of(schedule, 16, on_gpu)))
-    check_offload(args)
-    assert (args.offload_cpu_bandwidth is None) == (on_gpu or args.offload == "off")
+def test_a_rehearsal_is_accepted_and_planned(monkeypatch: pytest.MonkeyPatch, schedule: str, gib: float | None) -> None:
+    """With as many layers as the benchmark takes for the memory that is free."""
+    layers = 16
+    if gib is not None:
+        on_gpu_of(gib, monkeypatch)
+        layers = rehearse_llama.layers_that_fit(torch.cuda.mem_get_info()[0])
+    flags = rehearse_llama.flags_of(schedule, layers, gib is not None)
+    args, _, pipeline = program.prepare([*shlex.split(flags), "--rehearse"], rehearse_llama.RANKS)
+    program.destroy_num_microbatches_calculator()
+    assert pipeline.placement.ranks == rehearse_llama.RANKS and args.num_layers == layers
+    assert (args.offload_cpu_bandwidth is None) == (gib is not None or args.offload == "off")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from contextlib import suppress
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_gpt
 import torch
-from pool import Pool, RankFailed
+from pool import Pool, RankFailed, rank_beside_others, rank_with_gpu
 
 
 def rank_and_sum() -> tuple[int, float]:
@@ -30,6 +33,17 @@ def fail_on(rank: int, how: str) -> None:
 
 def forever() -> None:
     time.sleep(1000)
+
+
+@pytest.mark.parametrize("start", [rank_with_gpu, rank_beside_others])
+def test_a_rank_with_a_gpu_is_no_fork(start: Any, tmp_path: Path) -> None:
+    """A fork of a process that has asked CUDA for its GPUs, as imports of megatron-core do, cannot use one."""
+    ours, theirs = multiprocessing.Pipe()
+    process = start(theirs, str(tmp_path / "stacks"))
+    ours.close()
+    process.kill()
+    process.join()
+    assert isinstance(process, SpawnProcess)
 
 
 def test_results_are_in_rank_order_for_any_world(pool: Pool) -> None:

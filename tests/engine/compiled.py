@@ -69,6 +69,7 @@ __all__ = [
     "fused_multi_row_unpadding",
     "generic_gemm",
     "get_cublasLt_version",
+    "get_cudnn_version",
     "get_num_cublas_streams",
     "layernorm_bwd",
     "layernorm_fwd",
@@ -88,6 +89,10 @@ FP8BwdTensors = _tensors_of_three_products("GRAD_OUTPUT{}", "GRAD_INPUT{}")
 
 def get_cublasLt_version() -> int:
     return 130000
+
+
+def get_cudnn_version() -> int:
+    return 91100
 
 
 def get_num_cublas_streams() -> int:

@@ -150,3 +150,20 @@ def _digests(run: tiny_gpt.Run) -> dict[str, str]:
             if whole := [part.detach().flatten() for part in parts if part is not None]:
                 found[name] = torch.cat(whole)
     return {name: hashlib.sha256(weight.numpy().tobytes()).hexdigest() for name, weight in found.items()}
+
+
+def bytes_kept_by_w(tp: int) -> set[int]:
+    """What waits for each W of four layers, each memory once."""
+    from megatron.pipeline.model.te_linear import DelayedGradient
+    from megatron.pipeline.runtime import stage_passes
+
+    found, run_weights = set[int](), stage_passes.run_weights
+
+    def noted(tasks: list[Any]) -> None:
+        held = [tensor.untyped_storage() for task, _ in tasks if isinstance(task, DelayedGradient) for tensor in task.held]
+        found.add(sum({storage.data_ptr(): storage.nbytes() for storage in held}.values()))
+        run_weights(tasks)
+
+    with patch.object(stage_passes, "run_weights", noted):
+        train("zb-h1", f"--bf16 {'--sequence-parallel' if tp > 1 else ''}", tp, pp=1)
+    return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,10 @@ from engine.linears import (
 )
 from engine.releases import fetched, ranks_with
 from pool import Pool
+from runtime.shielded import costs
+
+from megatron.pipeline.costmodel.activations import layer_retained
+from megatron.pipeline.shape.gpt import Holding, Shape
 
 _SKIP = pytest.mark.skip(
     reason="build/ has no release of Transformer Engine: python scripts/fetch_transformer_engine.py fetches some"
@@ -77,6 +83,20 @@ _TRAININGS = {
     "sequence parallel": (4, 2, "--bf16 --sequence-parallel"),
     "experts": (4, 1, "--bf16 --num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm --disable-bias-linear"),
 }
+
+
+def test_weight_gradients_behind_collectives_change_no_bit(engine: Pool, tmp_path: Path) -> None:
+    ranks, tensor, flags = _TRAININGS["sequence parallel"]
+    expected = engine.run(ranks, gpt.train, "stock", flags, tensor)
+    assert engine.run(ranks, gpt.train, "zb-h1", f"{flags} {costs(tmp_path, 2)}", tensor) == expected
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_w_keeps_what_the_formula_says_under_sequence_parallelism(engine: Pool, tensor: int) -> None:
+    holding = Holding(tensor=tensor, sequence_parallel=tensor > 1)
+    expected = 4 * layer_retained(replace(Shape.plain(4, 32, 4, 16, 64, microbatch=2), holding=holding))
+    for found in engine.run(tensor, gpt.bytes_kept_by_w, tensor):
+        assert list(found) == [pytest.approx(expected, rel=0.05)]
 
 
 @pytest.mark.parametrize("training", _TRAININGS)

@@ -20,6 +20,7 @@ from gpu_model.trace import NEVER, Mark, Trace
 
 CUDA = torch.device("cuda", 0)
 _numbers = itertools.count(1)
+_FREQUENCY = 2e9  # Hz, of the clock that ``torch.cuda._sleep`` counts
 
 
 class Sync(NamedTuple):
@@ -102,6 +103,7 @@ class Device:
         self.syncs.append(Sync("synchronize", _place(), "all"))
         self.trace.host_waits(None, _place())
         self.order.wait_for_all()
+        _pass(self.current.busy_until)
 
 
 _device: Device | None = None
@@ -129,12 +131,14 @@ class Stream:
         self.device = CUDA
         self.cuda_stream = self.stream_id = hash(self.name) if name != "compute" else 0
         self.device_index, self.device_type = 0, 1
+        self.busy_until = 0.0  # by the host's clock; only ``torch.cuda._sleep`` takes time
 
     def wait_event(self, event: Event) -> None:
         device().memory.sweep()
         if event.clock is not None:
             device().order.wait(self.name, event.clock)
             device().trace.follow(self.name, event.moment)
+            self.busy_until = max(self.busy_until, event.at)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -146,9 +150,10 @@ class Stream:
 
     def synchronize(self) -> None:
         device().host_waits_for(self, "synchronize of a stream", _place())
+        _pass(self.busy_until)
 
     def query(self) -> bool:
-        return True
+        return time.perf_counter() >= self.busy_until
 
     def __enter__(self) -> Stream:
         self._on = device().on(self)
@@ -171,13 +176,13 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock | None = None
         self.moment = NEVER
-        self._at = 0.0
+        self.at = 0.0  # when it happens
 
     def record(self, stream: Stream | None = None) -> None:
         device().memory.sweep()
-        name = (stream or device().current).name
-        self.clock, self.moment = device().order.record(name), device().trace.add(Mark(name))
-        self._at = time.perf_counter()
+        stream = stream or device().current
+        self.clock, self.moment = device().order.record(stream.name), device().trace.add(Mark(stream.name))
+        self.at = max(time.perf_counter(), stream.busy_until)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or device().current).wait_event(self)
@@ -185,13 +190,19 @@ class Event:
     def synchronize(self) -> None:
         if self.clock is not None:
             device().host_waits(self.clock, self.moment, "synchronize of an event", _place())
+            _pass(self.at)
 
     def query(self) -> bool:
-        return True
+        return time.perf_counter() >= self.at
 
     def elapsed_time(self, other: Event) -> float:
         """Milliseconds, of the host's clock when they were recorded."""
-        return (other._at - self._at) * 1000
+        return (other.at - self.at) * 1000
+
+
+def _pass(moment: float) -> None:
+    """The host's time until then."""
+    time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 class _NoRange:
@@ -213,6 +224,10 @@ def names() -> dict[str, Any]:
     def reset(*_: Any) -> None:
         device().memory.sweep()
         device().memory.peak = device().memory.allocated
+
+    def sleep(cycles: int) -> None:
+        device().launch()
+        device().current.busy_until = max(time.perf_counter(), device().current.busy_until) + cycles / _FREQUENCY
 
     def all_of(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
         """A function of its own for each name: torch.compile's tables want no two names for one."""
@@ -238,6 +253,7 @@ def names() -> dict[str, Any]:
         **all_of("memory_allocated memory_reserved", allocated),
         **all_of("max_memory_allocated max_memory_reserved", peak),
         "_lazy_call": lambda call, **_: call(),
+        "_sleep": sleep,
         "Stream": Stream,
         "Event": Event,
         "stream": lambda stream: device().on(stream),

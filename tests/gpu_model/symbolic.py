@@ -1,7 +1,8 @@
 """Traces of lowered programs, without a training: what the product's executor would hand to a device, pass by pass.
 
 As ``runtime/p2p.py`` and ``runtime/executor.py`` do it; ``test_symbolic.py`` compares the messages with those of a training. What
-they leave open is taken as the stricter of two: all exchanges of the vocabulary share one communicator and one side stream.
+they leave open is taken as the stricter of two: all exchanges of the vocabulary share one communicator and one side stream, and
+short passes give no host a longer lead.
 """
 
 from __future__ import annotations

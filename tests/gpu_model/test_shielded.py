@@ -56,5 +56,5 @@ def test_every_sum_of_input_gradients_runs_behind_work(
 
 
 def test_a_sum_without_work_behind_it_is_found(gpus: Pool, tmp_path: Path) -> None:
-    for found, hidden in gpus.run(4, shielding, "zb-v", f"{PARALLEL} {costs(tmp_path, 4)}", "_run_shields"):
+    for found, hidden in gpus.run(4, shielding, "zb-v", f"{PARALLEL} {costs(tmp_path, 4)}", "reduction_begins"):
         assert found >= 32 and hidden <= 8, "but for the output layer's, which runs behind its own"

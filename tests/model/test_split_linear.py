@@ -201,7 +201,7 @@ def shielded_backward(sequence_parallel: bool) -> tuple[list[str], int, list[boo
             with deferring(tasks, shielded=True):
                 output.square().sum().backward()
     left = len(tasks)
-    run_weights((task, []) for task in tasks)
+    run_weights([(task, []) for task in tasks])
     found = {name: weight.grad.clone() for weight, name in names.items()}
     layer.zero_grad()
     for microbatch in range(2):

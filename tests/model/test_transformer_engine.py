@@ -62,7 +62,8 @@ class EngineLinear(torch.nn.Module):
         return gradient, grad_output.sum(0) if self.bias_is == IN_W else None
 
     def backward_dw(self) -> None:
-        gradient, bias_gradient = self.gradients(*self.wgrad_store.context.get()[0])
+        tensors, product = self.wgrad_store.context.get()
+        gradient, bias_gradient = product(*tensors)
         if not self.fuse_wgrad_accumulation:
             self.weight.grad = gradient
         if self.bias.grad is None:
@@ -84,7 +85,7 @@ class EngineFunction(torch.autograd.Function):
         (hidden, weight), module = ctx.saved_tensors, ctx.module
         gradient = bias_gradient = None
         if module.wgrad_store.delayed:
-            module.wgrad_store.context.put([[hidden, grad_output], None])
+            module.wgrad_store.context.put([[hidden, grad_output], module.gradients])
             gradient = torch.full_like(weight, torch.nan) if module.fuse_wgrad_accumulation else None
         else:
             gradient, bias_gradient = module.gradients(hidden, grad_output)

@@ -63,7 +63,7 @@ def test_the_training_program_measures_and_ends(nccl: Pool, data: str, name: str
 
 
 def test_the_devices_place_is_where_it_is_and_not_where_the_host_is() -> None:
-    progress, asleep = DeviceProgress(), 500_000_000  # clock cycles: a quarter of a second or more
+    progress, asleep = DeviceProgress(()), 500_000_000  # clock cycles: a quarter of a second or more
     progress.launched(1)
     torch.cuda.synchronize()
     assert progress.current() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,9 @@ import torch
 from pool import Pool
 
 from megatron.pipeline import planning
+from megatron.pipeline.backward.weight_tasks import WeightTask
 from megatron.pipeline.record.memory import ActivationMeter
+from megatron.pipeline.runtime.stage_passes import run_weights
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import MOST_WAITING
@@ -162,3 +165,20 @@ def test_a_tensor_whose_memory_is_taken_away_is_not_counted_for_ever() -> None:
     counted.tensor.data = torch.Tensor()
     del counted
     assert meter.current == 0
+
+
+def test_w_lets_go_of_each_task_once_it_has_run() -> None:
+    class Task:
+        held = ()
+
+        def prefetch(self) -> None:
+            """Nothing to fetch."""
+
+        def run(self) -> None:
+            left.append(len(alive))
+
+    tasks = [Task() for _ in range(4)]
+    alive, left = weakref.WeakSet(tasks), list[int]()
+    waiting: list[tuple[WeightTask, list[Any]]] = [(tasks.pop(), []) for _ in range(4)]
+    run_weights(waiting)
+    assert left == [4, 3, 2, 1]

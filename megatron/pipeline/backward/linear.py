@@ -73,6 +73,12 @@ def accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_inpu
         gradient = grad_output.t().matmul(total_input)
         weight.grad = gradient if weight.grad is None else weight.grad + gradient
         return
+    add_product(main_grad, grad_output, total_input)
+    mark_accumulated(weight)
+
+
+def add_product(main_grad: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
+    """Add grad_output^T @ total_input to ``main_grad``, which has its own precision; see ``accumulate`` for shapes."""
     if not grad_output.is_cuda:
         # The sum must round as megatron-core's own does there: a product, then an addition.
         main_grad.add_(grad_output.t().matmul(total_input))
@@ -84,7 +90,6 @@ def accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_inpu
         main_grad.addmm_(grad_output.t(), total_input)
     else:
         torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad)
-    mark_accumulated(weight)
 
 
 def gradient_of(weight: torch.nn.Parameter) -> torch.Tensor:
@@ -99,13 +104,13 @@ def gradient_of(weight: torch.nn.Parameter) -> torch.Tensor:
 
 def mark_accumulated(weight: torch.nn.Parameter) -> None:
     """Say that ``main_grad`` has the gradient. DDP's hook wants to see one; this has one element of storage and is not added."""
-    weight.grad = _zero(weight.dtype, weight.device).expand(weight.shape)
+    weight.grad = _stand_in(weight.dtype, weight.device, weight.shape)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 @cache  # a kernel less for every linear and microbatch; not of the weight, which may be quantized: of that nothing expands
-def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=dtype, device=device)
+def _stand_in(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
+    return torch.zeros(1, dtype=dtype, device=device).expand(shape)
 
 
 class SplitLinear(torch.autograd.Function):

@@ -76,7 +76,7 @@ def deferring(tasks: list[WeightTask], shielded: bool = False) -> Iterator[None]
     _deferred, _shields = tasks, [] if shielded else None
     try:
         yield
-        _run_shields()  # no collective came
+        reduction_begins()  # none came
     finally:
         _deferred, _shields = outer
 
@@ -107,10 +107,11 @@ def submit(task: WeightTask, fused: bool = False, row: bool = False, reduces: bo
     else:
         task.run()
     if reduces:
-        _run_shields()
+        reduction_begins()
 
 
-def _run_shields() -> None:
+def reduction_begins() -> None:
+    """Run what waits for a collective, the oldest first: one is under way, and the backward waits for it next."""
     while _shields:
         _shields.pop(0).run()
 
@@ -127,9 +128,9 @@ def prepare(weight: torch.nn.Parameter, row_parallel: RowParallel | None = None)
 
 
 def row_parallel(weight: torch.nn.Parameter) -> RowParallel | None:
-    """What ``prepare`` was told of a weight."""
-    told: RowParallel | None = getattr(weight, _ROW_PARALLEL)
-    return told
+    """Note that ``prepare`` has made of a weight."""
+    note: RowParallel | None = getattr(weight, _ROW_PARALLEL)
+    return note
 
 
 def is_prepared(weight: torch.Tensor | None) -> bool:

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 
-from megatron.pipeline.schedule.lower.posting import LEAD
-
 
 class DeviceProgress:
-    """The operations of one iteration whose end the device has yet to reach. ``current`` may be asked from another thread."""
+    """The operations of one iteration whose end the device has yet to reach. ``current`` may be asked from another thread.
 
-    def __init__(self) -> None:
+    Args:
+        leads: for each pass in turn, how many before it the device may have left to end when it is launched.
+    """
+
+    def __init__(self, leads: Iterable[int]) -> None:
+        self._leads = iter(leads)
         self._lock = threading.Lock()
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._passes: deque[torch.cuda.Event] = deque(maxlen=LEAD)  # the ends of the last ones
+        self._passes: deque[torch.cuda.Event] = deque()  # the ends of the last ones
 
     def catch_up(self) -> None:
-        """Have the host wait until the device has no more than ``LEAD - 1`` passes to end; called before each pass.
+        """Have the host wait until the device has no more passes to end than the lead of the next; called before each pass.
 
         That cannot be a deadlock: no program would be one even if its rank waited for the end of each operation.
         """
-        if len(self._passes) == LEAD:
-            self._passes[0].synchronize()
+        for _ in range(len(self._passes) - next(self._leads)):
+            self._passes.popleft().synchronize()
 
     def launched(self, number: int, is_pass: bool = False) -> None:
         """The host has launched an operation; the current stream reaches its end later.

@@ -1,21 +1,23 @@
-"""Transformer Engine's linears under a schedule: B leaves their weight gradients in their own stores, W calls ``backward_dw``.
+"""Transformer Engine's linears under a schedule: B leaves what weight gradients are made from, W makes them.
 
-Written against the public interface of transformer_engine.pytorch from 2.8 on. 2.3 brought ``delay_wgrad_compute`` and
-``backward_dw`` to Linear, LayerNormLinear, LayerNormMLP and GroupedLinear; 2.7 brought the mark ``skip_backward_post_hook``
-and ``register_wgrad_accumulation_and_reduce_hooks``, by which megatron-core's DDP waits for delayed gradients; from 2.8 on
-each ``backward_dw`` writes a gradient even if there is one. A module keeps the work of its backwards in the order they ran,
-and ``backward_dw`` does the oldest: W must run in the order of B, as the specification of schedules demands.
+Written against transformer_engine.pytorch from 2.8 on. 2.3 brought ``delay_wgrad_compute`` to Linear, LayerNormLinear and
+GroupedLinear: a backward puts tensors, and the product of them that is the weight gradient, into the module's ``wgrad_store``.
+2.7 brought the mark ``skip_backward_post_hook`` and ``register_wgrad_accumulation_and_reduce_hooks``, by which DDP of
+megatron-core waits for delayed gradients; from 2.8 on each product writes a gradient even if there is one. W does what the
+module's ``backward_dw`` does, without its questions after what does not change. It must run in the order of B, as the
+specification of schedules demands: the product of the first microbatch may overwrite ``main_grad``.
 
 The interface is made for a ``backward_dw`` right after each backward. What later ones would stumble over is the parameters'
 ``grad``: a backward may leave the bias's gradient there (the bias is added outside of the module, or FP8), or a stand-in for
-one that is to go straight into ``main_grad``. ``backward_dw`` and DDP's hook then want to find one for every microbatch.
+one that is to go straight into ``main_grad``. DDP's hook then wants to find one for every microbatch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from megatron.pipeline.patches import unsupported
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import mark_accumulated
+from megatron.pipeline.dist import sequence
 
 OLDEST = "2.8"
 _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names
@@ -117,52 +120,134 @@ def prepare(module: torch.nn.Module) -> None:
     delayed = [parameter for name, parameter in module.named_parameters(recurse=False) if _DELAYED.fullmatch(name)]
     for parameter in delayed:  # marked already, but megatron-core makes biases anew under --use-cpu-initialization
         parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
-    module.register_forward_pre_hook(partial(_mark_input, delayed))
+    module.forward = _Marking(module, delayed)
 
 
-class DelayedGradient:
-    """The weight gradient of a module for one microbatch, whose backward has just run.
+class _Marking:
+    """The forward of a module whose backward leaves a ``DelayedGradient``, and what all of these have in common.
+
+    Autograd calls the hook of a tensor once its gradient is there: that of the module's input when the module's backward has run,
+    and all of its ``grad`` are there.
 
     Args:
-        delayed: the module's weights and biases that are left to W, unless they are frozen.
+        delayed: the module's weights and biases that are left to W, unless they are frozen when it runs first.
+
+    Attributes:
+        kept: what the last backward left, until its hook takes it.
     """
 
     def __init__(self, module: Any, delayed: Sequence[torch.nn.Parameter]) -> None:
-        self._module = module
-        parameters = [parameter for parameter in delayed if parameter.requires_grad]
-        self._weights = [parameter for parameter in parameters if parameter.dim() > 1]
-        self._bias_gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.dim() == 1]
-        for parameter in parameters:
-            parameter.grad = None  # of a weight it is a stand-in, or nothing: saved-tensor hooks hide the weight from 2.8 to 2.14
-        stored = module.wgrad_store.context.queue
-        self._stored = stored[-1] if stored else None
+        self._module, self._forward, self._delayed = module, module.forward, delayed
+        parallel = module.parallel_mode if module.tp_size > 1 and not hasattr(module, "num_gemms") else None
+        self.row = parallel == "row"
+        self.kept = module.wgrad_store.context = _KeptByColumns() if parallel == "column" else SimpleQueue()
+        # Of the input and the output gradient, the one that all tensor-parallel ranks have in whole.
+        self.gathered = (0 if parallel == "column" else 1) if module.sequence_parallel and parallel else None
 
     @property
-    def held(self) -> Iterator[torch.Tensor]:
-        """The tensors that the module's store keeps for it, without what a product is added to."""
-        main_grads = {weight.main_grad.untyped_storage().data_ptr() for weight in self._weights if hasattr(weight, "main_grad")}
-        for one in _tensors(self._stored[:1] if self._stored else []):
-            if one.untyped_storage().data_ptr() not in main_grads:
-                yield one
+    def group(self) -> Any:
+        """The tensor-parallel ranks."""
+        return self._module.tp_group
 
-    def prefetch(self) -> None:
-        """Nothing to fetch: under sequence parallelism the module's store has the whole input."""
-
-    def run(self) -> None:
-        """Add the gradients of the oldest backward to ``main_grad`` and notify DDP.
+    @cached_property
+    def notify(self) -> Sequence[Callable[[], None]]:
+        """DDP's functions, to be called when ``weights`` and ``biases`` have their gradients.
 
         Raises:
             RuntimeError: DDP does not wait for them.
         """
         if not self._module.wgrad_accumulation_and_reduce_hooks:
             raise RuntimeError(weight_tasks.DDP_DOES_NOT_WAIT)
-        self._stored = None  # to be let go of by the store
-        for weight in self._weights:
+        return self._module.wgrad_accumulation_and_reduce_hooks  # type: ignore[no-any-return]
+
+    @cached_property
+    def weights(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._delayed if parameter.requires_grad and parameter.dim() > 1]
+
+    @cached_property
+    def biases(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._delayed if parameter.requires_grad and parameter.dim() == 1]
+
+    def __call__(self, hidden: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        if self.weights and torch.is_grad_enabled():
+            if not hidden.requires_grad:  # behind frozen layers; the backward is to come by here even so
+                hidden = hidden.detach().requires_grad_()
+            if hidden.is_leaf:  # autograd may call its hook before the parameters, which are leaves as well, have their ``grad``
+                hidden = hidden.view_as(hidden)
+            fused = weight_tasks.runs_fused(*self.weights)
+            hidden.register_hook(lambda _: weight_tasks.submit(DelayedGradient(self, fused), fused, self.row))
+        return self._forward(hidden, *rest, **options)
+
+
+class _KeptByColumns(SimpleQueue):  # type: ignore[type-arg]
+    """Entries of a store of a column-parallel linear: it puts one as soon as the sum of its input's gradient has begun."""
+
+    def put(self, entry: Any, *rest: Any, **options: Any) -> None:
+        super().put(entry, *rest, **options)
+        weight_tasks.reduction_begins()
+
+
+class DelayedGradient:
+    """The weight gradient of a module for one microbatch, whose backward has just run.
+
+    Under sequence parallelism it keeps this rank's shard of what the ranks have gathered, and gathers it again in ``prefetch``.
+    Of a tensor in FP8 the whole is kept.
+
+    Args:
+        fused: it runs at once.
+    """
+
+    def __init__(self, module: _Marking, fused: bool = False) -> None:
+        self._module = module
+        self._tensors, self._product = module.kept.get_nowait()
+        self._gathering: sequence.Started | None = None
+        self._cut = module.gathered if weight_tasks.is_deferred(fused, module.row) else None
+        if self._cut is not None and type(whole := self._tensors[self._cut]) is torch.Tensor:
+            self._tensors[self._cut] = sequence.part_of(whole, module.group)
+        else:
+            self._cut = None
+        self._bias_gradients = [_taken(bias) for bias in module.biases] if module.biases else ()
+        for weight in module.weights:  # a stand-in, or nothing: saved-tensor hooks hide the weight from 2.8 to 2.14
+            weight.grad = None
+
+    @property
+    def held(self) -> Iterator[torch.Tensor]:
+        """The tensors kept for it, without what a product is added to."""
+        weights = self._module.weights
+        main_grads = {weight.main_grad.untyped_storage().data_ptr() for weight in weights if hasattr(weight, "main_grad")}
+        for one in _tensors(self._tensors):
+            if one.untyped_storage().data_ptr() not in main_grads:
+                yield one
+
+    def prefetch(self) -> None:
+        if self._cut is not None and self._gathering is None:
+            self._gathering = sequence.gather(self._tensors[self._cut], self._module.group)
+
+    def run(self) -> None:
+        """Add the gradients to ``main_grad`` and notify DDP.
+
+        Raises:
+            RuntimeError: DDP does not wait for them.
+        """
+        module = self._module
+        self.prefetch()
+        if self._cut is not None and self._gathering is not None:
+            self._tensors[self._cut], gathering = self._gathering
+            gathering.wait()
+        made = self._product(*self._tensors)[1]
+        for weight in module.weights:
             mark_accumulated(weight)
-        for bias, gradient in self._bias_gradients:
-            bias.grad = gradient
-        self._bias_gradients.clear()
-        self._module.backward_dw()
+        if module.biases:  # of one linear, or of each expert's
+            gradients = made if isinstance(made, (list, tuple)) else [made]
+            for bias, own, gradient in zip(module.biases, self._bias_gradients, gradients, strict=True):
+                bias.grad = gradient.to(bias.dtype) if own is None else own
+        for notify in module.notify:
+            notify()
+
+
+def _taken(bias: torch.nn.Parameter) -> torch.Tensor | None:
+    gradient, bias.grad = bias.grad, None
+    return gradient
 
 
 def _tensors(stored: Any) -> Iterator[torch.Tensor]:
@@ -174,29 +259,3 @@ def _tensors(stored: Any) -> Iterator[torch.Tensor]:
         yield stored
     else:
         yield from (part for part in getattr(stored, "__dict__", {}).values() if type(part) is torch.Tensor)
-
-
-def _mark_input(
-    delayed: Sequence[torch.nn.Parameter], module: torch.nn.Module, inputs: tuple[Any, ...]
-) -> tuple[Any, ...] | None:
-    if not torch.is_grad_enabled():
-        return None
-    hidden, *rest = inputs
-    if not hidden.requires_grad:  # behind frozen layers; the backward is to come by here even so
-        hidden = hidden.detach().requires_grad_()
-    return _AfterBackward.apply(hidden, module, delayed), *rest
-
-
-class _AfterBackward(torch.autograd.Function):
-    """The identity, on a module's input: its backward runs when the module's has run, and all of its ``grad`` are there."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, module: torch.nn.Module, delayed: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        ctx.module, ctx.delayed = module, delayed
-        ctx.fused = weight_tasks.runs_fused(*delayed)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        weight_tasks.submit(DelayedGradient(ctx.module, ctx.delayed), ctx.fused)
-        return gradient, None, None

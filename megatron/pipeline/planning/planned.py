@@ -11,7 +11,7 @@ from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.posting import message_buffers
+from megatron.pipeline.schedule.lower.posting import leads, message_buffers
 from megatron.pipeline.schedule.lower.program import Program
 from megatron.pipeline.schedule.optimum.bound import own_bound
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
@@ -80,9 +80,15 @@ class Planned:
         return lower(self.schedule, self.problem.costs)
 
     @cached_property
+    def leads(self) -> tuple[tuple[int, ...], ...]:
+        """For every rank, how far a GPU's host may be ahead at each pass (``posting.leads``)."""
+        rows = ({work: end - start for work, start, end in row} for row in self.timeline.ranks)
+        return tuple(map(leads, self.programs, rows))
+
+    @cached_property
     def message_buffers(self) -> int:
         """The most messages whose memory a rank needs at a time on a GPU, in addition to what ``peaks`` counts."""
-        return max(map(message_buffers, self.programs))
+        return max(map(message_buffers, self.programs, self.leads))
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -18,6 +18,11 @@ def hold(tensors: Iterable[torch.Tensor]) -> list[CountedTensor]:
     return [] if meter is None else [meter.hold(tensor) for tensor in tensors]
 
 
+def is_observed() -> bool:
+    """Tell whether a meter observes."""
+    return _observer.get() is not None
+
+
 class ActivationMeter:
     """Counts the bytes that forwards save for their backwards, and what W's tasks keep after B.
 

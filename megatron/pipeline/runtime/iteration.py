@@ -168,7 +168,7 @@ class Iteration:
         handlers = StagePasses(stages, program, not call.forward_only, offloaded, chunks).handlers.joined(stages.handlers)
         dtype = config.pipeline_dtype or config.params_dtype
         transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, call.device, self.posting)
-        progress = DeviceProgress() if call.device.type == "cuda" else None
+        progress = DeviceProgress(plan.leads[rank]) if call.device.type == "cuda" else None
         self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, recorder, sync.around, progress)
         self.attempts += 1
         with rerun_state_machine.together(checks, last=False), recorder.observing():

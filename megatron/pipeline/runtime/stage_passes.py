@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
-from megatron.pipeline.record.memory import hold
+from megatron.pipeline.record.memory import hold, is_observed
 from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.offload.offloading import InFlight
 from megatron.pipeline.runtime.p2p import Tensors
@@ -148,19 +149,19 @@ class StagePasses:
         tasks: list[WeightTask] = []
         with deferring(tasks, work.chunk in self._shielded):
             yield
-        self._weights[work[1:3]] = [(task, hold(task.held)) for task in tasks]
+        held: Iterable[list[Any]] = (hold(task.held) for task in tasks) if is_observed() else repeat([])
+        self._weights[work[1:3]] = list(zip(tasks, held, strict=False))
 
 
-@torch.no_grad()  # as in the backward that the tasks are a part of
-def run_weights(tasks: Iterable[tuple[WeightTask, list[Any]]]) -> None:
-    """Run weight tasks in order, each one's communication started while the one before computes. What is beside a task is let go
-    of with it."""
-    waiting = list(tasks)
-    for task, _ in waiting[:1]:
-        task.prefetch()
-    while waiting:
-        task, held = waiting.pop(0)
-        for following, _ in waiting[:1]:
-            following.prefetch()
-        task.run()
-        del task, held
+def run_weights(tasks: list[tuple[WeightTask, list[Any]]]) -> None:
+    """Run weight tasks in order and empty the list, each one's communication started while the one before computes. A task, and
+    what is beside it, is let go of once it has run."""
+    with torch.no_grad():  # as in the backward that the tasks are a part of
+        if tasks:
+            tasks[0][0].prefetch()
+        while tasks:
+            task, held = tasks.pop(0)
+            if tasks:
+                tasks[0][0].prefetch()
+            task.run()
+            del task, held

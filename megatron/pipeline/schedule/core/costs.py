@@ -73,8 +73,8 @@ class Costs:
             movable = stage.weight - stage.value("weight_experts")
             for name, seconds, whole in (("behind", movable, "weight"), ("saved", stage.backward, "backward")):
                 if stage.value(name) > seconds * (1 + 1e-9):
-                    most = f"the {seconds:g} of {whole}, whose part it is"
-                    raise ValueError(f"stage {index}: {name} takes {stage.value(name):g}, more than {most}")
+                    rest = f"more than the {seconds:g} of {whole}, whose part it is"
+                    raise ValueError(f"stage {index}: {name} takes {stage.value(name):g}, {rest}")
             for whole, names in PARTS_OF.items():
                 together = sum(map(stage.value, names))
                 if together > stage.value(whole) * (1 + 1e-9):

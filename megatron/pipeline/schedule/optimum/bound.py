@@ -90,8 +90,10 @@ def own_bound(schedule: Schedule, problem: Problem) -> float:
     """The lower bound that a schedule is compared with, for the problem's objective and costs.
 
     It is that of every order of its passes on its placement that holds no more memory on a rank than this schedule does on its
-    fullest one, host memory included. So schedules that were planned for different limits can be compared.
+    fullest one, host memory included. So schedules that were planned for different limits can be compared. The stages whose B
+    has work behind its collectives are the schedule's.
     """
+    problem = replace(problem, costs=problem.costs.shielded(schedule.shielded))
     most = max(activation_peaks(without_copies(schedule), problem.costs))
     return lower_bound(replace(with_own_passes(schedule, problem), limits=(most,) * problem.ranks))
 

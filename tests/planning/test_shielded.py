@@ -1,0 +1,94 @@
+"""Weight gradients of a stage behind the collectives of its B: where plans take them, and what costs say of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.pipeline.costmodel import device
+from megatron.pipeline.costmodel.estimate import estimate, saved_seconds, shielded_seconds
+from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planning.request import Request
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.placement import Placement, linear
+from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.shape.gpt import Holding, Shape
+
+
+def plan(name: str, ranks: int, microbatches: int, behind: float, saved: float, hides: bool = True, **options: object) -> Planned:
+    """Stages on which a BW saves 0.1 more; ``hides``: whether costs say what B can compute behind its collectives."""
+
+    def costs(placement: Placement) -> Costs:
+        stage = StageCosts(
+            3.1, 3.4, 2.9, 1.0, 0.8, fused=6.2 - saved, behind=behind if hides else None, saved=saved if hides else None
+        )
+        return Costs((stage.share(placement.chunks),) * placement.depth, 0.02)
+
+    return Request(name, ranks, microbatches, costs, **options).plan()  # type: ignore[arg-type]
+
+
+@examples(20)
+@given(
+    st.sampled_from(["1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v", "v-half", "gis-h"]),
+    st.integers(2, 4),
+    st.integers(1, 4),
+    st.floats(0.1, 2.9),
+    st.floats(0.0, 1.0),
+)
+def test_no_plan_is_longer_than_without(name: str, ranks: int, rounds: int, behind: float, saved: float) -> None:
+    found, without = (plan(name, ranks, max(2 * ranks, rounds * ranks), behind, saved, hides) for hides in (True, False))
+    assert found.value <= without.value * (1 + 1e-9) and found.bound <= found.value * (1 + 1e-9)
+    verify(found.schedule)
+    assert Schedule.from_json(found.schedule.to_json()) == found.schedule
+
+
+def test_what_many_microbatches_save_is_worth_a_later_gradient() -> None:
+    found, without = (plan("zb-h1", 8, 64, 1.0, 0.6, hides) for hides in (True, False))
+    assert found.schedule.shielded >= {*range(1, 8)} and found.value < 0.97 * without.value
+    steady = [end - start for work, start, end in found.timeline.ranks[3] if str(work) in ("B30.0", "W30.0")]
+    assert steady == pytest.approx([3.4 + 1.0 - 0.6, 2.9 - 1.0])
+    assert not plan("zb-h1", 8, 8, 1.0, 0.1).schedule.shielded, "there W in the bubble is worth more"
+
+
+def test_a_stage_is_shielded_alone_where_that_is_shorter() -> None:
+    """On the last stage a longer B delays all others."""
+    stage = StageCosts(1.0, 1.0, 1.0, behind=0.5, saved=0.3)
+    costs = Costs((stage, stage, stage, replace(stage, behind=1.0, saved=0.011 * 2)))
+    found = Request("zb-h1", 4, 6, costs).plan()
+    assert 3 not in found.schedule.shielded
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="stage 0: behind takes 2, more than the 1 of weight"):
+        Costs((StageCosts(1.0, 1.0, 1.0, behind=2.0, saved=0.1),))
+    with pytest.raises(ValueError, match="stage 0: saved takes 2, more than the 1 of backward"):
+        Costs((StageCosts(1.0, 1.0, 1.0, behind=1.0, saved=2.0),))
+    with pytest.raises(ScheduleError, match=r"shielded has stage 4; the placement has stages 0\.\.3"):
+        verify(replace(plan("zb-h1", 4, 8, 1.0, 0.6).schedule, shielded=frozenset({4})))
+    with pytest.raises(ValueError, match="shielded must be a list of stages, got 3"):
+        Schedule.from_json(plan("1f1b", 2, 4, 1.0, 0.6).schedule.to_json().replace('"passes"', '"shielded": 3, "passes"'))
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+def test_costs_of_a_model_say_what_b_can_hide(tensor: int) -> None:
+    gpu = device.named("H100-80GB")
+    links, holding = Links.within(gpu), Holding(tensor=tensor, sequence_parallel=tensor > 1, hidden_masks=False)
+    shape = Shape(32, 8192, 64, 8, 128, 28672, True, 8192, 1, 128256, holding=holding)
+    first, *_, last = estimate(shape, linear(4), [8] * 4, gpu, links=links).stages
+    if tensor == 1:
+        assert first.behind is first.saved is last.behind is None
+        return
+    behind, saved = shielded_seconds(shape, gpu, links) or (0.0, 0.0)
+    widths, products = (8192, 28672), 2 * 8192 * 8192 / tensor
+    assert behind == pytest.approx(sum(gpu.seconds(products * width) for width in widths))
+    assert 0 < saved <= saved_seconds(shape, gpu, links) * (1 + 1e-9)
+    assert (first.value("behind"), first.value("saved")) == pytest.approx((8 * behind, 8 * saved))
+    # Products of the vocabulary, of which the output layer has no other linear's before it.
+    assert last.value("behind") - first.value("behind") == pytest.approx(gpu.seconds(products * 128256))
+    assert last.value("saved") == pytest.approx(first.value("saved"))
