@@ -163,8 +163,8 @@ def test_experts_that_are_gathered_in_fp8_train_as_under_megatron_cores_schedule
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_profile_in_fp8_times_passes_and_takes_bytes_from_the_formulas(engine: Pool, recipe: str) -> None:
-    for costs, sizes in engine.run(2, gpt.profile, _IN_SHARDS, _gathered(recipe)):
-        assert costs.unit == "bytes"
-        for stage, formula in zip(costs.stages, sizes.stages, strict=True):
+    for profile, sizes in engine.run(2, gpt.profile, _IN_SHARDS, _gathered(recipe)):
+        assert profile.unit == "bytes"
+        for stage, formula in zip(profile.stages, sizes.stages, strict=True):
             assert [stage.activation, stage.retained] == [formula.activation, formula.retained] != [0, 0]
             assert min(stage.forward, stage.backward, stage.weight) > 0 and stage.forward != formula.forward
