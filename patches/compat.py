@@ -342,6 +342,11 @@ def reduces_experts_right() -> bool:
     return _minor(version()) >= (0, 19)
 
 
+def gathers_into_gradients_right() -> bool:
+    """Tell whether weights in MXFP8 that are gathered where gradients are do not mix with these, as from 0.19 on."""
+    return _minor(version()) >= (0, 19)
+
+
 def shares_packed_sequences() -> bool:
     """Tell whether every stage and tensor-parallel rank learns where packed sequences begin, as from 0.17 on."""
     return _minor(version()) >= (0, 17)

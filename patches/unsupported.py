@@ -22,7 +22,6 @@ class Setting(NamedTuple):
         neutral: the number that switches it off, beside None, False and "none".
         flag: of Megatron-LM, where its name is another one.
         only: the one value that is refused; None for all but those that switch it off.
-        beside: the setting that has to be on as well; "" for none.
         price: of a training without it, the same but for time and memory, which is what ``--adapt`` starts; "" where it would
             be another training.
         details: settings that mean nothing without it, which ``--adapt`` leaves out, too.
@@ -33,14 +32,12 @@ class Setting(NamedTuple):
     neutral: int | None = None
     flag: str = ""
     only: str | None = None
-    beside: str = ""
     price: str = ""
     details: tuple[str, ...] = ()
 
     def refuses(self, settings: Any, name: str) -> bool:
         value = getattr(settings, name, None)
-        is_on = value not in (None, False, "none", self.neutral) and self.only in (None, value)
-        return is_on and bool(not self.beside or getattr(settings, self.beside, False))
+        return value not in (None, False, "none", self.neutral) and self.only in (None, value)
 
 
 UNSUPPORTED: dict[str, Setting] = {
@@ -92,16 +89,6 @@ UNSUPPORTED: dict[str, Setting] = {
     "fp8_output_proj": Setting(
         "computes the output layer in FP8, which is tested neither with delayed weight gradients nor with --vocab-parallel",
         in_config=True,
-    ),
-    "reuse_grad_buf_for_mxfp8_param_ag": Setting(
-        "gathers weights into the memory of gradients, which W fills late",
-        beside="fp8",
-        price="gathered weights take memory of their own",
-    ),
-    "fp8_param_gather": Setting(
-        "with --use-distributed-optimizer has the optimizer write weights in FP8, and W with these is not tested",
-        beside="use_distributed_optimizer",
-        price="weights are gathered and kept in 16 bits, and rounded to FP8 from these: twice the bytes",
     ),
     "tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
     "expert_tensor_parallel_num_weight_shards": Setting(_WEIGHTS),

@@ -8,7 +8,9 @@ there first:
 - triton, if it is not installed, is a module of decorators that change nothing: no kernel of it runs here;
 - pydantic's dataclasses, if pydantic is not installed, are those of the standard library;
 - ``torch`` is the view of ``patches/cpu.py``, in which a GPU's memory is the CPU's, with a device of NVIDIA's Hopper;
-- ``Tensor.is_cuda`` is true for whoever asks from within Transformer Engine.
+- ``Tensor.is_cuda`` is true for whoever asks from within Transformer Engine;
+- megatron-core gathers weights as bytes: gloo, unlike NCCL, takes all that one call gathers, FP8 and 16 bits, for numbers of one
+  kind.
 """
 
 from __future__ import annotations
@@ -75,11 +77,20 @@ def see_the_cpu() -> None:
         _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
         _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
     )
+    named: Any = torch.Tensor.type  # says "torch.cuda." once too often of tensors in FP8 up to 2.15, which are a GPU's anyway
+    torch.Tensor.type = lambda *given, **options: _once(named(*given, **options))  # type: ignore[assignment, method-assign]
+    buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    gather = buffers.dist_all_gather_func
+    buffers.dist_all_gather_func = lambda whole, part, **how: gather(whole.view(torch.uint8), part.view(torch.uint8), **how)
     for name in ("fp8", "quantization"):  # before 2.9, and after it
         if module := sys.modules.get(f"{PACKAGE}.pytorch.{name}"):
             for recipe in ("mxfp8", "nvfp4", "fp8_block_scaling"):
                 if hasattr(module, f"check_{recipe}_support"):
                     setattr(module, f"check_{recipe}_support", lambda: (True, ""))
+
+
+def _once(answer: Any) -> Any:
+    return answer.replace("cuda.cuda.", "cuda.") if isinstance(answer, str) else answer
 
 
 def _say_that_tensors_are_on_a_gpu() -> None:

@@ -103,5 +103,68 @@ def test_w_keeps_what_the_formula_says_under_sequence_parallelism(engine: Pool, 
 def test_a_gpt_trains_as_under_megatron_cores_schedule(engine: Pool, training: str) -> None:
     ranks, tensor, flags = _TRAININGS[training]
     expected = engine.run(ranks, gpt.train, "stock", flags, tensor)
-    assert expected[-1][0][0] is not None
+    (loss, _), *_ = expected[-1][0]
+    assert loss is not None
     assert engine.run(ranks, gpt.train, "zb-h1", flags, tensor) == expected
+
+
+_IN_SHARDS = (
+    "--bf16 --use-distributed-optimizer --accumulate-allreduce-grads-in-fp32 --hidden-size 128 --ffn-hidden-size 128 "
+    "--seq-length 64 --disable-bias-linear --untie-embeddings-and-output-weights --clip-grad 0"
+)
+_OVERLAPS = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+
+
+def _gathered(recipe: str) -> gpt.Weights:
+    return gpt.Weights(recipe, reused=recipe == "mxfp8")
+
+
+def _whole(ranks: list[Any]) -> tuple[list[list[float]], dict[str, str]]:
+    """Losses of every replica, and digests of the weights of all ranks, which have the same of the same weight."""
+    losses = [[loss for loss, _ in steps] for steps, _ in ranks if steps[0][0] is not None]
+    weights: dict[str, str] = {}
+    for _, own in ranks:
+        weights = own | weights
+        assert own.items() <= weights.items()
+    return losses, weights
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_that_are_gathered_in_fp8_are_what_forwards_round_others_to(engine: Pool, recipe: str) -> None:
+    gathered, others = (
+        engine.run(2, gpt.train, "stock", _IN_SHARDS, 1, 1, weights)[0]
+        for weights in (_gathered(recipe), gpt.Weights(recipe, False))
+    )
+    assert gathered[0][-1][0] == others[0][-1][0]
+    differ = {name for name, digest in gathered[1].items() if others[1][name] != digest}
+    assert differ and all(name.startswith("forward's ") for name in differ)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_that_are_gathered_in_fp8_train_as_under_megatron_cores_schedule(engine: Pool, recipe: str) -> None:
+    weights = _gathered(recipe)
+    losses, expected = _whole(engine.run(4, gpt.train, "stock", _IN_SHARDS, 1, 2, weights))
+    assert _whole(engine.run(4, gpt.train, "zb-v", _IN_SHARDS, 1, 2, weights)) == (losses, expected)
+    later, overlapped = _whole(engine.run(4, gpt.train, "zb-h1", f"{_IN_SHARDS} {_OVERLAPS}", 1, 2, weights))
+    assert later == losses and overlapped and overlapped.items() <= expected.items()
+
+
+def test_memory_of_gradients_has_gathered_weights_until_forwards_take_them(engine: Pool) -> None:
+    flags, weights = f"{_IN_SHARDS} {_OVERLAPS} --num-layers 8", _gathered("mxfp8")
+    expected, ours = (_whole(engine.run(4, gpt.train, schedule, flags, 1, 4, weights)) for schedule in ("stock", "zb-v"))
+    assert ours == expected
+
+
+def test_experts_that_are_gathered_in_fp8_train_as_under_megatron_cores_schedule(engine: Pool) -> None:
+    flags = f"{_IN_SHARDS} {_OVERLAPS} --num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm"
+    expected, ours = (engine.run(4, gpt.train, schedule, flags, 1, 2, _gathered("tensorwise")) for schedule in ("stock", "zb-h1"))
+    assert [_whole([one]) for one in ours] == [_whole([one]) for one in expected]  # ranks have other experts by the same names
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_profile_in_fp8_times_passes_and_takes_bytes_from_the_formulas(engine: Pool, recipe: str) -> None:
+    for profile, sizes in engine.run(2, gpt.profile, _IN_SHARDS, _gathered(recipe)):
+        assert profile.unit == "bytes"
+        for stage, formula in zip(profile.stages, sizes.stages, strict=True):
+            assert [stage.activation, stage.retained] == [formula.activation, formula.retained] != [0, 0]
+            assert min(stage.forward, stage.backward, stage.weight) > 0 and stage.forward != formula.forward

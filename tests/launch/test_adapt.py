@@ -109,7 +109,7 @@ def test_a_refusal_names_all(flags: str, words: str) -> None:
 @pytest.mark.parametrize("name", PRICED)
 def test_a_setting_with_a_price_can_be_left_out(name: str) -> None:
     setting = UNSUPPORTED[name]
-    args = Namespace(pipeline_schedule="zb-h1", **{name: 2, **({setting.beside: True} if setting.beside else {})})
+    args = Namespace(pipeline_schedule="zb-h1", **{name: 2})
     [found] = exclusions(args)
     assert "; the same command with --adapt leaves it out" in refusal([found])
     assert adapt(args, {name: setting.neutral}.get) == [

@@ -25,7 +25,7 @@ from megatron.pipeline.flags.validation_experts import check_overlap
 from megatron.pipeline.flags.validation_quantized import check_quantized
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.ahead import follows_at_once
-from megatron.pipeline.launch.check import check_flags, check_plan, untested
+from megatron.pipeline.launch.check import check_flags, check_plan, untested, wrong_in_megatron_core
 from megatron.pipeline.launch.progress import LaunchProgress
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
@@ -188,9 +188,8 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
         ),
         (
             {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True, "use_distributed_optimizer": True},
-            "--fp8-param-gather with --use-distributed-optimizer has .* not tested: leave it out, or take --pipeline-sch",
+            "^--fp8-param-gather with --fp8-recipe mxfp8: .* give --reuse-grad-buf-for-mxfp8-param-ag as well, or leave",
         ),
-        ({"fp8": "e4m3", "offload_profile": True}, "^--pipeline-costs profile and --offload-profile with FP8"),
         (
             {"fp8": "e4m3", "transformer_impl": "local"},
             "^--fp8-format e4m3 with --transformer-impl local: .* give --transformer-impl transformer_engine",
@@ -204,8 +203,18 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
             "^--fp8-recipe custom: .* lose the weight gradients .* give --fp8-recipe delayed or tensorwise",
         ),
         (
+            {
+                "fp8": "e4m3",
+                "fp8_recipe": "tensorwise",
+                "fp8_param_gather": True,
+                "use_distributed_optimizer": True,
+                "reuse_grad_buf_for_mxfp8_param_ag": True,
+            },
+            "^--reuse-grad-buf-for-mxfp8-param-ag gathers weights in 16 bits, .* give these, or leave it out",
+        ),
+        (
             {"fp8": "e4m3", "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
-            "--reuse-grad-buf-for-mxfp8-param-ag gathers weights into the memory of gradients, .* leave it out",
+            "^--reuse-grad-buf-for-mxfp8-param-ag gathers weights in 16 bits, .* give these, or leave it out",
         ),
     ],
 )
@@ -282,6 +291,27 @@ def test_documents_that_no_stage_can_keep_apart_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("flags", "release", "words"),
+    [
+        ({}, "0.16.1", None),
+        ({"overlap_param_gather": True}, "0.19.2", None),
+        ({"overlap_param_gather": True}, "0.18.2", "with --overlap-param-gather: .* 0.18.2 adds weights to the gradients "),
+        ({"num_experts": 8}, "0.16.1", "with --num-experts: Megatron-LM 0.16.1 takes gradients of experts for their weights"),
+    ],
+)
+def test_weights_that_mix_with_gradients_are_refused(
+    flags: dict[str, object], release: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "version", lambda: release)
+    sizes = SIZES_OF_RANKS | {"expert_model_parallel_size": 2}
+    args = as_read(**sizes | {"reuse_grad_buf_for_mxfp8_param_ag": True} | flags)
+    wrong = wrong_in_megatron_core(args)
+    assert wrong is None if words is None else re.search(f"^--reuse-grad-buf-for-mxfp8-param-ag {words}", str(wrong))
+    args.reuse_grad_buf_for_mxfp8_param_ag = False
+    assert wrong_in_megatron_core(args) is None
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--eod-mask-loss", None),
@@ -307,7 +337,10 @@ def test_flags_that_do_less_than_they_say_are_told(flags: str, words: str | None
 def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: str) -> None:
 
     fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param_gather": True, "transformer_impl": "transformer_engine"}
-    args = as_read(pipeline_schedule="zb-h1", hidden_dropout=0.0, attention_dropout=0.0, **fp8)
+    gathered = {"use_distributed_optimizer": True, "reuse_grad_buf_for_mxfp8_param_ag": recipe == "mxfp8"}
+    args = as_read(pipeline_schedule="zb-h1", hidden_dropout=0.0, attention_dropout=0.0, **fp8, **gathered, **SIZES_OF_RANKS)
+    check_quantized(args)
+    args.pipeline_costs = "profile"
     check_quantized(args)
     words = "^--fp8-recipe delayed with a schedule that runs forwards again .* give --fp8-recipe tensorwise"
     for again in (False, True):

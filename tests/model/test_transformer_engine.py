@@ -263,9 +263,9 @@ def test_settings_that_exclude_each_other_are_refused(monkeypatch: pytest.Monkey
 
 def test_what_needs_plain_tensors_is_refused_with_quantized_ones() -> None:
     quantized, plain = SimpleNamespace(fp8="e4m3"), SimpleNamespace(fp8=None)
-    te_linear.check_quantized(quantized, offloads=False, counts=False, steps_ahead=False, reruns=True)
-    for switched_on, flag in (("offloads", "--offload"), ("counts", "--pipeline-costs"), ("steps_ahead", "--post-validation")):
-        options = {"offloads": False, "counts": False, "steps_ahead": False, "reruns": False} | {switched_on: True}
+    te_linear.check_quantized(quantized, offloads=False, steps_ahead=False, reruns=True)
+    for switched_on, flag in (("offloads", "--offload"), ("steps_ahead", "--post-validation")):
+        options = {"offloads": False, "steps_ahead": False, "reruns": False} | {switched_on: True}
         te_linear.check_quantized(plain, **options)
         with pytest.raises(ValueError, match=f"^{flag}.* with FP8.*train in --bf16"):
             te_linear.check_quantized(quantized, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.costmodel.memory import predict
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.planning.request import Request
+from megatron.pipeline.record.cost_profile import with_sizes
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
-from megatron.pipeline.session.memory import more_than_stock, predicted_memory, stock_memory
+from megatron.pipeline.session.memory import more_than_stock, predicted_memory, stock_memory, uncounted_sizes
 from megatron.pipeline.session.startup_lines import plan_in_words
 from megatron.pipeline.trainer import program
 
@@ -355,3 +358,20 @@ def test_a_training_that_fits_under_stock_fits_under_schedules_of_its_memory(nam
     assert more_than_stock(args, ours, stock) is None
     whole = predict(args, Request(name, 4, 12).plan().schedule, decoder_layers(args, pipeline.placement))
     assert max(rank.allocated for rank in whole) > 1.1 * most, "as if stages were equal"
+
+
+def test_a_profile_in_fp8_has_the_bytes_of_the_formulas() -> None:
+    args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-v --pipeline-costs profile".split(), world_size=2)
+    assert uncounted_sizes(args, pipeline) is None
+    args.fp8 = "hybrid"  # of Megatron-LM's own script
+    sizes = uncounted_sizes(args, pipeline)
+    assert sizes is not None and len(sizes.stages) == 4
+    microbatch = {stage.activation for stage in sizes.stages[:-1]}
+    measured = with_sizes(replace(uniform(pipeline.placement), hop=2.0), sizes)
+    assert microbatch == {stage.activation for stage in measured.stages[:-1]} and measured.unit == "bytes"
+    assert [stage.forward for stage in measured.stages] == [0.5] * 4 and measured.hop == 2.0
+    args.padded_vocab_size = None
+    with pytest.raises(
+        ValueError, match=r"^--pipeline-costs profile in FP8 takes bytes from formulas, .* give --vocab-size N, or"
+    ):
+        uncounted_sizes(args, pipeline)

@@ -19,7 +19,7 @@ from megatron.pipeline.costmodel import activations
 from megatron.pipeline.costmodel.device import Device, named
 from megatron.pipeline.costmodel.estimate import estimate
 from megatron.pipeline.costmodel.parameters import Parameters, parameters
-from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -174,14 +174,15 @@ class StageSizes:
     grows: bool
 
 
+def costs_in_bytes(args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> Costs:
+    """Costs with the bytes of one microbatch, and seconds that mean nothing; arguments as in ``predict``."""
+    return estimate(Shape.of(args), placement, layers, named(_ANY), vocabulary, not makes_weights_again(args))
+
+
 def stage_sizes(args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> StageSizes:
     """Arguments as in ``predict``."""
-    shape = Shape.of(args)
-    alone, whole = (
-        estimate(shape, placement, layers, named(_ANY), spread, not makes_weights_again(args)).stages
-        for spread in (Vocabulary.TWO_BARRIERS, vocabulary)
-    )
-    kept = attrgetter("checkpoint" if shape.holding.recomputes else "activation")
+    alone, whole = (costs_in_bytes(args, placement, layers, spread).stages for spread in (Vocabulary.TWO_BARRIERS, vocabulary))
+    kept = attrgetter("checkpoint" if Shape.of(args).holding.recomputes else "activation")
     return StageSizes(
         tuple(map(kept, alone)),
         tuple(kept(every) - kept(own) for every, own in zip(whole, alone, strict=True)),

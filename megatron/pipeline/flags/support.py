@@ -64,7 +64,7 @@ FEATURES = (
         _on("fp8", "fp8_param_gather", "te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number"),
         _NO,
         _WARNS,
-        "needs Transformer Engine and a GPU; without --offload and --pipeline-costs profile",
+        "needs Transformer Engine and a GPU; without --offload and --post-validation",
     ),
     Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _NO),
     Feature("residuals in float32", _on("fp32_residual_connection"), _NO, _WARNS, "needs a GPU"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron.pipeline.flags.flags import PROFILE
+from megatron.pipeline.flags.flags import switched_on
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
@@ -40,5 +40,21 @@ def check_quantized(args: Namespace) -> None:
         raise ValueError(
             f"--fp8-recipe {recipe}: {why}: give --fp8-recipe {' or '.join(RECIPES)}, or --pipeline-schedule {STOCK}"
         )
-    profiles = args.pipeline_costs == PROFILE or args.offload_profile
-    te_linear.check_quantized(args, args.offload != OFF, profiles, args.post_validation, reruns=False)  # its schedule says that
+    te_linear.check_quantized(args, args.offload != OFF, args.post_validation, reruns=False)  # its schedule says that
+    _check_gathered(args, recipe == "mxfp8")
+
+
+def _check_gathered(args: Namespace, in_mxfp8: bool) -> None:
+    """Refuse weights in FP8 that cannot be gathered as flags say."""
+    reuses = switched_on(args, "reuse_grad_buf_for_mxfp8_param_ag")
+    gathers = switched_on(args, "use_distributed_optimizer") and switched_on(args, "fp8_param_gather")
+    if gathers and in_mxfp8 and not reuses:
+        raise ValueError(
+            "--fp8-param-gather with --fp8-recipe mxfp8: Transformer Engine cannot keep such weights where they are gathered: "
+            "give --reuse-grad-buf-for-mxfp8-param-ag as well, or leave --fp8-param-gather out"
+        )
+    if reuses and not (gathers and in_mxfp8):
+        raise ValueError(
+            "--reuse-grad-buf-for-mxfp8-param-ag gathers weights in 16 bits, which only --fp8-recipe mxfp8 with "
+            "--fp8-param-gather and --use-distributed-optimizer rounds afterwards: give these, or leave it out"
+        )

@@ -113,6 +113,13 @@ def check_source(args: Namespace) -> None:
         raise ValueError(f"--yaml-cfg {unsupported.UNSUPPORTED['yaml_cfg'].reason}")
 
 
+_REUSES = "reuse_grad_buf_for_mxfp8_param_ag"
+_MIXING = {
+    "overlap_param_gather": "adds weights to the gradients of the iteration behind each evaluation and checkpoint",
+    "num_experts": "takes gradients of experts for their weights, which the step of dense layers gathers with its own",
+}
+
+
 def wrong_in_megatron_core(args: Namespace) -> str | None:
     """Flags that this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
     tensor = args.tensor_model_parallel_size
@@ -120,6 +127,12 @@ def wrong_in_megatron_core(args: Namespace) -> str | None:
         return (
             f"--sft with --tensor-model-parallel-size {tensor}: Megatron-LM {compat.version()} does not tell all tensor-parallel "
             "ranks where packed sequences begin: give --tensor-model-parallel-size 1, or take release 0.17 or later"
+        )
+    mixing = switched_on(args, *_MIXING)
+    if switched_on(args, _REUSES) and mixing and not compat.gathers_into_gradients_right():
+        return (
+            f"{flag_of(_REUSES)} with {flag_of(mixing)}: Megatron-LM {compat.version()} {_MIXING[mixing]}: leave it and "
+            "--fp8-param-gather out, or take release 0.19 or later"
         )
     return None if compat.reduces_experts_right() else experts_drift(args)
 
@@ -219,7 +232,7 @@ def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> 
     dropout = args.hidden_dropout > 0 or args.attention_dropout > 0
     jitter = getattr(args, "moe_input_jitter_eps", None)
     recomputes = any(pipeline.plans.plan(count).schedule.reruns for count in microbatches)
-    te_linear.check_quantized(args, offloads=False, counts=False, steps_ahead=False, reruns=recomputes)
+    te_linear.check_quantized(args, offloads=False, steps_ahead=False, reruns=recomputes)
     if (dropout or jitter) and (recomputes or pipeline.plans.splits > 1):
         what = "runs forwards again (R)" if recomputes else "runs slices of microbatches"
         drawn = f"jitter of --moe-input-jitter-eps {jitter}" if jitter else "dropout masks"

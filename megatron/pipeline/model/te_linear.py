@@ -68,13 +68,12 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
     config.delay_wgrad_compute = True
 
 
-def check_quantized(settings: Any, offloads: bool, counts: bool, steps_ahead: bool, reruns: bool) -> None:
+def check_quantized(settings: Any, offloads: bool, steps_ahead: bool, reruns: bool) -> None:
     """Refuse FP8 together with what takes every tensor for plain memory, or every forward for the same as before.
 
     Args:
         settings: a TransformerConfig, or Megatron-LM's flags.
         offloads: activations are copied to host memory by the schedule.
-        counts: the bytes that autograd saves are counted.
         steps_ahead: optimizer steps may be taken back.
         reruns: the schedule runs forwards again, in passes R.
 
@@ -92,11 +91,6 @@ def check_quantized(settings: Any, offloads: bool, counts: bool, steps_ahead: bo
         raise ValueError(
             "--offload with FP8: it would move Transformer Engine's FP8 weights with every microbatch: leave --offload "
             "out and recompute activations (--recompute-granularity), or train in --bf16"
-        )
-    if counts:
-        raise ValueError(
-            "--pipeline-costs profile and --offload-profile with FP8: they count the bytes of plain tensors, which FP8 "
-            "tensors are not: give --pipeline-costs FILE with measured costs, or train in --bf16"
         )
     if steps_ahead:
         raise ValueError(

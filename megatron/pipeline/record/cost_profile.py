@@ -51,6 +51,17 @@ def measured_costs(timed: Sequence[Report], counted: Report) -> Costs:
     return Costs(tuple(stages), vocabulary=vocabulary, unit=MemoryUnit.BYTES)
 
 
+def with_sizes(costs: Costs, sizes: Costs) -> Costs:
+    """The seconds of costs, with the memory of others of the same stages."""
+    held = ("activation", "retained", "checkpoint", "movable")
+    stages = (
+        replace(stage, **{name: getattr(other, name) for name in held})
+        for stage, other in zip(costs.stages, sizes.stages, strict=True)
+    )
+    vocabulary = replace(costs.vocabulary, activation=sizes.vocabulary.activation)
+    return replace(costs, stages=tuple(stages), vocabulary=vocabulary, unit=sizes.unit)
+
+
 def _alone(report: Report) -> Iterator[tuple[int, Kind, float, int]]:
     """The stage and kind of every pass, its seconds, and how many bytes more are held at its end than before it.
 

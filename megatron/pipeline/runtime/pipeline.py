@@ -176,9 +176,7 @@ class Pipeline:
             check_chunks(call.pipeline, self.placement, self.name, call.chunks)
             self._built.add(call.chunks[0])
         measured = self.measures and not call.forward_only
-        counted = measured and self.counts_bytes
-        copies, reruns = plan.schedule.has_copies, plan.schedule.reruns
-        te_linear.check_quantized(call.config, copies, counted, steps_ahead=ahead, reruns=reruns)
+        te_linear.check_quantized(call.config, plan.schedule.has_copies, steps_ahead=ahead, reruns=plan.schedule.reruns)
 
         def record() -> Unmeasured:
             return self._in_turns(self._record(call.chunks, plan) if measured else Unmeasured())

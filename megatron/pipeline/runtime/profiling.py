@@ -36,27 +36,30 @@ class Profile(NamedTuple):
     timed: list[Report]
 
 
-def profiled(pipeline: Pipeline) -> Generator[list[str], Report, Profile]:
+def profiled(pipeline: Pipeline, sizes: Costs | None = None) -> Generator[list[str], Report, Profile]:
     """Measure ``ITERATIONS`` iterations, on all ranks of the world together; returns after the last of them.
 
     The first iteration warms up, the second is counted in bytes, the others are timed.
 
     Args:
         pipeline: one that measures.
+        sizes: costs that have the bytes, where tensors cannot be counted; None to count them.
     """
     yield []
-    pipeline.counts_bytes = True
+    pipeline.counts_bytes = sizes is None
     counted = yield []
     pipeline.counts_bytes = False
     timed = []
     for _ in range(TIMED):
         timed.append((yield []))
-    return Profile(_costs(pipeline, counted, timed), timed)
+    return Profile(_costs(pipeline, counted, timed, sizes), timed)
 
 
-def _costs(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
+def _costs(pipeline: Pipeline, counted: Report, timed: list[Report], sizes: Costs | None) -> Costs:
     """Agree on the costs of passes, hops and the vocabulary's collectives. Collective over the world."""
     mine = cost_profile.measured_costs(timed, counted)
+    if sizes is not None:
+        mine = cost_profile.with_sizes(mine, sizes)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     transport, groups = pipeline.transport, pipeline.vocabulary_groups
     hops = ping(transport, rank, pipeline.placement) if transport else []

@@ -146,6 +146,7 @@ def rehearse(
     layers: int,
     replicas: Callable[[Costs], float | None],
     write: Callable[[Rehearsal], list[str]],
+    sizes: Costs | None = None,
 ) -> Steps:
     """Measure a pipeline that runs its passes in turns, and say what a device for every rank would make of it.
 
@@ -156,9 +157,10 @@ def rehearse(
         layers: of the model.
         replicas: from measured costs to what data-parallel replicas add, as in ``Rehearsal``.
         write: called on every rank with what was found; returns more lines for the log.
+        sizes: see ``profiled``.
     """
     with pipeline.optimizer_steps() as steps:
-        costs, timed = yield from profiled(pipeline)
+        costs, timed = yield from profiled(pipeline, sizes)
     report = timed[-1]
     own = costs if hop is None else replace(costs, hop=hop, vocabulary=replace(costs.vocabulary, exchange=exchange))
     schedule = report.schedule

@@ -30,7 +30,12 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 _MIB = 2**20
 
 
-def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write: Callable[[str], Path | None]) -> Steps:
+def replan(
+    pipeline: Pipeline,
+    limit_of: Callable[[Costs], float | None],
+    write: Callable[[str], Path | None],
+    sizes: Costs | None = None,
+) -> Steps:
     """Profile a pipeline's first iterations, plan its schedules again at the measured costs, and run those from then on.
 
     On all ranks of the world together (some steps are collective). It is over (StopIteration) when the new schedule has been
@@ -42,11 +47,12 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
         pipeline: one that measures.
         limit_of: from measured costs to the most activation memory that a rank may hold, in bytes; None for no limit.
         write: called on rank 0 of the world with the costs as JSON; returns where it wrote them.
+        sizes: see ``profiled``.
 
     Raises:
         RanksDiffer: some ranks take the new schedules, and others, which have other flags, do not.
     """
-    costs, timed = yield from profiled(pipeline)
+    costs, timed = yield from profiled(pipeline, sizes)
     lines = [f" profiled: {in_words(costs)}"]
     if torch.distributed.get_rank() == 0 and (path := write(costs.to_json())) is not None:
         logging.getLogger(__name__).info("costs of this run: %s", path)

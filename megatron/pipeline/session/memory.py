@@ -13,6 +13,7 @@ from megatron.pipeline.costmodel.memory import (
     GIB,
     RankMemory,
     StageSizes,
+    costs_in_bytes,
     fixed_memory,
     makes_weights_again,
     predict,
@@ -24,7 +25,7 @@ from megatron.pipeline.flags.flags import STOCK_1F1B, Role, neutral
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.planning.limits import Beside
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.costs import StageCosts
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
@@ -144,6 +145,23 @@ def _sizes(args: Namespace, placement: Placement, vocabulary: Vocabulary | None)
 def knows_sizes(args: Namespace) -> bool:
     """Tell whether the formulas hold: a script of the user's may have no tokenizer, and they know no FP8."""
     return bool(getattr(args, "padded_vocab_size", None)) and not getattr(args, "fp8", None)
+
+
+def uncounted_sizes(args: Namespace, pipeline: Pipeline) -> Costs | None:
+    """Costs with the bytes of a training in FP8, whose tensors cannot be counted: the formulas', which are for 16 bits, about as
+    much as FP8's two copies, by rows and by columns, take. None of a training in 16 or 32 bits.
+
+    Raises:
+        ValueError: the size of the vocabulary is unknown.
+    """
+    if not getattr(args, "fp8", None):
+        return None
+    if not getattr(args, "padded_vocab_size", None):
+        raise ValueError(
+            "--pipeline-costs profile in FP8 takes bytes from formulas, which need the size of the vocabulary: give --vocab-size "
+            "N, or --pipeline-costs FILE"
+        )
+    return costs_in_bytes(args, pipeline.placement, decoder_layers(args, pipeline.placement), pipeline.plans.vocabulary)
 
 
 def check_rehearsal_fits(args: Namespace, pipeline: Pipeline, world_size: int) -> None:

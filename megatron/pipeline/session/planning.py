@@ -36,7 +36,7 @@ from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitToo
 from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.session.atomic import write_text
-from megatron.pipeline.session.memory import beside, equal_stages
+from megatron.pipeline.session.memory import beside, equal_stages, uncounted_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,8 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     measure = measure or profiles or args.rehearse
     turns = args.rehearse, args.rehearse_park
     pipeline = Pipeline(request, Posting(args.pipeline_p2p), measure, settings, args.pipeline_max_ctas, *turns)
+    if profiles:
+        uncounted_sizes(args, pipeline)  # may be refused
     plans = pipeline.plans
     plans.notes += notes
     placement, ranks = pipeline.placement, request.ranks
@@ -254,7 +256,7 @@ def replanning(args: Namespace, pipeline: Pipeline) -> Steps | None:
     if args.pipeline_costs != PROFILE:
         return None
     limit = partial(_memory_limit, args.pipeline_memory_limit, _request(args, None))
-    steps = replan(pipeline, limit, partial(_write_costs, args))
+    steps = replan(pipeline, limit, partial(_write_costs, args), uncounted_sizes(args, pipeline))
     next(steps)
     return steps
 

@@ -27,6 +27,7 @@ from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.session.atomic import write_text
+from megatron.pipeline.session.memory import uncounted_sizes
 from megatron.pipeline.session.trace import in_mib, no_picture
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.view.picture import draw
@@ -42,7 +43,8 @@ def rehearsing(args: Namespace, pipeline: Pipeline) -> Steps | None:
         return None
     of_a_microbatch = args.micro_batch_size * args.data_parallel_size * args.seq_length
     replicas, write = partial(_replicas, args, pipeline.placement), partial(_write, args)
-    steps = rehearse(pipeline, args.rehearse_hop, _exchange(args), of_a_microbatch.__mul__, args.num_layers, replicas, write)
+    exchange, sizes = _exchange(args), uncounted_sizes(args, pipeline)
+    steps = rehearse(pipeline, args.rehearse_hop, exchange, of_a_microbatch.__mul__, args.num_layers, replicas, write, sizes)
     next(steps)
     return steps
 
