@@ -28,7 +28,7 @@ def ranks_with(release: str) -> Pool:
             process.start()
         return process
 
-    return Pool(start)
+    return Pool(start, start_up=240)
 
 
 def _serve(release: str, connection: Connection, stacks: str) -> None:

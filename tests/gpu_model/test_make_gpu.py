@@ -23,7 +23,9 @@ RANKS = "rehearse_llama.py"  # runs under torchrun: test_rehearsal.py, and test_
 
 def posed(directory: Path, *command: str) -> str:
     """What a program prints that believes it has a GPU."""
-    (directory / "sitecustomize.py").write_text(MISSING.format(names=OPTIONAL))
+    # Of Transformer Engine the product asks only whether it is there, and a blocked import is no answer.
+    names = tuple(name for name in OPTIONAL if name != "transformer_engine")
+    (directory / "sitecustomize.py").write_text(MISSING.format(names=names))
     paths = [str(directory), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "gpu_model.posed", *command],
