@@ -86,7 +86,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "an input that is gathered for W": (
         "linears aside, sequence",
-        Mutation("backward.linear:SplitLinear.backward", "if not weight_tasks.is_deferred(ctx.fused):", "if True:", ""),
+        Mutation("backward.linear:SplitLinear.backward", "if not deferred:", "if True:", ""),
     ),
 }
 _READS = "assert grad_output.isfinite().all()\n    grad_bias = "
