@@ -82,7 +82,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "a copy of the output's gradient": (
         "linears aside",
-        Mutation("backward.linear:SplitLinear.backward", "part_of(grad_output,", "part_of(grad_output.clone(),", ""),
+        Mutation("backward.linear:SplitLinear.backward", "Part.of(grad_output,", "Part.of(grad_output.clone(),", ""),
     ),
     "an input that is gathered for W": (
         "linears aside, sequence",

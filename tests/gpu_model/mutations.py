@@ -162,8 +162,7 @@ MUTATIONS = (
     Mutation("backward.linear:SplitLinear.backward", _REDUCED, _NOTHING, "tensor"),
     Mutation("backward.linear:SplitLinear.backward", _REDUCED, _NOTHING, "sequence"),
     Mutation("runtime.layer_plans:_record_use", f"made.record_stream({_CURRENT})", _NOTHING, "layer plans"),
-    Mutation("backward.linear:WeightGradient.run", f"input_{_GATHERED}", _NOTHING, "sequence"),
-    Mutation("backward.linear:WeightGradient.run", f"gradient_{_GATHERED}", _NOTHING, "sequence"),
+    Mutation("dist.sequence:Part.whole", _GATHERED, _NOTHING, "sequence"),
     Mutation(
         f"{_COPIES}:_StreamTicket.wait", "torch.cuda.current_stream(self.device).wait_event(self.times[1])", _NOTHING, "offload"
     ),

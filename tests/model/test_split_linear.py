@@ -320,6 +320,7 @@ def test_the_log_names_a_reason_once_with_the_number_of_modules(pool: Pool) -> N
 def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:
     from megatron.pipeline.backward.linear import WeightGradient
     from megatron.pipeline.backward.weight_tasks import prepare, register_hook
+    from megatron.pipeline.dist.sequence import Part
 
     kind = getattr(torch, dtype)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -331,7 +332,7 @@ def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:
     weight.main_grad = main_grad
     prepare(weight)
     register_hook(linear, lambda: None)
-    WeightGradient(weight, hidden, grad_output, None).run()
+    WeightGradient(weight, Part(hidden), Part(grad_output)).run()
     expected = 1 + grad_output.flatten(0, 1).double().t() @ hidden.flatten(0, 1).double()
     assert weight.main_grad is main_grad
     tolerance = 1e-2 if main_grad.dtype == torch.float32 else 0.5

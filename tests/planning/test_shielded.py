@@ -64,6 +64,17 @@ def test_a_stage_is_shielded_alone_where_that_is_shorter() -> None:
     assert 3 not in found.schedule.shielded
 
 
+def test_work_behind_collectives_of_b_is_no_communication_of_experts() -> None:
+    parts = {"dispatch": 0.1, "experts": 1.0, "combine": 0.1, "backward_combine": 0.1, "backward_experts": 1.0}
+    stage = StageCosts(3.1, 3.4, 2.9, **parts, backward_dispatch=0.1, weight_experts=1.0, behind=1.5, saved=0.6)
+    found = Request("1f1b-v", 4, 16, Costs((stage,) * 8)).plan()
+    split = Request("zb-h1", 4, 32, Costs((stage,) * 4)).plan()
+    assert split.schedule.shielded and not found.schedule.shielded
+    for plan in (found, split):
+        exposed, whole = plan.communication
+        assert exposed == pytest.approx(whole), "nothing runs in braids"
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match="stage 0: behind takes 2, more than the 1 of weight"):
         Costs((StageCosts(1.0, 1.0, 1.0, behind=2.0, saved=0.1),))

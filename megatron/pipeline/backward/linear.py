@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -29,34 +29,26 @@ class WeightGradient:
     """The weight gradient of one linear for one microbatch, still to be computed. Holds what it needs, nothing else.
 
     Under sequence parallelism the input of a column-parallel linear and the output gradient of a row-parallel one are kept as
-    this rank's shards: each has a group then, and ``prefetch`` starts gathering the rest.
+    this rank's shards.
     """
 
     weight: torch.nn.Parameter
-    input: torch.Tensor
-    grad_output: torch.Tensor
-    input_group: torch.distributed.ProcessGroup | None = None
-    gradient_group: torch.distributed.ProcessGroup | None = None
-    _gathering: tuple[sequence.Started, sequence.Started] | None = field(default=None, init=False)
+    input: sequence.Part
+    grad_output: sequence.Part
 
     @property
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.input, self.grad_output
+        return self.input.kept, self.grad_output.kept
 
     def prefetch(self) -> None:
-        if self._gathering is None:
-            input = sequence.gather(self.input, self.input_group)
-            self._gathering = input, sequence.gather(self.grad_output, self.gradient_group)
+        self.input.prefetch()
+        self.grad_output.prefetch()
 
     def run(self) -> None:
         """Add the gradient to ``main_grad`` (to ``grad`` where there is no DDP) and notify DDP."""
         weight_tasks.check_nothing_is_overwritten(self.weight)
-        self.prefetch()
-        assert self._gathering is not None
-        (total_input, input_gathering), (grad_output, gradient_gathering) = self._gathering
-        input_gathering.wait()
-        gradient_gathering.wait()
-        accumulate(self.weight, *prepare_input_tensors_for_wgrad_compute(grad_output, total_input))
+        self.prefetch()  # both gathers begin before one is waited for
+        accumulate(self.weight, *prepare_input_tensors_for_wgrad_compute(self.grad_output.whole(), self.input.whole()))
         weight_tasks.notify(self.weight)
 
 
@@ -129,10 +121,8 @@ class SplitLinear(torch.autograd.Function):
             return LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
         row, reduces = weight_tasks.row_parallel(weight), ctx.allreduce_dgrad or ctx.sequence_parallel
         deferred = weight_tasks.is_deferred(ctx.fused, row is not None, reduces)
-        gathered = row.gathered_by if row and deferred else None
-        task = WeightGradient(
-            weight, input, sequence.part_of(grad_output, gathered), ctx.tp_group if ctx.sequence_parallel else None, gathered
-        )
+        total_input = sequence.Part(input, ctx.tp_group if ctx.sequence_parallel else None)
+        task = WeightGradient(weight, total_input, sequence.Part.of(grad_output, row.gathered_by if row and deferred else None))
         if not deferred:
             task.prefetch()  # before the input gradient's product, which hides it
 

@@ -29,10 +29,28 @@ def gather(part: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> 
     return whole, torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=True)
 
 
-def part_of(whole: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
-    """A copy of this rank's part of what ``gather`` has made, [n * size, ...] to [n, ...], so that the whole can be let go of;
-    without a group, the whole itself."""
-    return whole if group is None else whole.chunk(group.size())[group.rank()].clone()
+class Part:
+    """A tensor that is needed whole later, [n * size, ...], of which this rank keeps its part of a group's, [n, ...], until then;
+    without a group, the whole."""
+
+    def __init__(self, kept: torch.Tensor, group: torch.distributed.ProcessGroup | None = None) -> None:
+        self.kept, self._group = kept, group
+        self._started: Started | None = None
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> Part:
+        """Keep a copy of this rank's part, so that the whole can be let go of."""
+        return cls(whole if group is None else whole.chunk(group.size())[group.rank()].clone(), group)
+
+    def prefetch(self) -> None:
+        """Start gathering the whole."""
+        self._started = self._started or gather(self.kept, self._group)
+
+    def whole(self) -> torch.Tensor:
+        """The whole, once it is there."""
+        whole, gathering = self._started or gather(self.kept, self._group)
+        gathering.wait()
+        return whole
 
 
 def reduce_scatter(whole: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> Started:

@@ -200,13 +200,11 @@ class DelayedGradient:
     def __init__(self, module: _Marking, fused: bool = False) -> None:
         self._module = module
         self._tensors, self._product = module.kept.get_nowait()
-        self._gathering: sequence.Started | None = None
-        self._cut = module.gathered
-        if self._cut is not None:
-            if weight_tasks.is_deferred(fused, module.row) and type(whole := self._tensors[self._cut]) is torch.Tensor:
-                self._tensors[self._cut] = sequence.part_of(whole, module.group)
-            else:
-                self._cut = None
+        self._part: sequence.Part | None = None
+        cut = module.gathered if weight_tasks.is_deferred(fused, module.row) else None
+        if cut is not None and type(whole := self._tensors[cut]) is torch.Tensor:
+            self._part = sequence.Part.of(whole, module.group)
+            self._tensors[cut] = self._part.kept
         self._bias_gradients = [_taken(bias) for bias in module.biases] if module.biases else ()
         for weight in module.weights:  # a stand-in, or nothing: saved-tensor hooks hide the weight from 2.8 to 2.14
             weight.grad = None
@@ -221,8 +219,8 @@ class DelayedGradient:
                 yield one
 
     def prefetch(self) -> None:
-        if self._cut is not None and self._gathering is None:
-            self._gathering = sequence.gather(self._tensors[self._cut], self._module.group)
+        if self._part is not None:
+            self._part.prefetch()
 
     def run(self) -> None:
         """Add the gradients to ``main_grad`` and notify DDP.
@@ -231,11 +229,8 @@ class DelayedGradient:
             RuntimeError: DDP does not wait for them.
         """
         module, notify = self._module, self._module.notify
-        if self._cut is not None:
-            self.prefetch()
-            assert self._gathering is not None
-            self._tensors[self._cut], gathering = self._gathering
-            gathering.wait()
+        if self._part is not None:
+            self._tensors[module.gathered] = self._part.whole()
         made = self._product(*self._tensors)[1]
         for weight in module.weights:
             mark_accumulated(weight)

@@ -116,7 +116,7 @@ class Planned:
     @cached_property
     def communication(self) -> tuple[float, float]:
         """Seconds of all-to-alls of experts, a mean over ranks: those in which their rank computes nothing meanwhile, and all."""
-        schedule, costs = self.schedule, self.problem.costs.sliced(self.schedule.splits)
+        schedule, costs = self.schedule, self.schedule.costs(self.problem.costs)
         lanes = cache(lambda stage, kind: costs.stages[stage].lanes(kind))
         exposed = whole = 0.0
         for stages, timed in zip(schedule.placement.stages, self.timeline.ranks, strict=True):

@@ -10,6 +10,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import Lane, Sources, needed_on_own_rank, sources
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
@@ -46,6 +47,10 @@ class Schedule:
     @property
     def ranks(self) -> int:
         return self.placement.ranks
+
+    def costs(self, costs: Costs) -> Costs:
+        """The costs of its passes: of slices where microbatches are cut, and of stages as they are shielded."""
+        return costs.shielded(self.shielded).sliced(self.splits)
 
     @property
     def slices(self) -> int:

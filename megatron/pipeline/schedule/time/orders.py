@@ -62,7 +62,7 @@ class Orders:
     """Replays schedules on one placement at some costs, with the times of ``simulate``, bit for bit."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        costs, slot = costs.sliced(schedule.splits), slots()
+        costs, slot = schedule.costs(costs), slots()
         self._tables = [
             {
                 (kind, chunk): (slot[kind], stage, costs.seconds(kind, stage))

@@ -32,7 +32,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ValueError: the costs are for another number of stages, or the schedule cannot finish (the stuck pass is named).
     """
     costs.check_placement(schedule.placement)
-    costs = costs.shielded(schedule.shielded).sliced(schedule.splits)
+    costs = schedule.costs(costs)
     if schedule.has_copies:
         return _with_lanes(schedule, costs)
     rows = rows_of(schedule, costs)
@@ -93,7 +93,7 @@ def activation_profile(schedule: Schedule, timeline: Timeline, costs: Costs) -> 
 def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """For each rank, what every pass allocates (positive) or frees (negative), in the costs' unit."""
     costs.check_placement(schedule.placement)
-    costs = costs.sliced(schedule.splits)
+    costs = schedule.costs(costs)
     allocated = cache(costs.allocated)
     changes: list[list[float]] = []
     for stages, row in zip(schedule.placement.stages, schedule.rows, strict=True):
