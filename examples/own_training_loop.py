@@ -59,12 +59,12 @@ def build(pipeline: Pipeline) -> list[GPTModel]:
     return draw([GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **chunk) for chunk in place(pipeline, config)])
 
 
-def wrap(pipeline: Pipeline, models: list[GPTModel]) -> list[DistributedDataParallel]:
+def wrap(pipeline: Pipeline, models: list[GPTModel], **options: Any) -> list[DistributedDataParallel]:
     """Split the backwards of the chunks' linears, then put the chunks into DDP."""
     for model in models if not pipeline.is_stock else []:
         split_weights(model)
     models[0].config.finalize_model_grads_func = BoundaryModules(pipeline.placement).finalize_model_grads
-    ddp = DistributedDataParallelConfig(delay_wgrad_compute=not pipeline.is_stock)  # DDP hears of W from the modules
+    ddp = DistributedDataParallelConfig(delay_wgrad_compute=not pipeline.is_stock, **options)  # DDP hears of W from the modules
     return [DistributedDataParallel(model.config, ddp, model) for model in models]
 
 

@@ -14,7 +14,7 @@ import numpy
 import pytest
 from launch.launched import OWN, SIZES, launch, run
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
-from megatron.pipeline.patches import unsupported
+from megatron.pipeline.patches import compat, unsupported
 
 from megatron.pipeline.flags.support import FEATURES, untested
 
@@ -77,6 +77,19 @@ def test_upstreams_own_script(tmp_path: Path) -> None:
     for steps in found.values():
         assert [loss for loss, _ in steps] == [loss for loss, _ in found["stock"]]
         assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in found["stock"]], rel=1e-6)
+
+
+@needs_upstream
+@pytest.mark.slow
+@pytest.mark.skipif(compat.ramps_up_by_steps(), reason="this release ignores --rampup-batch-size")
+def test_ramp_up_of_upstreams_own_script_with_overlaps(tmp_path: Path) -> None:
+    flags = f"{SIZES} {ON_UPSTREAM} --use-distributed-optimizer --rampup-batch-size 4 4 24 --pipeline-schedule"
+    overlaps = "--overlap-grad-reduce --overlap-param-gather"
+    for name in ("zb-h1", "zb-v", "v-half"):
+        runs = [
+            launch(tmp_path / f"{name}{more}", UPSTREAM, f"{flags} {name} {more}", 4, "--core pip") for more in ("", overlaps)
+        ]
+        assert runs[0] == runs[1] and len(runs[0]) == 5
 
 
 def short_documents(prefix: Path) -> Path:

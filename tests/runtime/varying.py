@@ -17,14 +17,14 @@ class Own:
 
     Args:
         loop: how it sets megatron-core's configuration up. "megatron" as Megatron-LM does; "aligned" as it does with
-            ``align_grad_reduce``; "bare" without ``no_sync_func``; "deferred" so, too, and the loop finalizes gradients itself,
-            behind two calls.
+            ``align_grad_reduce``; "bare" without ``no_sync_func``; "deferred" so, too, and every second step finalizes gradients
+            itself, behind two calls.
         ddp: settings of DDP.
     """
 
     def __init__(self, pipeline: Any, loop: str = "bare", **ddp: Any) -> None:
         from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
@@ -43,8 +43,6 @@ class Own:
         shards = {name: ddp.get(name, False) for name in names}
         self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.5, **shards), self.chunks)
         self.loop, self.loss = loop, lambda output: (output.mean(), output.detach().mean())
-        if loop != "deferred":
-            config.finalize_model_grads_func = finalize_model_grads
         if settings.overlap_grad_reduce and loop in ("megatron", "aligned"):
             config.no_sync_func = _one_or_all([chunk.no_sync for chunk in self.chunks])
         if settings.overlap_grad_reduce and loop == "aligned":
@@ -59,8 +57,10 @@ class Own:
         self.optimizer.zero_grad()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+        deferred = self.loop == "deferred" and iteration % 2 == 1
+        self.config.finalize_model_grads_func = None if deferred else finalize_model_grads
         losses = self.call(iteration, microbatches)
-        if self.loop == "deferred":
+        if deferred:
             losses += self.call(iteration + STEPS * 2, 1 + iteration % 3)
             finalize_model_grads(self.chunks)
         return list(map(float, losses)), self.optimizer.step()[1]
