@@ -82,14 +82,13 @@ def test_upstreams_own_script(tmp_path: Path) -> None:
 @needs_upstream
 @pytest.mark.slow
 @pytest.mark.skipif(compat.ramps_up_by_steps(), reason="this release ignores --rampup-batch-size")
-def test_ramp_up_of_upstreams_own_script_with_overlaps(tmp_path: Path) -> None:
-    flags = f"{SIZES} {ON_UPSTREAM} --use-distributed-optimizer --rampup-batch-size 4 4 24 --pipeline-schedule"
-    overlaps = "--overlap-grad-reduce --overlap-param-gather"
-    for name in ("zb-h1", "zb-v", "v-half"):
-        runs = [
-            launch(tmp_path / f"{name}{more}", UPSTREAM, f"{flags} {name} {more}", 4, "--core pip") for more in ("", overlaps)
-        ]
-        assert runs[0] == runs[1] and len(runs[0]) == 5
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "v-half"])
+def test_ramp_up_of_upstreams_own_script_with_overlaps(tmp_path: Path, schedule: str) -> None:
+    samples = ON_UPSTREAM.replace("--train-iters 5", "--train-samples 44")  # in 1, 1, 2, 3 and 4 microbatches
+    flags = f"{SIZES} {samples} --use-distributed-optimizer --rampup-batch-size 4 4 24 --pipeline-schedule {schedule}"
+    overlaps = f"{flags} --overlap-grad-reduce --overlap-param-gather"
+    plain, found = (launch(tmp_path / str(len(each)), UPSTREAM, each, 4, "--core pip") for each in (flags, overlaps))
+    assert found == plain and len(found) == 5
 
 
 def short_documents(prefix: Path) -> Path:
