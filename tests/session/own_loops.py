@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import reductions
 import torch
 from example_runs import example
 from megatron.core.pipeline_parallel.schedules import (
@@ -24,12 +25,14 @@ class Trained(NamedTuple):
         norms: of the gradients, of every iteration.
         weights: all of them, at the end.
         planned: which share of B the W of every stage is planned to take; empty under megatron-core's own schedule.
+        early: of all buckets, how many were being reduced when the last pass of the last iteration ended; not under stock.
     """
 
     losses: list[list[float]]
     norms: list[float]
     weights: list[float]
     planned: list[float]
+    early: int
 
 
 def _model(frozen: str) -> Any:
@@ -102,17 +105,20 @@ def train(schedule: str, pipeline: int = 4, frozen: str = "", overlap: bool = Fa
     )
     # A model for log-probabilities, in no DDP, comes first.
     losses, norms = [_iterate(_model(""), pipeline, own.batches(5, seed=9), forward_only=True)], []
-    for seed, microbatches in enumerate((4, 6, 3)):
-        data = own.batches(microbatches, seed=seed + 10 * parallel_state.get_data_parallel_rank())
-        optimizer.zero_grad()
-        chunk.zero_grad_buffer()
-        losses.append(_iterate(chunk, pipeline, data))
-        norms.append(float(optimizer.step()[1]))
+    with reductions.noted() as buckets:
+        for seed, microbatches in enumerate((4, 6, 3)):
+            data = own.batches(microbatches, seed=seed + 10 * parallel_state.get_data_parallel_rank())
+            optimizer.zero_grad()
+            chunk.zero_grad_buffer()
+            losses.append(_iterate(chunk, pipeline, data))
+            norms.append(float(optimizer.step()[1]))
     planned = []
     if schedule != "stock":
         assert loop.pipeline(pipeline).microbatches == microbatches, "another function has run"
         planned = [stage.weight / stage.backward for stage in loop.pipeline(pipeline).plans.planned_costs.stages]
-    return Trained(losses, norms, [float(weight.sum()) for weight in model.parameters()], planned)
+    return Trained(
+        losses, norms, [float(weight.sum()) for weight in model.parameters()], planned, sum(buckets[-1].reduced) if buckets else 0
+    )
 
 
 def in_turn(*schedules: str) -> list[Trained]:

@@ -117,10 +117,13 @@ class Iteration:
         """All of it; ahead, it stops where the program validates, and once more when it has been taken back."""
         call.check(self.plan.schedule)
         config, rank = call.config, self.channels.rank
-        reduces_late = config.grad_sync_func is not None and rank != 0
+        wrapped = [chunk for chunk in call.chunks if isinstance(chunk, DistributedDataParallel)]
+        # DDP that overlaps has no need of that function, by which upstream aligns ranks: they would all reduce behind the passes.
+        overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in wrapped)
+        reduces_late = config.grad_sync_func is not None and rank != 0 and not overlaps
         kept = config.finalize_model_grads_func is None  # the caller reduces them, maybe behind several calls
         # Upstream lets every microbatch report where a loop gives no function: DDP then expects as many of each later iteration.
-        no_sync = config.no_sync_func or [chunk.no_sync for chunk in call.chunks if isinstance(chunk, DistributedDataParallel)]
+        no_sync = config.no_sync_func or [chunk.no_sync for chunk in wrapped]
         sync = GradientSync(no_sync, self.plan.schedule.passes[rank], reduces_late or kept)
         checks: list[rerun_state_machine.Noted] = []  # of losses and gradients, judged at its end
         rewind = Rewind(call.chunks, call.iterators) if ahead else None
