@@ -10,7 +10,8 @@ from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.costmodel.links import Links, Spread, exchange_seconds, hop_seconds, layer_communication
 from megatron.pipeline.shape.gpt import Experts, Holding, Shape
 
-DEVICE = replace(named("A100-80GB"), beside_communication=1.0, within=Link(1e-6, 200e9), hop=Link(2e-6, 50e9), between=Link(3e-6, 20e9))
+A100 = replace(named("A100-80GB"), beside_communication=1.0)
+DEVICE = replace(A100, within=Link(1e-6, 200e9), hop=Link(2e-6, 50e9), between=Link(3e-6, 20e9))
 SHAPE = Shape.plain(8, 1024, 16, 512, 1024)
 
 

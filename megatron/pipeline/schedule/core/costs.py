@@ -66,6 +66,9 @@ class Costs:
                 value = getattr(costs, field.name)
                 if not (value is None and field.default is None) and not 0 <= value < float("inf"):
                     raise ValueError(f"{field.name} of {of} must be a number of at least 0, got {value}")
+        self._check_parts_of_stages()
+
+    def _check_parts_of_stages(self) -> None:
         for index, stage in enumerate(self.stages):
             most = stage.activation
             for name, amount, use in (
@@ -223,7 +226,8 @@ class Costs:
         ``hop`` is 0 where it is left out; for ``unit`` see the class. A stage must have ``forward``, ``backward`` and ``weight``;
         where ``retained`` is left out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
         ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
-        with its defaults; ``beside_communication`` is 1 where it is left out. ``of`` may say of which training they are; nothing here reads it.
+        with its defaults; ``beside_communication`` is 1 where it is left out. ``of`` may say of which training they are; nothing
+        here reads it.
 
         Raises:
             ValueError: not JSON, or as ``costs_fields.read``.
