@@ -69,7 +69,8 @@ class Links:
     def within(cls, device: Device) -> Links:
         """All ranks on one node."""
         near = device.within
-        return cls(device.hop, *[near] * 6, Spread(near, device.between), device.beside_communication)
+        spread = Spread(near, device.between)
+        return cls(device.hop, near, near, near, near, near, near, spread, device.beside_communication)
 
     @classmethod
     def of(

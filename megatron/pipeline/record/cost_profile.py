@@ -21,7 +21,8 @@ _SHARDS = -1  # in place of a stage: the vocabulary shards of all ranks, which a
 _REMADE = 1.05  # times what F holds: a B that leaves more makes activations again; up to that the two are taken to be as much
 _SLOWEST = 9  # how many times longer than alone: beyond that a braid hides next to nothing
 _Kind = TypeVar("_Kind", StageCosts, VocabularyCosts)
-_Place, _What = TypeVar("_Place"), TypeVar("_What")
+_Place = TypeVar("_Place")
+_What = TypeVar("_What")
 
 
 def measured_costs(timed: Sequence[Report], counted: Report) -> Costs:
