@@ -17,24 +17,19 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
 from random_tokens import BATCH, CUDA, LENGTH, VOCABULARY, batches, draw, start
 
-from megatron.pipeline import patches
+from megatron.pipeline import install
 from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.layout import PlacementLayout
-from megatron.pipeline.model.split_linear import split_weights
-from megatron.pipeline.planning import Request
 from megatron.pipeline.runtime.pipeline import Pipeline
 
-patches.install()  # before the model is built
 
-
-def plan(schedule: str, microbatches: int = 4, **options: Any) -> Pipeline:
+def plan(schedule: str, **options: Any) -> Pipeline:
     """The pipeline, in megatron-core's place, and the process groups of its placement."""
-    pipeline = Pipeline(Request(schedule, torch.distributed.get_world_size(), microbatches), **options)
-    pipeline.plans.check(microbatches)  # plans and verifies now, not in the first iteration
+    loop = install(schedule, **options)  # all that a schedule with one chunk per rank needs; the rest here is for a V
+    pipeline = loop.pipeline(torch.distributed.get_world_size())
     ranks, chunks = pipeline.placement.ranks, pipeline.placement.chunks
     parallel_state.initialize_model_parallel(1, ranks, chunks if chunks > 1 else None)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-    pipeline.install()  # get_forward_backward_func() returns it from here on
     return pipeline
 
 
@@ -60,12 +55,9 @@ def build(pipeline: Pipeline) -> list[GPTModel]:
 
 
 def wrap(pipeline: Pipeline, models: list[GPTModel]) -> list[DistributedDataParallel]:
-    """Split the backwards of the chunks' linears, then put the chunks into DDP."""
-    for model in models if not pipeline.is_stock else []:
-        split_weights(model)
+    """The chunks in DDP; ties the ends of the model on whichever ranks the placement has them."""
     models[0].config.finalize_model_grads_func = BoundaryModules(pipeline.placement).finalize_model_grads
-    ddp = DistributedDataParallelConfig(delay_wgrad_compute=not pipeline.is_stock)  # DDP hears of W from the modules
-    return [DistributedDataParallel(model.config, ddp, model) for model in models]
+    return [DistributedDataParallel(model.config, DistributedDataParallelConfig(), model) for model in models]
 
 
 def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:

@@ -14,7 +14,7 @@ __all__ = ["install"]
 
 _CORE = (
     "cpu torch_gloo tensor_parallel_layers moe_experts moe_utils transformer_block rerun_state_machine distrib_optimizer "
-    "distributed_data_parallel filesystem_async torch_checkpoint schedules"
+    "distributed_data_parallel fully_parallel filesystem_async torch_checkpoint schedules"
 ).split()
 _TRAINING = "training_arguments training_utils training_initialize training_models training_training".split()
 
@@ -38,6 +38,26 @@ def install() -> None:
         if "megatron." not in str(error):
             raise
         raise RuntimeError(f"megatron-core {compat.version()}: {error}; {compat.ADVICE}") from error
+
+
+def install_loop(hooks: Any) -> None:
+    """Prepare what any loop builds, and run its iterations, from here on.
+
+    Args:
+        hooks: ``session/own_loop.py`` ``OwnLoop``; None for loops under megatron-core's own schedules.
+
+    Raises:
+        RuntimeError: see ``install``, which comes first.
+    """
+    install()
+    from megatron.pipeline.patches import distributed_data_parallel, language_module, schedules
+
+    language_module.configure_with(hooks and hooks.configure)
+    distributed_data_parallel.prepare_with(hooks and hooks.prepare)
+    if hooks:
+        schedules.use(hooks.forward_backward)
+    else:
+        schedules.restore()
 
 
 def install_training(hooks: Any) -> None:

@@ -73,11 +73,19 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.rerun_state_machine": {
         "RerunStateMachine.validate_result": Name("reads whether losses and gradients are numbers: once per iteration"),
     },
+    "megatron.core.dist_checkpointing.strategies.fully_parallel": {
+        "FullyParallelSaveStrategyWrapper.apply_saving_parallelization": Name("two copies of a weight on a rank: wrapped"),
+        "distribute_main_replicas_with_precomputed_distribution": Name(
+            "chooses which copies a rank writes: wrapped while it saves"
+        ),
+        "_sharded_tensor_shard_id": Name("which part of which weight a copy is"),
+    },
     "megatron.core.models.gpt.gpt_layer_specs": {
         "get_gpt_decoder_block_spec": Name("the layers of a stage"),
         "get_gpt_decoder_layer_specs": Name("all layers of the model"),
     },
     "megatron.core.models.common.language_module.language_module": {
+        "LanguageModule.__init__": Name("a model's configuration, before its layers: wrapped"),
         "LanguageModule.setup_embeddings_and_output_layer": Name("replaced while models are built"),
         "LanguageModule.shared_embedding_or_output_weight": Name("the tied weight of a stage"),
     },

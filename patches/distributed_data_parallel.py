@@ -3,14 +3,15 @@
 ``DistributedDataParallel.__init__``: upstream makes one bucket of all chunks but the first of the first pipeline rank, as under
 its schedules the others have time to reduce it when they are done. Under ours all ranks end together, with a W: one bucket would
 be reduced behind it. Chunks that ``mark`` has seen are cut as that first one is; no setting does so. A program asks for all
-gathers of weights where it begins (``gather``), so that no layer starts the next one's (``align_param_gather``).
+gathers of weights where it begins (``gather``), so that no layer starts the next one's (``align_param_gather``). In a loop that
+has called ``megatron.pipeline.install`` each chunk is prepared before (``prepare_with``).
 ``DistributedOptimizer.compute_full_param_layout``, ``LayerWiseDistributedOptimizer.compute_full_param_layout``: which from 0.18
 on Megatron-LM calls before, with its choice of buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ _LAYOUTS = (
 )
 _MARK = "in_buckets_on_every_rank"  # of a chunk, which may have no parameters, and of each of its parameters
 _FIRST = SimpleNamespace(rank=lambda: 0)
+_prepare: Callable[[torch.nn.Module, Any], None] | None = None
 
 
 def install() -> None:
@@ -39,6 +41,18 @@ def mark(chunk: torch.nn.Module) -> None:
     """Have DDP, which is yet to wrap a chunk, cut it into buckets wherever it is."""
     for one in (chunk, *chunk.parameters()):
         setattr(one, _MARK, True)
+
+
+def is_marked(chunk: torch.nn.Module) -> bool:
+    """Tell whether ``mark`` has seen a chunk, wrapped or not."""
+    return hasattr(unwrap_model(chunk), _MARK)
+
+
+def prepare_with(prepare: Callable[[torch.nn.Module, Any], None] | None) -> None:
+    """Have a function called with each chunk that DDP is about to wrap and ``mark`` has not seen, and DDP's configuration. None:
+    chunks stay as they are."""
+    global _prepare
+    _prepare = prepare
 
 
 def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
@@ -61,7 +75,9 @@ def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
 def _cut(
     build: Any, ddp: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False, *rest: Any, **options: Any
 ) -> None:
-    if not hasattr(unwrap_model(module), _MARK):
+    if _prepare is not None and not is_marked(module):
+        _prepare(unwrap_model(module), ddp_config)
+    if not is_marked(module):
         build(ddp, config, ddp_config, module, disable_bucketing, *rest, **options)
         return
     groups, found = compat.module(_PATH).ProcessGroupCollection, []
@@ -86,5 +102,6 @@ def _cut(
 
 
 def _laid_out(compute: Any, parameters: Any, bucket_size: Any, replicas: int, ddp_config: Any, *rest: Any, **options: Any) -> Any:
-    size = ddp_config.bucket_size if any(hasattr(one, _MARK) for one in parameters) else bucket_size
+    cuts = _prepare is not None or any(hasattr(one, _MARK) for one in parameters)
+    size = ddp_config.bucket_size if cuts else bucket_size
     return compute(parameters, size, replicas, ddp_config, *rest, **options)

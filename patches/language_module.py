@@ -4,15 +4,33 @@
 between the first and the last pipeline rank. A V placement has no copy on the last rank. ``mark_boundary_weights`` only marks the
 weights; ``model/boundary.py`` then makes copies equal, on any ranks. Our own models (``model/seeding.py``) override the method;
 the patch is for Megatron-LM's scripts, which build GPTModel.
+``LanguageModule.__init__``: in a loop that has called ``megatron.pipeline.install`` the configuration of a model is completed
+before any layer is built (``configure_with``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from megatron.pipeline.patches import compat
+
+_PATH = "megatron.core.models.common.language_module.language_module"
+_configure: Callable[[Any], None] | None = None
+
+
+def configure_with(configure: Callable[[Any], None] | None) -> None:
+    """Have a function called with the configuration of each model that is built. None: it stays as it is."""
+    global _configure
+    _configure = configure
+    compat.wrap(compat.module(_PATH).LanguageModule, "__init__", _configured)
+
+
+def _configured(build: Any, model: Any, config: Any, *rest: Any, **options: Any) -> None:
+    if _configure is not None:
+        _configure(config)
+    build(model, config, *rest, **options)
 
 
 def mark_boundary_weights(model: Any) -> None:
@@ -43,7 +61,7 @@ def mark_boundary_weights(model: Any) -> None:
 @contextmanager
 def boundary_weights_marked() -> Iterator[None]:
     """While this context is open, models are built with ``mark_boundary_weights`` in place of upstream's method."""
-    module = compat.module("megatron.core.models.common.language_module.language_module")
+    module = compat.module(_PATH)
     original = module.LanguageModule.setup_embeddings_and_output_layer
     module.LanguageModule.setup_embeddings_and_output_layer = mark_boundary_weights
     try:

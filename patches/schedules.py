@@ -1,7 +1,8 @@
 """megatron.core.pipeline_parallel.schedules: which function runs an iteration, and how long upstream's own passes take.
 
-The three ``forward_backward_*`` functions: ``get_forward_backward_func`` looks them up when it is called, so rebinding
-them reaches every caller, however it imported the getter. ``use`` puts another in, ``restore`` upstream's back.
+The three ``forward_backward_*`` functions: ``get_forward_backward_func`` looks them up when it is called, so rebinding them
+reaches every caller, however it imported the getter. Modules that have imported one of them itself get the new one, too. ``use``
+puts another in, ``restore`` upstream's back.
 ``forward_step``, ``backward_step``: upstream's schedules look these up as well; ``record`` measures them, for comparison.
 ``backward_step`` takes the type of the model up to 0.16: ``backward`` gives it where it is asked for.
 ``set_current_microbatch``: upstream sets the number on the layers of a chunk. Here the chunk gets it, too: it may have no layers
@@ -11,6 +12,7 @@ and yet draws dropout masks, for the embedding.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +45,15 @@ def _tell_chunk(tell_layers: Any, model: Any, microbatch: int) -> None:
 def use(forward_backward: Callable[..., Any]) -> None:
     """Make ``get_forward_backward_func()`` return a function, for every pipeline size."""
     for name in _FUNCTIONS:
-        setattr(_UPSTREAM, name, forward_backward)
+        _put(name, forward_backward)
+
+
+def _put(name: str, function: Callable[..., Any]) -> None:
+    """Make it the function of that name in every module that has upstream's, or what stood for it."""
+    before = getattr(_UPSTREAM, name)
+    for module in list(sys.modules.values()):  # a copy, which other threads' imports do not change
+        if getattr(module, "__dict__", {}).get(name) is before:
+            setattr(module, name, function)
 
 
 def backward(inputs: Any, outputs: Any, gradients: Any, config: Any, model: Any) -> Any:
@@ -56,7 +66,7 @@ def backward(inputs: Any, outputs: Any, gradients: Any, config: Any, model: Any)
 
 def restore() -> None:
     for name, original in _ORIGINAL.items():
-        setattr(_UPSTREAM, name, original)
+        _put(name, original)
 
 
 def record(begin: Callable[[Any], Any]) -> None:
@@ -66,7 +76,7 @@ def record(begin: Callable[[Any], Any]) -> None:
         begin: called with the model when such an iteration starts; returns the ``Recorder`` of it.
     """
     for name in _FUNCTIONS:
-        setattr(_UPSTREAM, name, _recorded(_ORIGINAL[name], begin))
+        _put(name, _recorded(_ORIGINAL[name], begin))
 
 
 def _recorded(forward_backward: Callable[..., Any], begin: Callable[[Any], Any]) -> Callable[..., Any]:

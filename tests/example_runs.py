@@ -77,26 +77,26 @@ class LowRank(NamedTuple):
         weights: of every W, how often it computed the gradient of which weight, by name.
         trained: the weights that train.
         changed: the largest change of a frozen weight.
-        planned_again: whether costs were measured, and the schedule is one for them.
+        planned: of every stage, which share of B its W is planned to take; empty under megatron-core's own schedule.
     """
 
     steps: Steps
     weights: list[Counter[str]]
     trained: set[str]
     changed: float
-    planned_again: bool
+    planned: list[float]
 
 
 def lora(schedule: str, trains: str = "adapters") -> LowRank:
-    """Some iterations, planned again in between (stock is not), and some more.
+    """Some iterations.
 
     Args:
         trains: "adapters", or in their place all weights with this in their names.
     """
-    from megatron.pipeline.runtime import profiling, stage_passes
+    from megatron.pipeline.runtime import stage_passes
 
     own, low_rank = example("own_training_loop"), example("lora")
-    pipeline = own.plan(schedule, measure=True)
+    pipeline = own.plan(schedule)
     models = own.build(pipeline)
     low_rank.adapt(models)
     weights = [(f"{chunk} {name}", weight) for chunk, model in enumerate(models) for name, weight in model.named_parameters()]
@@ -105,10 +105,7 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
     names = {id(weight): name for name, weight in weights}
     frozen = [(weight, weight.clone()) for _, weight in weights if not weight.requires_grad]
     chunks = own.wrap(pipeline, models)
-    optimizer, passes, real = optimizer_of(chunks), [], stage_passes.run_weights
-
-    def iterate() -> None:
-        own.run(chunks, own.batches(4, seed=9), optimizer)
+    passes, real = [], stage_passes.run_weights
 
     def run_weights(tasks: Any) -> None:
         passes.append(Counter(names[id(task.weight)] for task, _ in tasks))
@@ -116,17 +113,13 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
 
     stage_passes.run_weights = run_weights
     try:
-        if pipeline.is_stock:
-            for _ in range(profiling.ITERATIONS):
-                iterate()
-        else:
-            low_rank.plan_again(pipeline, iterate)
         found = steps(chunks)
     finally:
         stage_passes.run_weights = real
     changed = max(float((weight - before).abs().max()) for weight, before in frozen)
     trained = {name for name, weight in weights if weight.requires_grad}
-    return LowRank(found, passes, trained, changed, pipeline.plans.costs is not None)
+    costs = () if pipeline.is_stock else pipeline.plans.planned_costs.stages
+    return LowRank(found, passes, trained, changed, [stage.weight / stage.backward for stage in costs])
 
 
 def megatron_bridge(schedule: str, obedient: bool) -> Steps:

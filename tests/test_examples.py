@@ -51,17 +51,13 @@ def test_a_user_sees_the_same_numbers_under_every_schedule(pool: Pool, script: s
     assert all(found == lines["stock"] for found in lines.values())
 
 
-def test_a_user_sees_the_same_loss_of_adapters_under_every_schedule(pool: Pool, tmp_path: Path) -> None:
-    costs = tmp_path / "costs.json"
+def test_a_user_sees_the_same_loss_of_adapters_under_every_schedule(pool: Pool) -> None:
     seen = [
-        re.findall(
-            r"loss \d\.\d{4}",
-            "".join(output for _, output, _ in pool.run(RANKS, example_runs.printed, "lora.py", schedule, str(costs))),
-        )
+        "".join(output for _, output, _ in pool.run(RANKS, example_runs.printed, "lora.py", schedule))
         for schedule in ("zb-h1", "zb-v", "v-half")
     ]
-    assert len(seen[0]) == 1 and seen[0] == seen[1] == seen[2]
-    assert Costs.from_json(costs.read_text())
+    assert re.fullmatch(r"loss \d\.\d{4}; W is planned to take \d+% of B\n", seen[0])
+    assert len({text.partition(";")[0] for text in seen}) == 1
 
 
 def test_layers_that_no_stages_divide_are_refused(pool: Pool) -> None:
@@ -85,7 +81,8 @@ def test_lora_leaves_to_w_what_trains(pool: Pool) -> None:
     stock, ours = (pool.run(RANKS, example_runs.lora, name) for name in ("stock", "zb-v"))
     assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
     for rank in ours:
-        assert rank.changed == 0 and rank.planned_again
+        assert rank.changed == 0
+        assert all(0 < share < 0.2 for share in rank.planned)
         assert all(name.endswith(("down.weight", "up.weight")) for name in rank.trained)
         # Every W has each adapter of its chunk once, and nothing that is frozen.
         chunks = {name[0]: {other for other in rank.trained if other[0] == name[0]} for name in rank.trained}
@@ -97,7 +94,7 @@ def test_where_every_linear_is_frozen_w_is_empty(pool: Pool) -> None:
     stock, ours = (pool.run(RANKS, example_runs.lora, name, "layernorm") for name in ("stock", "zb-h1"))
     assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
     for rank in ours:
-        assert rank.weights and not any(rank.weights) and rank.changed == 0 and rank.planned_again
+        assert rank.weights and not any(rank.weights) and rank.changed == 0 and rank.planned == [0.0] * RANKS
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])

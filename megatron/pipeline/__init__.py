@@ -1,5 +1,9 @@
 """Pipeline schedules for today's megatron-core, without a fork.
 
+    import megatron.pipeline
+
+    megatron.pipeline.install("zb-h1")  # and any loop on megatron-core trains under it
+
 The rooms, from the top: each imports only those below it (docs/architecture.md).
 
 ``cli``        the command ``mpipe``
@@ -24,4 +28,38 @@ The rooms, from the top: each imports only those below it (docs/architecture.md)
 ``dist``       devices, process groups, collectives
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.pipeline.planning.request import Request
+    from megatron.pipeline.session.own_loop import OwnLoop
+
+__all__ = ["install"]
+
 __version__ = "0.2.0"
+
+
+def install(schedule: str | Request = "zb-h1", costs: str | Path | None = None, **options: Any) -> OwnLoop:
+    """Run a loop on megatron-core under a schedule: call it once on every rank, before the model is built.
+
+    It may come before or after the imports of megatron-core. Chunks are split as megatron-core's DistributedDataParallel wraps
+    them, and ``get_forward_backward_func()`` returns the schedule's function. One chunk per rank needs nothing else.
+
+    Args:
+        schedule: its name, a ``planning.Request``, ``file:PATH``, or ``stock`` for megatron-core's own.
+        costs: a file that ``mpipe costs -o`` has written. Without it F, B and W take the same time, and the W of frozen weights
+            none.
+        options: of ``runtime.pipeline.Pipeline``, such as ``measure``.
+
+    Raises:
+        ValueError: there is no such schedule, or the file cannot be read.
+        RuntimeError: this release of megatron-core lacks what is relied on.
+    """
+    from megatron.pipeline.session.own_loop import OwnLoop  # which imports torch
+
+    loop = OwnLoop(schedule, costs, **options)
+    loop.install()
+    return loop

@@ -81,6 +81,23 @@ def split_chunks(models: Sequence[torch.nn.Module], fuse_recomputed: bool = Fals
     return f"backward is not split, runs fused in B: {'; '.join(parts)}" if fused else ""
 
 
+def trained_share(chunk: torch.nn.Module) -> float:
+    """Share of a chunk's weight gradients that W computes, by the elements of its matrices; call it after ``split_weights``.
+
+    Frozen matrices have none, and some are left to B. 1 for a chunk without matrices.
+    """
+    matrices = {
+        weight: te_linear.is_delayed(module) or weight_tasks.is_prepared(weight)
+        for module in chunk.modules()
+        if not isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding))
+        for weight in module.parameters(recurse=False)
+        if weight.dim() > 1
+    }
+    elements = sum(weight.numel() for weight in matrices)
+    trained = sum(weight.numel() for weight, split in matrices.items() if split and weight.requires_grad)
+    return trained / elements if elements else 1.0
+
+
 def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The weights of a module's own whose gradient is a product that could wait."""
     if isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding)):

@@ -45,11 +45,11 @@ def agree(plans: Mapping[str, Planned]) -> None:
     mine = _versions() | {name: _digest(plan) for name, plan in plans.items()}
     own = hashlib.sha256(repr(sorted(mine.items())).encode()).digest()
     sent = torch.tensor(list(own), dtype=torch.uint8, device=this_device())
-    gathered = sent.new_empty(torch.distributed.get_world_size() * len(own))
-    torch.distributed.all_gather_into_tensor(gathered, sent)
-    if torch.equal(gathered, sent.repeat(torch.distributed.get_world_size())):
+    gathered = [torch.empty_like(sent) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(gathered, sent)
+    if torch.equal(torch.stack(gathered), sent.expand(len(gathered), -1)):
         return
-    everyone: list[tuple[str, Identity]] = [(socket.gethostname(), mine)] * torch.distributed.get_world_size()
+    everyone: list[tuple[str, Identity]] = [(socket.gethostname(), mine)] * len(gathered)
     torch.distributed.all_gather_object(everyone, (socket.gethostname(), mine))
     raise RanksDiffer(differences([host for host, _ in everyone], [identity for _, identity in everyone]))
 

@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.pipeline.patches import schedules as schedules_patch
 
+from megatron.pipeline import patches
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.model import te_linear
@@ -109,13 +110,13 @@ class Pipeline:
         return Offloading(self.settings, this_device())
 
     def install(self) -> None:
-        """Make megatron-core's ``get_forward_backward_func()`` return this pipeline's; stock stays, measured if asked for."""
-        if self.is_stock:
-            schedules_patch.restore()
-            if self.measures:
-                schedules_patch.record(lambda model: self._in_turns(self._record(model)))
-        else:
+        """Make megatron-core's ``get_forward_backward_func()`` return this pipeline's, in place of any that was installed before;
+        stock stays, measured if asked for."""
+        patches.install_loop(None)
+        if not self.is_stock:
             schedules_patch.use(self.forward_backward)
+        elif self.measures:
+            schedules_patch.record(lambda model: self._in_turns(self._record(model)))
 
     def agree(self) -> None:
         """Compare everything that is planned by now, and all versions, with the other ranks. Collective over the world.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron.pipeline.planning.choose import best as choose_best
 from megatron.pipeline.planning.choose import least_limit
 from megatron.pipeline.planning.document import read_costs
 from megatron.pipeline.planning.limits import peak_of_1f1b
-from megatron.pipeline.planning.plan_cache import PlanCache
+from megatron.pipeline.planning.plan_cache import FILE, PlanCache
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
 from megatron.pipeline.planning.request import Request, variants
@@ -88,7 +89,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
                 f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes: a file, or {PROFILE}"
             )
         notes.append(f" memory limit of {text}: until activations have been measured the schedule is planned without it")
-    _check_name(request.schedule)
+    check_name(request.schedule)
     if request.schedule == STOCK and text:
         raise ValueError(
             f"--pipeline-memory-limit {text}: {STOCK} is megatron-core's own schedule, which takes no limit: take another, such "
@@ -239,16 +240,22 @@ def _check_overlap(args: Namespace, plans: PlanCache) -> None:
         )
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str, given: str = "--pipeline-schedule", others: Sequence[str] = (AUTO, STOCK)) -> None:
+    """Refuse what is no schedule, or none that trains, with a ValueError.
+
+    Args:
+        given: how the user has given it.
+        others: names that stand for no family.
+    """
     if name in _PLANNED_ONLY:
         better = "; dualpipe-v, its form on a V, holds every layer once" if name == "dualpipe" else ""
         raise ValueError(
-            f"--pipeline-schedule {name} holds every layer on two ranks and is planned and simulated only{better}; those that "
+            f"{given} {name} holds every layer on two ranks and is planned and simulated only{better}; those that "
             f"train are {', '.join(_TRAINED)}"
         )
-    if name not in (*_TRAINED, AUTO, STOCK) and not name.startswith("file:"):
-        near = families.meant(name, [*_TRAINED, AUTO, STOCK])
-        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(_TRAINED)}, {AUTO}, {STOCK} and file:PATH{near}")
+    if name not in (*_TRAINED, *others) and not name.startswith(FILE):
+        near = families.meant(name, [*_TRAINED, *others])
+        raise ValueError(f"unknown schedule {name!r}; known are {', '.join((*_TRAINED, *others))} and {FILE}PATH{near}")
 
 
 def replanning(args: Namespace, pipeline: Pipeline) -> Steps | None:

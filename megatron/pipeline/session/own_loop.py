@@ -1,0 +1,127 @@
+"""Anybody's loop on megatron-core under a schedule, after one call of ``megatron.pipeline.install``.
+
+What such a loop does with megatron-core comes by here, in this order: the configuration of a model before any of its layers is
+built (``configure``), each chunk before DDP wraps it (``prepare``), and every iteration (``forward_backward``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.pipeline.patches import distributed_data_parallel
+
+from megatron.pipeline import patches
+from megatron.pipeline.model import te_linear
+from megatron.pipeline.model.split_linear import split_chunks, trained_share
+from megatron.pipeline.planning.document import naming, read_costs
+from megatron.pipeline.planning.plan_cache import FILE
+from megatron.pipeline.planning.request import Request
+from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
+from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.session.planning import check_name
+
+_NOT_PREPARED = (
+    "this model was not built for {name}: megatron.pipeline.install splits the backwards of each chunk that megatron-core's "
+    "DistributedDataParallel wraps, and chunk {chunk} is in none that was made after it: call install before the model is built"
+)
+
+
+class OwnLoop:
+    """The schedule of a loop.
+
+    Args:
+        schedule: its name, or a request, whose numbers of ranks and microbatches do not matter.
+        costs: a file of costs, as ``mpipe costs -o`` writes it. Without costs all passes of a rank's share take 1, and W as much
+            of it as its weights train.
+        options: of ``Pipeline``.
+
+    Raises:
+        ValueError: there is no such schedule, or none that trains; or a file cannot be read.
+    """
+
+    def __init__(self, schedule: str | Request, costs: str | Path | None = None, **options: Any) -> None:
+        # Ranks and microbatches are known with the first iteration.
+        request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
+        check_name(request.schedule, "install of", [STOCK])
+        if request.schedule.startswith(FILE):
+            naming(request.schedule.removeprefix(FILE), Schedule.from_json)
+        if costs is not None:
+            request = replace(request, costs=read_costs(str(costs)))
+        if request.equal is EQUAL_PASSES and not request.schedule.startswith(FILE):
+            request = replace(request, equal=self._equal)
+        self._request, self._options = request, options
+        self._pipelines: dict[int, Pipeline] = {}
+        self._trained: tuple[float, ...] | None = None  # of every stage, which share of its weights trains
+
+    def install(self) -> None:
+        """Take the place of megatron-core's functions, in place of another loop's schedule."""
+        patches.install_loop(None if self._request.schedule == STOCK else self)
+
+    def pipeline(self, ranks: int) -> Pipeline:
+        """The pipeline on a number of ranks, which a loop with a placement of its own asks for before it builds chunks.
+
+        Raises:
+            ValueError: the schedule does not exist on that many; see ``Pipeline``.
+        """
+        if ranks not in self._pipelines:
+            self._pipelines[ranks] = Pipeline(replace(self._request, ranks=ranks), **self._options)
+            if self._pipelines[ranks].is_stock:
+                self._pipelines[ranks].install()
+        return self._pipelines[ranks]
+
+    def configure(self, config: TransformerConfig) -> None:
+        """Have Transformer Engine's linears, where there are any, leave their weight gradients to W.
+
+        Raises:
+            ValueError: see ``te_linear.delay_weight_gradients``.
+        """
+        if te_linear.is_installed() and not config.delay_wgrad_compute:
+            te_linear.delay_weight_gradients(config)
+
+    def prepare(self, chunk: torch.nn.Module, ddp_config: Any) -> None:
+        """Split the backwards of a chunk's linears, and have DDP, which wraps it next, hear of weight gradients from W."""
+        split_chunks([chunk])
+        ddp_config.delay_wgrad_compute = True
+
+    def forward_backward(self, **keywords: Any) -> list[Any]:
+        """One iteration, in place of megatron-core's; a number of microbatches is planned when it first comes.
+
+        Raises:
+            ValueError: the model was built before ``install``, or as ``Pipeline.forward_backward``.
+        """
+        call = Call(**keywords)
+        pipeline = self.pipeline(call.pipeline.size())
+        if not call.forward_only:
+            for number, chunk in enumerate(call.chunks):
+                if not distributed_data_parallel.is_marked(chunk):
+                    raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
+            if self._trained is None:
+                self._trained = _trained(call, pipeline.placement)
+        return pipeline.forward_backward(**keywords)
+
+    def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
+        stage = EQUAL_PASSES.share(placement.chunks_per_replica)
+        if self._trained is None or len(self._trained) != placement.depth:
+            return (stage,) * placement.depth
+        return [replace(stage, weight=stage.weight * trained) for trained in self._trained]
+
+
+def _trained(call: Call, placement: Placement) -> tuple[float, ...]:
+    """Share of its weights that every stage trains. Collective over the pipeline."""
+    everyone: list[list[float]] = [[]] * call.pipeline.size()
+    torch.distributed.all_gather_object(everyone, [trained_share(chunk) for chunk in call.chunks], group=call.pipeline)
+    if [len(row) for row in everyone] != [placement.chunks] * placement.ranks:
+        return ()  # refused with the first iteration
+    homes = [placement.home(stage) for stage in range(placement.depth)]
+    return tuple(everyone[rank][chunk] for rank, chunk in homes)

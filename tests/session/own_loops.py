@@ -1,0 +1,172 @@
+"""What tests/session/test_own_loop.py runs on the pool: loops as frameworks have them, which know nothing of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from example_runs import example
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+
+from megatron.pipeline import install
+from megatron.pipeline.runtime.pipeline import Pipeline
+
+
+class Trained(NamedTuple):
+    """Of a rank.
+
+    Attributes:
+        losses: of every iteration, by microbatch; empty but on the last rank.
+        norms: of the gradients, of every iteration.
+        weights: all of them, at the end.
+        planned: which share of B the W of every stage is planned to take; empty under megatron-core's own schedule.
+    """
+
+    losses: list[list[float]]
+    norms: list[float]
+    weights: list[float]
+    planned: list[float]
+
+
+def _model(frozen: str) -> Any:
+    """The one chunk of this rank, as any builder makes it who knows no schedule."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    own = example("own_training_loop")
+    config = TransformerConfig(
+        num_layers=8,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_dtype=torch.float32,
+    )
+    ends = {"pre_process": parallel_state.is_pipeline_first_stage(), "post_process": parallel_state.is_pipeline_last_stage()}
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(), own.VOCABULARY, own.LENGTH, share_embeddings_and_output_weights=True, **ends
+    )
+    own.draw([model])
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not frozen or frozen not in name)
+    return model
+
+
+def _iterate(chunk: Any, pipeline: int, data: list[torch.Tensor], forward_only: bool = False) -> list[float]:
+    """The losses of an iteration by microbatch, on the last rank; of a function that was imported by its name."""
+    own = example("own_training_loop")
+    iterate = forward_backward_pipelining_without_interleaving if pipeline > 1 else forward_backward_no_pipelining
+    reports = iterate(
+        forward_step_func=own.forward_step,
+        data_iterator=iter(data),
+        model=chunk,
+        num_microbatches=len(data),
+        seq_length=own.LENGTH,
+        micro_batch_size=own.BATCH,
+        forward_only=forward_only,
+    )
+    return [float(one.mean()) for one in reports]
+
+
+def train(schedule: str, pipeline: int = 4, frozen: str = "", overlap: bool = False) -> Trained:
+    """Some iterations of a loop that gives one module, and not a list.
+
+    Args:
+        frozen: weights with this in their names do not train.
+        overlap: DDP reduces gradients within the backward, aligned between pipeline ranks, as megatron-core's default is.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    own = example("own_training_loop")
+    loop = install(schedule)
+    parallel_state.initialize_model_parallel(1, pipeline)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    model = _model(frozen)
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap, use_distributed_optimizer=overlap, bucket_size=5000)
+    chunk = DistributedDataParallel(model.config, ddp, model)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        model.config.no_sync_func, model.config.grad_sync_func = chunk.no_sync, chunk.start_grad_sync
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, use_distributed_optimizer=overlap), [chunk]
+    )
+    # A model for log-probabilities, in no DDP, comes first.
+    losses, norms = [_iterate(_model(""), pipeline, own.batches(5, seed=9), forward_only=True)], []
+    for seed, microbatches in enumerate((4, 6, 3)):
+        data = own.batches(microbatches, seed=seed + 10 * parallel_state.get_data_parallel_rank())
+        optimizer.zero_grad()
+        chunk.zero_grad_buffer()
+        losses.append(_iterate(chunk, pipeline, data))
+        norms.append(float(optimizer.step()[1]))
+    planned = []
+    if schedule != "stock":
+        assert loop.pipeline(pipeline).microbatches == microbatches, "another function has run"
+        planned = [stage.weight / stage.backward for stage in loop.pipeline(pipeline).plans.planned_costs.stages]
+    return Trained(losses, norms, [float(weight.sum()) for weight in model.parameters()], planned)
+
+
+def in_turn(*schedules: str) -> list[Trained]:
+    """Trainings one after the other, in one process."""
+    from megatron.core import parallel_state
+
+    found = []
+    for schedule in schedules:
+        found.append(train(schedule))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def refused(make: Callable[[], Any]) -> str:
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def built_before() -> str:
+    """What a loop is told whose chunk was wrapped before the schedule was installed."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    own = example("own_training_loop")
+    install("stock")
+    parallel_state.initialize_model_parallel(1, 2)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    model = _model("")
+    chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    install("zb-h1")
+    return refused(
+        lambda: get_forward_backward_func()(
+            forward_step_func=own.forward_step,
+            data_iterator=iter(own.batches(2, seed=0)),
+            model=chunk,
+            num_microbatches=2,
+            seq_length=own.LENGTH,
+            micro_batch_size=own.BATCH,
+        )
+    )
+
+
+def taken_over() -> tuple[str, str]:
+    """The module of the function that runs an iteration, and what prepares chunks, once another pipeline has been installed."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+    from megatron.pipeline.patches import distributed_data_parallel
+
+    from megatron.pipeline.planning import Request
+
+    install("zb-h1")
+    Pipeline(Request("stock", 4, 4)).install()
+    assert schedules.get_forward_backward_func is get_forward_backward_func
+    return schedules.forward_backward_no_pipelining.__module__, str(distributed_data_parallel._prepare)

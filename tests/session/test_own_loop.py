@@ -1,0 +1,69 @@
+"""``megatron.pipeline.install``: a loop that knows nothing of a schedule trains under it, with the bits of stock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+from session import own_loops
+
+from megatron.pipeline import install
+
+
+def bits(found: list[own_loops.Trained]) -> list[Any]:
+    return [(rank.losses, rank.norms, rank.weights) for rank in found]
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-auto"])
+def test_a_loop_with_one_module_trains_as_under_stock(pool: Pool, schedule: str) -> None:
+    stock, ours = (pool.run(4, own_loops.train, name) for name in ("stock", schedule))
+    assert [len(losses) for losses in ours[-1].losses] == [5, 4, 6, 3] and bits(ours) == bits(stock)
+    assert all(rank.planned == [1.0] * 4 for rank in ours)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_with_replicas_whose_reductions_overlap_it_trains_as_under_stock(pool: Pool, pipeline: int) -> None:
+    stock, ours = (pool.run(4, own_loops.train, name, pipeline, "", True) for name in ("stock", "zb-h1"))
+    assert [(rank.losses, rank.weights) for rank in ours] == [(rank.losses, rank.weights) for rank in stock]
+    # Shards are cut from buckets, of which stock has one on all ranks but the first: squares are summed in another order.
+    assert [rank.norms for rank in ours] == [pytest.approx(rank.norms, rel=1e-6) for rank in stock]
+
+
+def test_the_w_of_what_is_frozen_is_planned_to_take_no_time(pool: Pool) -> None:
+    stock, ours = (pool.run(4, own_loops.train, name, 4, "mlp") for name in ("stock", "zb-auto"))
+    assert bits(ours) == bits(stock)
+    # A layer has 12 h^2 elements, 8 of them in the MLP; the output layer's are the embedding's, which is fused.
+    assert [rank.planned for rank in ours] == [ours[0].planned] * 4
+    assert ours[0].planned[1:3] == pytest.approx([1 / 3] * 2)
+
+
+def test_the_last_that_is_installed_counts(pool: Pool) -> None:
+    for stock, ours, again in pool.run(4, own_loops.in_turn, "stock", "zb-h1", "stock"):
+        assert ours[:3] == stock[:3] and again == stock and ours.planned
+    assert pool.run(1, own_loops.taken_over) == [("megatron.core.pipeline_parallel.schedules", "None")]
+
+
+def test_a_model_that_was_built_before_is_refused(pool: Pool) -> None:
+    [one, other] = pool.run(2, own_loops.built_before)
+    assert one == other and "call install before the model is built" in one
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("zb-h", "unknown schedule 'zb-h'.* did you mean zb-h"),
+        ("auto", "unknown schedule 'auto'"),
+        ("dualpipe", "install of dualpipe holds every layer on two ranks"),
+        ("file:nowhere.json", "nowhere.json"),
+    ],
+)
+def test_what_does_not_train_is_refused_at_once(schedule: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        install(schedule)
+
+
+def test_costs_that_cannot_be_read_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.json"):
+        install("zb-h1", tmp_path / "nowhere.json")
