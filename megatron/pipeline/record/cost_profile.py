@@ -56,7 +56,7 @@ def measured_costs(timed: Sequence[Report], counted: Report) -> Costs:
 
 
 def beside_communication(timed: Sequence[Report], costs: Costs) -> float:
-    """How many times as long braids must have computed beside communication to take what they did, all together; 1 without any.
+    """The factor on computation beside communication at which braids take what they did, all together; 1 without any.
 
     Args:
         costs: measured in these iterations. Parts of layers are those that plans assume.

@@ -26,8 +26,8 @@ def peak(kind: torch.dtype, device: torch.device, iterations: int) -> float:
 
 
 def beside_communication(kind: torch.dtype, device: torch.device, iterations: int) -> float | None:
-    """How many times as long a large product takes while all ranks gather; None where nothing runs beside communication, with one
-    rank or without GPUs. Collective over the world."""
+    """Seconds of a large product while all ranks gather, over those of one alone; None where nothing runs beside communication,
+    with one rank or without GPUs. Collective over the world."""
     ranks = torch.distributed.get_world_size()
     if device.type != "cuda" or ranks == 1:
         return None
