@@ -54,10 +54,10 @@ def build(pipeline: Pipeline) -> list[GPTModel]:
     return draw([GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **chunk) for chunk in place(pipeline, config)])
 
 
-def wrap(pipeline: Pipeline, models: list[GPTModel]) -> list[DistributedDataParallel]:
+def wrap(pipeline: Pipeline, models: list[GPTModel], **options: Any) -> list[DistributedDataParallel]:
     """The chunks in DDP; ties the ends of the model on whichever ranks the placement has them."""
     models[0].config.finalize_model_grads_func = BoundaryModules(pipeline.placement).finalize_model_grads
-    return [DistributedDataParallel(model.config, DistributedDataParallelConfig(), model) for model in models]
+    return [DistributedDataParallel(model.config, DistributedDataParallelConfig(**options), model) for model in models]
 
 
 def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:

@@ -11,6 +11,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from own_training_loop import build, plan, run, wrap
 from random_tokens import batches, start
 
+SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+
 
 def iterate(
     chunks: list[Any], optimizer: Any, rollouts: list[torch.Tensor], trained: int
@@ -27,8 +29,10 @@ def iterate(
 if __name__ == "__main__":
     start()
     pipeline = plan(sys.argv[1])
-    chunks = wrap(pipeline, build(pipeline))
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), chunks)
+    chunks = wrap(pipeline, build(pipeline), overlap_grad_reduce=True, **SHARDED)
+    if pipeline.is_stock:  # schedules of this package ask DDP themselves
+        chunks[0].config.no_sync_func = chunks[0].no_sync
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, **SHARDED), chunks)
     for rollouts, trained in [(3, 2), (7, 5), (4, 1)]:
         scored, losses = iterate(chunks, optimizer, batches(rollouts, seed=rollouts), trained)
         if losses:

@@ -72,6 +72,12 @@ def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
             group.start_param_sync()
 
 
+def start_when_finished(chunk: torch.nn.Module) -> None:
+    """Have ``finish_grad_sync`` reduce all gradients of a chunk: no pass has. DDP learns anew when a bucket is complete."""
+    for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
+        group.is_first_batch = True
+
+
 def _cut(
     build: Any, ddp: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False, *rest: Any, **options: Any
 ) -> None:

@@ -14,7 +14,7 @@ import numpy
 import pytest
 from launch.launched import OWN, SIZES, launch, run
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
-from megatron.pipeline.patches import unsupported
+from megatron.pipeline.patches import compat, unsupported
 
 from megatron.pipeline.flags.support import FEATURES, untested
 
@@ -77,6 +77,18 @@ def test_upstreams_own_script(tmp_path: Path) -> None:
     for steps in found.values():
         assert [loss for loss, _ in steps] == [loss for loss, _ in found["stock"]]
         assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in found["stock"]], rel=1e-6)
+
+
+@needs_upstream
+@pytest.mark.slow
+@pytest.mark.skipif(compat.ramps_up_by_steps(), reason="this release ignores --rampup-batch-size")
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "v-half"])
+def test_ramp_up_of_upstreams_own_script_with_overlaps(tmp_path: Path, schedule: str) -> None:
+    samples = ON_UPSTREAM.replace("--train-iters 5", "--train-samples 44")  # in 1, 1, 2, 3 and 4 microbatches
+    flags = f"{SIZES} {samples} --use-distributed-optimizer --rampup-batch-size 4 4 24 --pipeline-schedule {schedule}"
+    overlaps = f"{flags} --overlap-grad-reduce --overlap-param-gather"
+    plain, found = (launch(tmp_path / str(len(each)), UPSTREAM, each, 4, "--core pip") for each in (flags, overlaps))
+    assert found == plain and len(found) == 5
 
 
 def short_documents(prefix: Path) -> Path:

@@ -247,6 +247,16 @@ def test_ramp_up(pool: Pool, data: str, tmp_path: Path) -> None:
     assert summary["consumed_samples"] == 4 + 4 + 6 + 8
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", pytest.param("zb-h1", marks=pytest.mark.whole)])
+def test_ramp_up_with_overlaps(pool: Pool, data: str, tmp_path: Path, schedule: str) -> None:
+    flags = f"{data} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --use-distributed-optimizer "
+    flags += "--rampup-batch-size 4 4 32 --global-batch-size 16 --attention-dropout 0 --hidden-dropout 0 --metrics"  # m 1 to 4
+    for name, overlaps in (("plain", ""), ("overlapped", "--overlap-grad-reduce --overlap-param-gather")):
+        assert ran(pool.run(4, train, f"{flags} {tmp_path}/{name}.jsonl {overlaps}"))
+    found, plain = (metrics(tmp_path / f"{name}.jsonl") for name in ("overlapped", "plain"))
+    assert len(found) == 6 and found == plain
+
+
 @pytest.mark.parametrize("flags", ["--tensor-model-parallel-size 2", ""], ids=["tensor x pipeline", "pipeline x data"])
 def test_who_reads_what(pool: Pool, data: str, flags: str) -> None:
     found = dict(pool.run(4, batches, f"{data} --pipeline-model-parallel-size 2 {flags}", 2))

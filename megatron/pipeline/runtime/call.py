@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.pipeline.patches import compat, unsupported
+from torch.utils._pytree import tree_map_only
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -23,6 +24,13 @@ from megatron.pipeline.schedule.lower.program import Flow
 # Groups of a pipeline in which several models send each other dicts of tensors.
 _SEVERAL_MODULES = compat.optional("megatron.core.process_groups_config", "MultiModuleProcessGroupCollection")
 _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
+
+
+class Reports(list[Any]):
+    """What the loss function says of every microbatch. Tensors lose their graphs: they would keep what no backward frees."""
+
+    def append(self, report: Any) -> None:
+        super().append(tree_map_only(torch.Tensor, torch.Tensor.detach, report))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

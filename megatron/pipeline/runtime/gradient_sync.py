@@ -18,13 +18,13 @@ class GradientSync:
     a parameter as ready when its hook runs outside no_sync, so no_sync is lifted for just these passes.
 
     Args:
-        no_sync: upstream's ``config.no_sync_func``: a function, a list of one per chunk, or None.
+        no_sync: upstream's ``config.no_sync_func``: a function, or a list of one per chunk.
         passes: this rank's, in order.
-        reduces_late: True where the caller reduces gradients after the iteration instead (``config.grad_sync_func``).
+        reduces_late: True where gradients are reduced after the iteration instead (``config.grad_sync_func``), or by the caller.
     """
 
-    def __init__(self, no_sync: NoSync | Sequence[NoSync] | None, passes: Sequence[Pass], reduces_late: bool) -> None:
-        self._no_sync = [no_sync] if callable(no_sync) else list(no_sync or ())
+    def __init__(self, no_sync: NoSync | Sequence[NoSync], passes: Sequence[Pass], reduces_late: bool) -> None:
+        self._no_sync = [no_sync] if callable(no_sync) else list(no_sync)
         last: dict[tuple[str, int], Pass] = {}
         for work in passes:
             if work.kind.sends_gradient:

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import distributed_data_parallel, rerun_state_machine
@@ -117,7 +118,10 @@ class Iteration:
         call.check(self.plan.schedule)
         config, rank = call.config, self.channels.rank
         reduces_late = config.grad_sync_func is not None and rank != 0
-        sync = GradientSync(config.no_sync_func, self.plan.schedule.passes[rank], reduces_late)
+        kept = config.finalize_model_grads_func is None  # the caller reduces them, maybe behind several calls
+        # Upstream lets every microbatch report where a loop gives no function: DDP then expects as many of each later iteration.
+        no_sync = config.no_sync_func or [chunk.no_sync for chunk in call.chunks if isinstance(chunk, DistributedDataParallel)]
+        sync = GradientSync(no_sync, self.plan.schedule.passes[rank], reduces_late or kept)
         checks: list[rerun_state_machine.Noted] = []  # of losses and gradients, judged at its end
         rewind = Rewind(call.chunks, call.iterators) if ahead else None
         iterators = rewind.iterators if rewind else call.iterators
@@ -219,11 +223,13 @@ class Iteration:
 
     def _finish_gradients(self, call: Call, attempt: _Attempt, reduces_late: bool) -> None:
         config = call.config
+        if config.finalize_model_grads_func is None:
+            for chunk in call.chunks:
+                distributed_data_parallel.start_when_finished(chunk)
+            return
         if reduces_late:
             for index, chunk in enumerate(call.chunks):
                 per_chunk(config.grad_sync_func, index)(chunk.parameters())
-        if config.finalize_model_grads_func is None:
-            return
         schedules.finish_embedding_wgrad_compute(config, attempt.embedding, self._holds_output, call.groups.tp)
         config.finalize_model_grads_func(
             call.chunks,
