@@ -53,9 +53,11 @@ def predicted() -> None:
     for model in LLAMA:
         for tensor in (2, 4, 8):
             stage = costs(model, tensor, linear(RANKS)).stages[0]
-            whole, shielded = stage.value("fused"), stage.shielded()
-            rows.append((f"{model}, TP {tensor}", *(f"{(one.backward + one.weight) / whole:.3f}" for one in (stage, shielded))))
-    print(markdown(("B + W over BW", "split", "shielded"), rows))
+            whole, layers = stage.value("fused"), LLAMA[model][0] // RANKS
+            taken = [one.backward + one.weight for one in (stage, stage.shielded())]
+            over, longer = ([f"{each / whole:.3f}" for each in taken], [f"{1e3 * (each - whole) / layers:.2f}" for each in taken])
+            rows.append((f"{model}, TP {tensor}", *over, *longer))
+    print(markdown(("B + W over BW", "split", "shielded", "ms a layer, split", "shielded"), rows))
 
 
 def planned() -> None:

@@ -67,6 +67,22 @@ def test_a_file_with_braids_has_the_bound_and_the_times_of_its_plan(capsys: pyte
     assert json.loads(run(capsys, "certify", str(path), "--json"))["makespan_unlimited"] == pytest.approx(plan["makespan"])
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "v-auto", "dualpipe-v"])
+def test_a_plan_counts_what_communication_takes_from_computation(
+    schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On a machine where that is much, fewer passes are braided; a file of the plan says it, and equals it."""
+    parts = "F.dispatch=0.3,F.experts=0.3,F.combine=0.3,B.combine=0.3,B.experts=0.3,B.dispatch=0.3,W.experts=0.4"
+    plan, path = f"plan --schedule {schedule} --pp 2 --microbatches 6 --overlap-experts --json", tmp_path / "plan.json"
+    found = [json.loads(run(capsys, *plan.split(), "--cost", f"{parts},beside_communication={k}")) for k in (1, 1.2, 100)]
+    spans = [each["makespan"] for each in found]
+    alone = json.loads(run(capsys, *plan.replace(" --overlap-experts", "").split(), "--cost", parts))["makespan"]
+    assert spans[0] < spans[1] < spans[2] <= alone * (1 + 1e-9)
+    assert found[1]["gap"] >= 0 and found[1]["costs"]["beside_communication"] == 1.2
+    path.write_text(json.dumps(found[1]))
+    assert json.loads(run(capsys, "simulate", str(path), "--json"))["makespan"] == pytest.approx(spans[1])
+
+
 def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(run(capsys, *PLAN, "--cost", "F=2,B=2,W=2,comm=0.5", "--memory-limit", "4", "--json"))
     expected = {

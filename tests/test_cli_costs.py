@@ -83,6 +83,10 @@ def test_what_a_file_of_costs_may_leave_out() -> None:
         ('{"stages": [{"forward": null, "backward": 1, "weight": 1}]}', "stage 0: forward must be a number"),
         ('{"stages": [{"forward": NaN, "backward": 1, "weight": 1}]}', "forward must be a number, 0 or between 1e-100 and 1e100"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": 1}], "hop": "1"}', "hop must be a number"),
+        (
+            '{"stages": [{"forward": 1, "backward": 1, "weight": 1}], "beside_communication": 0}',
+            "beside_communication must be a number of at least 1, got 0",
+        ),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "checkpoint": 2}]}', "checkpoint must not be more"),
     ],
 )

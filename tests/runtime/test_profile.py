@@ -11,13 +11,16 @@ import torch
 from pool import Pool
 
 from megatron.pipeline import planning
-from megatron.pipeline.record.cost_profile import agree, measured_costs
+from megatron.pipeline.planning.costs import with_parts
+from megatron.pipeline.planning.request import Request
+from megatron.pipeline.record.cost_profile import agree, beside_communication, measured_costs
 from megatron.pipeline.record.recorder import Record
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.ping import ping_all
 from megatron.pipeline.runtime.profiling import in_words
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import activation_changes, activation_profile, simulate
 
 
@@ -41,6 +44,24 @@ def test_costs_come_back(name: str, recompute: tuple[int, ...]) -> None:
     for stage, expected in zip(found.stages, costs.stages, strict=True):
         assert vars(stage) == pytest.approx(vars(expected))
     assert report.memory == activation_profile(schedule, timeline, costs)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "dualpipe-v"])
+@pytest.mark.parametrize("factor", [1.0, 1.3, 4.0])
+def test_braids_say_what_communication_takes_from_computation(name: str, factor: float) -> None:
+    stages = families.placement(name, 4).depth
+    costs = with_parts(Costs((StageCosts(3.0, 3.5, 3.5),) * stages, beside_communication=factor))
+    planned = Request(name, 4, 12, replace(costs, beside_communication=1.0), overlap=True).plan()
+    assert planned.braids
+
+    def report(schedule: Schedule) -> Report:
+        rows = simulate(schedule, costs).ranks
+        return Report(tuple(Record(row, (), (0,) * len(row), 0) for row in rows), schedule)  # type: ignore[arg-type]
+
+    found = measured_costs([report(planned.schedule)], report(planned.schedule))
+    assert beside_communication([report(planned.schedule)], found) == pytest.approx(factor, abs=2e-3)
+    plain = report(planning.plan(name, 4, 12, costs))
+    assert beside_communication([plain], found) == 1
 
 
 def test_what_was_measured_inin_words() -> None:

@@ -206,6 +206,24 @@ def test_a_braid_takes_what_upstreams_order_of_parts_takes(forward: Parts, backw
     assert max(*lanes, *chains) <= whole * (1 + 1e-9) and whole <= sum(lanes) * (1 + 1e-9)
 
 
+def test_computation_takes_longer_while_the_other_half_communicates() -> None:
+    """In the first second two thirds of a second are computed, then all that is left; and the other way round."""
+    attention, gathers = Parts(2.0, 0.0, 0.0, 0.0), Parts(0.0, 0.0, 0.0, 1.0)
+    assert braid_seconds(attention, gathers, 1.5) == pytest.approx((2 + 1 / 3, 2 + 1 / 3))
+    sends, experts = Parts(1.0, 1.0, 0.0, 0.0), Parts(0.0, 0.0, 3.0, 0.0)
+    assert braid_seconds(sends, experts, 1.5) == pytest.approx((4 + 1 / 3, 4 + 1 / 3))
+    assert braid_seconds(attention, gathers._replace(combine=4.0), 1.5) == pytest.approx((4.0, 4.0)), "hidden all the same"
+
+
+@given(parts, backwards, st.floats(1.0, 3.0))
+def test_a_braid_beside_slower_computation_takes_no_less_and_no_more_than_its_halves_in_turn(
+    forward: Parts, backward: Parts, slower: float
+) -> None:
+    alone, (output, whole) = braid_seconds(forward, backward), braid_seconds(forward, backward, slower)
+    assert output >= alone[0] * (1 - 1e-9) and whole >= alone[1] * (1 - 1e-9)
+    assert whole <= sum(one.computing + one.communicating for one in (forward, backward)) * (1 + 1e-9)
+
+
 times = st.floats(1.0, 3.0)
 
 
@@ -253,7 +271,12 @@ def test_a_fused_backward_that_takes_less_than_both_compute_computes_less() -> N
 
 def test_parts_of_costs() -> None:
     costs = with_parts_of(2)
-    assert Costs.from_json(costs.to_json()) == costs
+    assert Costs.from_json(costs.to_json()) == costs and "beside_communication" not in costs.to_json()
+    slower = replace(costs, beside_communication=1.5)
+    assert Costs.from_json(slower.to_json()) == slower
+    assert sum(slower.braid(0, Kind.FBW, 1)) > sum(costs.braid(0, Kind.FBW, 1))
+    with pytest.raises(ValueError, match=r"beside_communication must be a number of at least 1, got 0\.5"):
+        replace(costs, beside_communication=0.5)
     assert costs.stages[0].parts(Kind.F) == pytest.approx(Parts(0.3, 0.2, 0.3, 0.2, layers=4))
     assert costs.stages[0].parts(Kind.FBW) == pytest.approx(Parts(0.45, 0.2, 0.35, 0.2, 0.4, 0.4, 4))
     assert costs.stages[0].parts(Kind.FB).computing == pytest.approx(0.8)

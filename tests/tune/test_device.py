@@ -35,6 +35,12 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
     assert Device.from_json(read(str(path)).to_json()) == read(str(path))
 
 
+def test_a_file_that_does_not_say_what_communication_costs_is_read_as_if_it_cost_nothing() -> None:
+    row = told()
+    assert named("H100-80GB").beside_communication == row.pop("beside_communication") == 1.06
+    assert Device.from_json(json.dumps(row)).beside_communication == 1
+
+
 @pytest.mark.parametrize("name", [field.name for field in fields(Device) if field.default is MISSING])
 def test_every_field_is_needed(name: str) -> None:
     row = told()
@@ -57,6 +63,7 @@ def test_every_field_is_needed(name: str) -> None:
         ({"to_device": 0}, "the to_device of a device must be a number above 0, got 0"),
         ({"efficiency": 1.1}, "the efficiency of a device is a share above 0 and of at most 1, got 1.1"),
         ({"latency": 2}, "the latency of a device must be seconds of at least 0 and below 1, got 2"),
+        ({"beside_communication": 0.9}, "the beside_communication of a device must be a number of at least 1, got 0.9"),
         ({"within": 5}, "within of a device: expected an object with latency, bandwidth, got 5"),
         ({"hop": {"latency": 0}}, "hop of a device: missing bandwidth; it has latency, bandwidth"),
         ({"between": {"latency": 0, "bandwidth": 0}}, "the bandwidth of between must be a number above 0, got 0"),

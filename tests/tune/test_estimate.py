@@ -9,7 +9,7 @@ import pytest
 
 from megatron.pipeline.costmodel import activations, traffic
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer, named
-from megatron.pipeline.costmodel.estimate import DURING_COLLECTIVES, estimate, layer_seconds, layer_size
+from megatron.pipeline.costmodel.estimate import estimate, layer_seconds, layer_size
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.schedule.core.passes import Vocabulary
@@ -97,7 +97,7 @@ def test_a_spread_vocabulary_is_the_same_work_in_equal_shares(placement: Placeme
         spread_loss = sum(map(device.moving, traffic.loss_traffic(given, given.vocabulary, sharded=True)))
         seconds = share.S + share.T
         assert seconds == pytest.approx((output - loss + spread_loss) / 4)
-        slower = 1.0 if vocabulary is Vocabulary.INTERLACED else DURING_COLLECTIVES
+        slower = 1.0 if vocabulary is Vocabulary.INTERLACED else DEVICE.beside_communication
         assert spread.stages[1].total == pytest.approx(slower * whole.stages[1].total)
         assert share.S > share.T if vocabulary is Vocabulary.ONE_BARRIER else share.S < share.T
         assert 4 * share.activation < whole.stages[-1].activation - whole.stages[1].activation
@@ -142,7 +142,8 @@ def test_a_fused_backward_hides_sums_over_tensor_parallel_ranks(sequence_paralle
         return (stage.backward + stage.weight - stage.value("fused") - device.latency) / 8
 
     each = DEVICE.within.all_reduce(2 * 2048 * 3072, 4) / (2 if sequence_parallel else 1)
-    assert saved(DEVICE) == pytest.approx(2 * each)
+    assert saved(replace(DEVICE, beside_communication=1.0)) == pytest.approx(2 * each)
+    assert saved(DEVICE) == pytest.approx(2 * each / 1.06), "what computes meanwhile takes longer"
     slow = DEVICE.with_links(1e9)
     assert saved(slow) == pytest.approx(slow.seconds(2 * 2048 * 3072 * (3 * 3072 + 4 * 3072) / 4))
     assert saved(DEVICE, replace(given, holding=Holding())) == pytest.approx(0.0)

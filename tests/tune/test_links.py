@@ -10,7 +10,8 @@ from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.costmodel.links import Links, Spread, exchange_seconds, hop_seconds, layer_communication
 from megatron.pipeline.shape.gpt import Experts, Holding, Shape
 
-DEVICE = replace(named("A100-80GB"), within=Link(1e-6, 200e9), hop=Link(2e-6, 50e9), between=Link(3e-6, 20e9))
+A100 = replace(named("A100-80GB"), beside_communication=1.0)
+DEVICE = replace(A100, within=Link(1e-6, 200e9), hop=Link(2e-6, 50e9), between=Link(3e-6, 20e9))
 SHAPE = Shape.plain(8, 1024, 16, 512, 1024)
 
 
@@ -86,6 +87,9 @@ def test_keys_and_values_go_round_beside_attention() -> None:
     assert layer_communication(given, links, (0.0, 0.0)) == pytest.approx((around, 2 * around))
     assert layer_communication(given, links, (around, around)) == pytest.approx((0.0, around))
     assert layer_communication(given, links, (1.0, 1.0)) == (0.0, 0.0)
+    slower = replace(links, beside_communication=1.25)
+    expected = around - around / 1.25, 2 * around - around
+    assert layer_communication(given, slower, (1.0, around)) == pytest.approx(expected), "attention takes longer meanwhile"
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:

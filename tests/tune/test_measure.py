@@ -282,6 +282,7 @@ def test_a_measurement_on_gpus(tmp_path: Path, flags: str) -> None:
     measured = device.read(str(path))
     assert measured.peak == device.named("A100-80GB").peak
     assert len(measured.layers) == 1 and measured.to_host > 1e8
+    assert measured.beside_communication >= 1 and ("beside_communication" in measured.source) is (torch.cuda.device_count() == 1)
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,10 @@ def test_what_was_not_measured_is_taken_and_said(args: Namespace, base: Device) 
     alone = outcome.make(found(gpu=True, name="NVIDIA A100-SXM4-80GB"), args, None, "")
     assert (alone.peak, alone.hop, alone.to_host, alone.memory) == (base.peak, base.hop, 1e9, 1e9)
     assert "hop of A100-80GB" in alone.source and "peak of A100-80GB" in alone.source
+    assert alone.beside_communication == base.beside_communication and "beside_communication of A100-80GB" in alone.source
+    assert cpu.beside_communication == 1 and "beside_communication, 1" in cpu.source
+    several = outcome.make(found(gpu=True, name="NVIDIA A100-SXM4-80GB", beside_communication=1.2), args, None, "")
+    assert several.beside_communication == 1.2 and "beside_communication" not in several.source
     unknown = outcome.make(found(gpu=True, name="another", links={"hop": Link(0, 1), "within": Link(0, 1)}), args, None, "")
     assert unknown.peak == 1e11
     with pytest.raises(ValueError, match="one rank has no links to measure: say whose to take with --gpu NAME"):

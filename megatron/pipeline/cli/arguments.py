@@ -75,11 +75,12 @@ def cost_flags() -> Parser:
     flags.add_argument(
         "--cost",
         type=numbers(*TIMES),
-        metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..][,D2H=..,H2D=..][,PART=..,layers=..]",
+        metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..][,D2H=..,H2D=..][,PART=..,layers=..][,beside_communication=..]",
         help="one rank's share of one microbatch and one message (comm), in any unit of time (default: 1,1,1,0, or the file's); "
         "BW is the fused backward (default: B + W), R recomputation (default: F), D2H and H2D the copies of its activations to "
         "host memory and back (default: half of F + B + W each); PART: the shares of all-to-alls and experts in these, all or "
-        "none of F.dispatch, F.experts, F.combine, B.combine, B.experts, B.dispatch, W.experts",
+        "none of F.dispatch, F.experts, F.combine, B.combine, B.experts, B.dispatch, W.experts; beside_communication: how many "
+        "times as long a braid computes while it communicates (default: 1)",
     )
     flags.add_argument(
         "--activation",

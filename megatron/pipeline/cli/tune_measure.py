@@ -135,6 +135,8 @@ def text(found: Measurements, args: Namespace, measured: Device) -> str:
         + ("" if name in found.links else ", not measured")
         for name, link in (("within", measured.within), ("hop", measured.hop), ("between", measured.between))
     ]
+    unknown = ", not measured" if found.beside_communication is None else ""
+    links.append(f"products take {measured.beside_communication:.3g} times as long beside communication{unknown}")
     left_out = [f"memory is too small for {size}" for size in found.too_large]
     note = "predicted: times of the formulas at that efficiency, and bytes that they count, over what was measured"
     return "\n".join([speeds, *links, "", plain_table(heads, rows), "", note, *left_out])

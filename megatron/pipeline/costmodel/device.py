@@ -108,6 +108,7 @@ class Device:
         hop: between two GPUs of a node, for the messages of neighbouring stages.
         between: between nodes, each GPU's share.
         to_host, to_device: bytes per second to host memory and from there, of one direction with nothing else on the way.
+        beside_communication: how many times as long kernels take while a collective or an all-to-all runs; 1: not known.
         workspaces: bytes that libraries of products keep for themselves: cuBLAS and Transformer Engine.
         grouped_workspaces: the same where experts are products of groups.
         layers: what was measured of single layers, which counts for these in place of the efficiency.
@@ -128,6 +129,7 @@ class Device:
     between: Link
     to_host: float
     to_device: float
+    beside_communication: float = 1.0
     workspaces: float = 110 * MIB
     grouped_workspaces: float = 230 * MIB
     layers: tuple[MeasuredLayer, ...] = ()
@@ -140,6 +142,9 @@ class Device:
             _positive(f"the {name} of a device", getattr(self, name))
         if not 0 < self.efficiency <= 1:
             raise ValueError(f"the efficiency of a device is a share above 0 and of at most 1, got {self.efficiency:g}")
+        if not 1 <= self.beside_communication < math.inf:
+            given = f"{self.beside_communication:g}"
+            raise ValueError(f"the beside_communication of a device must be a number of at least 1, got {given}")
         for name in ("workspaces", "grouped_workspaces"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"the {name} of a device must be bytes, 0 or more, got {getattr(self, name):g}")

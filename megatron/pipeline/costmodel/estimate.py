@@ -27,10 +27,6 @@ from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.shape.shards import Shards
 
-# The slow-down of layers by the concurrent collectives of a sharded vocabulary: the least of the 6 to 9 % that Yeung et al.
-# report (arXiv 2411.05288). Interlaced, ranks wait for these collectives instead.
-DURING_COLLECTIVES = 1.06
-
 
 def estimate(
     shape: Shape,
@@ -52,7 +48,8 @@ def estimate(
         exposed_hops: for how many messages a rank waits in every F and every B, instead of computing meanwhile: see ``Family``.
     """
     links = links or Links.within(device)
-    slower = DURING_COLLECTIVES if vocabulary in (Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS) else 1.0
+    # Collectives of a sharded vocabulary wait for all ranks, beside passes of layers. Interlaced, ranks wait for them instead.
+    slower = device.beside_communication if vocabulary in (Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS) else 1.0
     hop = hop_seconds(shape, links)
     gap = device.latency + exposed_hops * hop
 
@@ -77,7 +74,7 @@ def estimate(
     copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
     if vocabulary is not None:
         shards = shard_costs(shape, placement.ranks, device, vocabulary, links)
-        return Costs(tuple(stages), hop, shards, copies, MemoryUnit.BYTES)
+        return Costs(tuple(stages), hop, shards, copies, MemoryUnit.BYTES, device.beside_communication)
     ends = [(0, embedding_costs(shape, device)), (placement.last_stage, output_costs(shape, device))]
     # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
     ends += shape.further * [
@@ -87,7 +84,7 @@ def estimate(
     for index, more in ends:
         again = 0.0 if shape.holding.recomputes else more.recompute  # flags recompute layers alone
         stages[index] = _sum(stages[index], replace(more, recompute=again))
-    return Costs(tuple(stages), hop, copies=copies, unit=MemoryUnit.BYTES)
+    return Costs(tuple(stages), hop, VocabularyCosts(), copies, MemoryUnit.BYTES, device.beside_communication)
 
 
 def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
@@ -111,7 +108,7 @@ def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
     if shape.experts is None:
         columns.append((2 if shape.gated else 1) * shape.ffn)
     each = _sum_seconds(shape, links)
-    return sum(min(each, product) for product in _products(shape, device, columns))
+    return sum(links.hides(each, product) for product in _products(shape, device, columns))
 
 
 def shielded_seconds(shape: Shape, device: Device, links: Links) -> tuple[float, float] | None:
@@ -127,7 +124,7 @@ def shielded_seconds(shape: Shape, device: Device, links: Links) -> tuple[float,
     scale = measured.work.weight / computing_seconds(shape, device).weight if measured else 1.0
     widths = [float(shape.attended), *([shape.ffn] if shape.experts is None else [])]
     rows, each = [scale * product for product in _products(shape, device, widths)], _sum_seconds(shape, links)
-    return sum(rows), sum(min(each, product) for product in rows)
+    return sum(rows), sum(links.hides(each, product) for product in rows)
 
 
 def _sum_seconds(shape: Shape, links: Links) -> float:

@@ -48,6 +48,7 @@ class Links:
         experts: between ranks that share the experts of a layer, in a ring.
         expert_data: between ranks with the same experts.
         expert: between ranks that share the experts of a layer, where each sends to each.
+        beside_communication: how many times as long computation takes while any of these is in use, as of a ``Device``.
     """
 
     hop: Link
@@ -58,12 +59,18 @@ class Links:
     experts: Link
     expert_data: Link
     expert: Spread
+    beside_communication: float = 1.0
+
+    def hides(self, communication: float, computation: float) -> float:
+        """Seconds by which both take less at the same time than one after the other."""
+        return min(communication / self.beside_communication, computation)
 
     @classmethod
     def within(cls, device: Device) -> Links:
         """All ranks on one node."""
         near = device.within
-        return cls(device.hop, near, near, near, near, near, near, Spread(near, device.between))
+        spread = Spread(near, device.between)
+        return cls(device.hop, near, near, near, near, near, near, spread, device.beside_communication)
 
     @classmethod
     def of(
@@ -110,6 +117,7 @@ class Links:
             experts=group(parts, expert),
             expert_data=group(own, stage // own),
             expert=Spread(device.within, device.between, together),
+            beside_communication=device.beside_communication,
         )
 
 
@@ -155,7 +163,7 @@ def layer_communication(shape: Shape, links: Links, attention: tuple[float, floa
     Tensor parallelism: two all-reduces in each, or as much as an all-gather and a reduce-scatter under sequence parallelism
     (Korthikanti et al., section 4.2.2); that of W's inputs overlaps with B. Experts have ``exchange_seconds`` twice in place of
     one of these. Context parallelism: keys and values go round, in B with their gradients, in parallel with attention, so only
-    the excess counts.
+    what that does not hide counts.
 
     Args:
         attention: seconds of F and B of attention alone.
@@ -166,7 +174,7 @@ def layer_communication(shape: Shape, links: Links, attention: tuple[float, floa
     tensor = (2 - visited) * links.tensor.all_reduce(hidden, held.tensor)
     around = links.context.all_gather(held.number * shape.tokens * shape.keys_and_values / held.tensor, held.context)
     exchanged = 2 * exchange_seconds(shape, links)
-    waits = [max(0.0, times * around - seconds) for times, seconds in zip((1, 2), attention, strict=True)]
+    waits = [each - links.hides(each, seconds) for each, seconds in zip((around, 2 * around), attention, strict=True)]
     return tensor + exchanged + waits[0], tensor + exchanged + waits[1]
 
 

@@ -16,7 +16,7 @@ def replica_seconds(args: Namespace, links: Links, count: Parameters, forward: f
     """Seconds that an iteration waits for the sum of gradients and for new weights.
 
     Gradients are summed while the last microbatch's backward runs, and new weights gathered while the first forward does, where
-    ``--overlap-grad-reduce`` and ``--overlap-param-gather`` say so; what is longer than these counts, and the last bucket.
+    ``--overlap-grad-reduce`` and ``--overlap-param-gather`` say so; what these do not hide counts, and the last bucket.
 
     Args:
         count: parameters of the rank that has most.
@@ -35,8 +35,8 @@ def replica_seconds(args: Namespace, links: Links, count: Parameters, forward: f
     if not args.use_distributed_optimizer:
         once *= 2
     bucket = once * min(1.0, BUCKET / count.total)
-    reduce = max(bucket, once - backward) if args.overlap_grad_reduce else once
+    reduce = max(bucket, once - links.hides(once, backward)) if args.overlap_grad_reduce else once
     if not args.use_distributed_optimizer:
         return reduce
     gather = gathered(gpt.number_bytes(args))
-    return reduce + (max(0.0, gather - forward) if args.overlap_param_gather else gather)
+    return reduce + (gather - links.hides(gather, forward) if args.overlap_param_gather else gather)

@@ -27,9 +27,10 @@ from megatron.pipeline.schedule.core.stage_costs import NAMES, PARTS
 Numbers: TypeAlias = dict[str, float]
 
 COPIES = ("D2H", "H2D")
+BESIDE = "beside_communication"
 _FIELDS = {short: name for name, short in NAMES.items()} | {"layers": "layers"}
 _PARTS = tuple(NAMES[part] for part in PARTS)
-TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PARTS, "layers")
+TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PARTS, "layers", BESIDE)
 MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
 SPREAD = tuple(field.name for field in fields(VocabularyCosts) if field.name != "ranks")
@@ -208,6 +209,8 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
     if all(stage.has_parts for stage in stages):
         parts = (*_PARTS, "layers")
         times |= {name: share_of(costs, placement, partial(StageCosts.value, name=_FIELDS[name])) for name in parts}
+    if costs.beside_communication != 1:
+        times[BESIDE] = costs.beside_communication
     found: dict[str, Any] = {"costs": times, "activation": held}
     if vocabulary:
         found["vocab_costs"] = by_name(costs.vocabulary)
@@ -260,7 +263,9 @@ def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers 
             given = f"B={held:g},W={retained:g}" + (f",R={kept:g}" if kept else "")
             raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which R remains before R")
         named |= {"activation": 1 / parts, "retained": retained / held / parts, "checkpoint": kept / held / parts}
-    costs = replace(costs, stages=tuple(replace(stage, **named) for stage in costs.stages), hop=cost.get("comm", costs.hop))
+    hop, beside = (cost.get(name, value) for name, value in (("comm", costs.hop), (BESIDE, costs.beside_communication)))
+    stages = tuple(replace(stage, **named) for stage in costs.stages)
+    costs = replace(costs, stages=stages, hop=hop, beside_communication=beside)
     if not any(name in cost for name in COPIES):
         return costs
     # One direction that is not named takes as long as the other.

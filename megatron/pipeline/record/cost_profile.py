@@ -12,13 +12,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron.pipeline.planning.costs import with_parts
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.schedule.core.costs import Costs, MemoryUnit, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind
 
 _SHARDS = -1  # in place of a stage: the vocabulary shards of all ranks, which are equal
 _REMADE = 1.05  # times what F holds: a B that leaves more makes activations again; up to that the two are taken to be as much
+_SLOWEST = 9  # how many times longer than alone: beyond that a braid hides next to nothing
 _Kind = TypeVar("_Kind", StageCosts, VocabularyCosts)
+_Place = TypeVar("_Place")
+_What = TypeVar("_What")
 
 
 def measured_costs(timed: Sequence[Report], counted: Report) -> Costs:
@@ -51,6 +55,35 @@ def measured_costs(timed: Sequence[Report], counted: Report) -> Costs:
     return Costs(tuple(stages), vocabulary=vocabulary, unit=MemoryUnit.BYTES)
 
 
+def beside_communication(timed: Sequence[Report], costs: Costs) -> float:
+    """The factor on computation beside communication at which braids take what they did, all together; 1 without any.
+
+    Args:
+        costs: measured in these iterations. Parts of layers are those that plans assume.
+    """
+    taken = [(braid, 0, seconds) for report in timed for braid, seconds in _braids(report)]
+    took, costs = {braid: seconds[0] for braid, seconds in _medians(taken).items()}, with_parts(costs)
+
+    def shorter(factor: float) -> bool:
+        slowed = replace(costs, beside_communication=factor)
+        return sum(sum(slowed.braid(*braid)) for braid in took) < sum(took.values())
+
+    low, high = 1.0, 1.0 + bool(took) * _SLOWEST
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if shorter(middle) else (low, middle)
+    return low
+
+
+def _braids(report: Report) -> Iterator[tuple[tuple[int, Kind, int], float]]:
+    """The stage, kind and other stage of every braid, as of ``Costs.braid``, and its seconds."""
+    for rank, record in enumerate(report.ranks):
+        for first, second in pairwise(record.passes):
+            if second.work.kind.row.braided:
+                ours, theirs = (report.schedule.placement.stage(rank, half.work.chunk) for half in (first, second))
+                yield (ours, second.work.kind, theirs), second.end - first.start
+
+
 def with_sizes(costs: Costs, sizes: Costs) -> Costs:
     """The seconds of costs, with the memory of others of the same stages."""
     held = ("activation", "retained", "checkpoint", "movable")
@@ -77,9 +110,9 @@ def _alone(report: Report) -> Iterator[tuple[int, Kind, float, int]]:
                 yield place, work.kind, end - start, held - before
 
 
-def _medians(samples: Iterable[tuple[int, Kind, float]]) -> dict[int, dict[Kind, float]]:
-    """By stage and kind."""
-    found: dict[int, dict[Kind, list[float]]] = defaultdict(lambda: defaultdict(list))
+def _medians(samples: Iterable[tuple[_Place, _What, float]]) -> dict[_Place, dict[_What, float]]:
+    """By stage and kind, for example."""
+    found: dict[_Place, dict[_What, list[float]]] = defaultdict(lambda: defaultdict(list))
     for place, kind, value in samples:
         found[place][kind].append(value)
     return {place: {kind: statistics.median(values) for kind, values in kinds.items()} for place, kinds in found.items()}
@@ -123,7 +156,8 @@ def agree(costs: Costs, hops: Sequence[float], exchanges: Sequence[float] = ()) 
     stages = zip(*(one.stages for one in measured), strict=True)
     hop, exchange = (statistics.median(found) if (found := [*itertools.chain(*each)]) else None for each in samples)
     shards = replace(_median(one.vocabulary for one in measured), exchange=exchange)
-    return Costs(tuple(map(_median, stages)), hop or 0.0, shards, costs.copies, costs.unit)
+    beside = statistics.median(one.beside_communication for one in measured)
+    return Costs(tuple(map(_median, stages)), hop or 0.0, shards, costs.copies, costs.unit, beside)
 
 
 def _median(costs: Iterable[_Kind]) -> _Kind:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from megatron.core import parallel_state
 
+from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.record import cost_profile
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import probe
@@ -58,6 +59,8 @@ def profiled(pipeline: Pipeline, sizes: Costs | None = None) -> Generator[list[s
 def _costs(pipeline: Pipeline, counted: Report, timed: list[Report], sizes: Costs | None) -> Costs:
     """Agree on the costs of passes, hops and the vocabulary's collectives. Collective over the world."""
     mine = cost_profile.measured_costs(timed, counted)
+    if this_device().type == "cuda":  # elsewhere nothing runs beside communication
+        mine = replace(mine, beside_communication=cost_profile.beside_communication(timed, mine))
     if sizes is not None:
         mine = cost_profile.with_sizes(mine, sizes)
     rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -8,6 +8,8 @@ in which the host launches them, and a part of a half waits for the part before 
 
 from __future__ import annotations
 
+from collections import deque
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -46,17 +48,23 @@ class Parts(NamedTuple):
         return Parts(attention, dispatch, experts, combine, *weights)  # type: ignore[arg-type]  # layers: 1
 
 
-def braid_seconds(forward: Parts, backward: Parts) -> tuple[float, float]:
+@lru_cache(4096)
+def braid_seconds(forward: Parts, backward: Parts, beside_communication: float = 1.0) -> tuple[float, float]:
     """When a braid's forward is over, and when all of the braid is, from its start.
 
     The first layer of the forward goes with the last of the backward, and so on; what one half has more layers follows alone. A
     backward that computes its weights' gradients does so behind those of experts and of attention, which are sent on meanwhile.
+
+    Args:
+        beside_communication: how many times as long computation takes while the other lane communicates.
     """
-    ready = {"forward": 0.0, "backward": 0.0}  # when the last part of a half is over
-    free = {"compute": 0.0, "communicate": 0.0}  # when the last part on a lane is over
+    # By lane, in the order of their launch: their half, how many parts of it are over before them, and their seconds.
+    lanes: dict[str, deque[tuple[str, int, float]]] = {"compute": deque(), "communicate": deque()}
+    launched = {"forward": 0, "backward": 0, "weights": 0}
 
     def run(half: str, lane: str, seconds: float) -> None:
-        ready[half] = free[lane] = max(ready[half], free[lane]) + seconds
+        lanes[lane].append((half, launched[half], seconds))
+        launched[half] += half != "weights"  # which wait for nothing but their lane
 
     ours, theirs = forward.of_layer, backward.of_layer
     for layer in range(max(forward.layers, backward.layers)):
@@ -70,12 +78,35 @@ def braid_seconds(forward: Parts, backward: Parts) -> tuple[float, float]:
         if runs_forward:
             run("forward", "communicate", ours.dispatch)
         if runs_backward:
-            free["compute"] += theirs.expert_weights
+            run("weights", "compute", theirs.expert_weights)
             run("backward", "communicate", theirs.dispatch)
         if runs_forward:
             run("forward", "compute", ours.experts)
             run("forward", "communicate", ours.combine)
         if runs_backward:
             run("backward", "compute", theirs.attention)
-            free["compute"] += theirs.attention_weights
-    return ready["forward"], max(free.values())
+            run("weights", "compute", theirs.attention_weights)
+    return _replayed(lanes, beside_communication)
+
+
+def _replayed(lanes: dict[str, deque[tuple[str, int, float]]], slower: float) -> tuple[float, float]:
+    """When the forward's parts are over, and when all are."""
+    over, ready = {"forward": 0, "backward": 0, "weights": 0}, {"forward": 0.0, "backward": 0.0, "weights": 0.0}
+    running: dict[str, tuple[float, str]] = {}  # by lane: when its part is over, and its half
+    now = 0.0
+    while running or any(lanes.values()):
+        for lane, parts in lanes.items():
+            if lane not in running and parts and over[parts[0][0]] >= parts[0][1]:
+                half, _, seconds = parts.popleft()
+                running[lane] = now + seconds, half
+                if len(running) == 2:  # from now on what remains of the computation takes longer
+                    end, computed = running["compute"]
+                    running["compute"] = end + (slower - 1) * (end - now), computed
+        lane = min(running, key=running.__getitem__)
+        now, half = running.pop(lane)
+        over[half] += half != "weights"
+        ready[half] = now
+        if lane == "communicate" and "compute" in running:
+            end, computed = running["compute"]
+            running["compute"] = end - (1 - 1 / slower) * (end - now), computed
+    return ready["forward"], now

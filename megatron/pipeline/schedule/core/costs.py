@@ -38,6 +38,7 @@ class Costs:
 
     Attributes:
         unit: of memory; where it is not said, as in files of earlier releases, bytes if a stage has ``_FEWEST_BYTES`` or more.
+        beside_communication: how many times as long a braid computes while its layers communicate.
 
     Raises:
         ValueError: a time or size is negative or not finite, or more is kept for R, or moved, than F allocates.
@@ -48,6 +49,7 @@ class Costs:
     vocabulary: VocabularyCosts = VocabularyCosts()
     copies: CopyCosts = CopyCosts()
     unit: MemoryUnit | None = None
+    beside_communication: float = 1.0
 
     def __post_init__(self) -> None:
         if self.unit is None:
@@ -55,6 +57,8 @@ class Costs:
             object.__setattr__(self, "unit", MemoryUnit.BYTES if are_bytes else MemoryUnit.MICROBATCHES)
         if not 0 <= self.hop < float("inf"):
             raise ValueError(f"the hop must take 0 seconds or more, got {self.hop}")
+        if not 1 <= self.beside_communication < float("inf"):
+            raise ValueError(f"beside_communication must be a number of at least 1, got {self.beside_communication:g}")
         named: list[tuple[str, StageCosts | VocabularyCosts]] = [("the vocabulary", self.vocabulary)]
         named += [(f"stage {index}", stage) for index, stage in enumerate(self.stages)]
         for of, costs in named:
@@ -62,6 +66,9 @@ class Costs:
                 value = getattr(costs, field.name)
                 if not (value is None and field.default is None) and not 0 <= value < float("inf"):
                     raise ValueError(f"{field.name} of {of} must be a number of at least 0, got {value}")
+        self._check_parts_of_stages()
+
+    def _check_parts_of_stages(self) -> None:
         for index, stage in enumerate(self.stages):
             most = stage.activation
             for name, amount, use in (
@@ -155,7 +162,7 @@ class Costs:
         ours, theirs = self.stages[stage], self.stages[other]
         if not (ours.has_parts or theirs.has_parts):
             return ours.seconds(Kind.F), theirs.seconds(kind)
-        output, whole = braid_seconds(ours.parts(Kind.F), theirs.parts(kind))
+        output, whole = braid_seconds(ours.parts(Kind.F), theirs.parts(kind), self.beside_communication)
         return output, whole - output
 
     def allocated(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
@@ -200,13 +207,13 @@ class Costs:
         return self.hop if self.vocabulary.exchange is None else self.vocabulary.exchange
 
     def fields(self) -> dict[str, Any]:
-        """Fields that ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary and copies where
-        they cost
-        something."""
+        """Fields that ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary, copies and
+        ``beside_communication`` where they cost something."""
         rows = [by_name(stage) for stage in self.stages]
         spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}
         copies = {} if self.copies == CopyCosts() else {"copies": asdict(self.copies)}
-        return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies
+        beside = {} if self.beside_communication == 1 else {"beside_communication": self.beside_communication}
+        return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies | beside
 
     def to_json(self) -> str:
         """One JSON object, ``{"hop": .., "unit": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
@@ -219,7 +226,8 @@ class Costs:
         ``hop`` is 0 where it is left out; for ``unit`` see the class. A stage must have ``forward``, ``backward`` and ``weight``;
         where ``retained`` is left out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
         ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
-        with its defaults. ``of`` may say of which training they are; nothing here reads it.
+        with its defaults; ``beside_communication`` is 1 where it is left out. ``of`` may say of which training they are; nothing
+        here reads it.
 
         Raises:
             ValueError: not JSON, or as ``costs_fields.read``.

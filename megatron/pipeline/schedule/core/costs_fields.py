@@ -24,7 +24,7 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
     """
     rows = data.get("stages") if isinstance(data, dict) else None
-    known = {"hop", "unit", "stages", "vocabulary", "copies", "of"}  # of: of which training; no cost
+    known = {"hop", "unit", "stages", "vocabulary", "copies", "beside_communication", "of"}  # of: of which training; no cost
     if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
         raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
     stages = []
@@ -32,12 +32,14 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         _check_row(f"stage {index}", row, cut)
         given: dict[str, Any] = {name: value if value is None else float(value) for name, value in row.items()}
         stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
-    hop = data.get("hop", 0.0)
-    _check_number("hop", hop)
+    shared = {"hop": data.get("hop", 0.0), "beside_communication": data.get("beside_communication", 1.0)}
+    for name, value in shared.items():
+        _check_number(name, value)
     unit = data.get("unit")
     if unit not in (None, *MemoryUnit):
         raise ValueError(f"unit: expected {' or '.join(MemoryUnit)}, what memory is counted in, got {unit!r}")
-    return {"stages": tuple(stages), "hop": float(hop), "unit": unit and MemoryUnit(unit)} | _shared(data)
+    numbers = {name: float(value) for name, value in shared.items()}
+    return {"stages": tuple(stages), "unit": unit and MemoryUnit(unit)} | numbers | _shared(data)
 
 
 def is_cost(value: object) -> bool:

@@ -6,23 +6,55 @@ import platform
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron.pipeline.dist.device import device_memory
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
-from megatron.pipeline.tune.measure.clock import MeasureClock, seconds
+from megatron.pipeline.tune.measure.clock import MeasureClock, repeated, seconds
 
 _WIDTH = {"cuda": 8192, "cpu": 1024}  # of square matrices that are large enough for the best speed
+_GATHERED = 2**26  # bytes of all ranks
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes, more than caches hold
 
 
 def peak(kind: torch.dtype, device: torch.device, iterations: int) -> float:
     """Operations per second of a large product."""
-    width = _WIDTH[device.type]
-    one, other, product = (torch.randn(width, width, device=device).to(kind) for _ in range(3))
-    return 2 * width**3 / _seconds(device, lambda: torch.mm(one, other, out=product), iterations)
+    return 2 * _WIDTH[device.type] ** 3 / _seconds(device, _product(kind, device), iterations)
+
+
+def beside_communication(kind: torch.dtype, device: torch.device, iterations: int) -> float | None:
+    """Seconds of a large product while all ranks gather, over those of one alone; None where nothing runs beside communication,
+    with one rank or without GPUs. Collective over the world."""
+    ranks = torch.distributed.get_world_size()
+    if device.type != "cuda" or ranks == 1:
+        return None
+    multiply, part = _product(kind, device), torch.zeros(_GATHERED // ranks, dtype=torch.uint8, device=device)
+    whole, clock, side = part.new_empty(ranks * part.numel()), MeasureClock(device), torch.cuda.Stream(device)
+
+    def gather() -> None:
+        torch.distributed.all_gather_into_tensor(whole, part)
+
+    alone, each = (seconds(clock, action, iterations, warm_up=2) for action in (multiply, gather))
+    most = torch.tensor(2 * alone / each, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    count = 1 + int(most.item())  # that take longer than a product beside them
+
+    def parts() -> list[Any]:
+        stream = torch.cuda.current_stream(device)
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            for _ in range(count):
+                gather()
+        marks = [clock.mark()]
+        multiply()
+        marks.append(clock.mark())
+        stream.wait_stream(side)
+        return marks
+
+    return max(1.0, repeated(clock, parts, iterations, warm_up=2)[0] / alone)
 
 
 def bandwidth(device: torch.device, iterations: int) -> float:
@@ -54,6 +86,12 @@ def name(device: torch.device, ranks: int) -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
     return f"{model}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+
+
+def _product(kind: torch.dtype, device: torch.device) -> Callable[[], object]:
+    width = _WIDTH[device.type]
+    one, other, product = (torch.randn(width, width, device=device).to(kind) for _ in range(3))
+    return lambda: torch.mm(one, other, out=product)
 
 
 def _seconds(device: torch.device, action: Callable[[], object], iterations: int) -> float:

@@ -48,6 +48,10 @@ def make(found: Measurements, args: Namespace, base: Device | None, command: str
         taken.append(f"peak of {base.name}")
     latency = base.latency if base is not None else 0.0
     taken.append(f"latency of {base.name}" if base is not None else "latency, 0")
+    beside = found.beside_communication
+    if beside is None:
+        beside = base.beside_communication if base is not None else 1.0
+        taken.append(f"beside_communication{f' of {base.name}' if base is not None else ', 1'}")
     where = f"{found.ranks} ranks" + (f" on {found.nodes} nodes" if found.nodes > 1 else "")
     source = f"measured on {date.today()} by {where}, torch {found.torch}: {command}"
     bare = Device(
@@ -62,6 +66,7 @@ def make(found: Measurements, args: Namespace, base: Device | None, command: str
         between=links["between"],
         to_host=found.to_host,
         to_device=found.to_device,
+        beside_communication=beside,
         source=f"{source}; not measured: {', '.join(taken)}",
     )
     if not found.timings:

@@ -63,6 +63,7 @@ class Measurements:
         links: by the names that a ``Device`` has for them; those that there are between these ranks.
         timings: of layers.
         too_large: sizes that the memory is too small for.
+        beside_communication: as a ``Device`` has it; None where there is none.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Measurements:
     links: Mapping[str, Link]
     timings: tuple[Timing, ...]
     too_large: tuple[Size, ...]
+    beside_communication: float | None = None
 
 
 def run(job: MeasureJob, tell: Tell) -> Measurements:
@@ -105,6 +107,9 @@ def run(job: MeasureJob, tell: Tell) -> Measurements:
         tell("a large product")
         links.together(device)
         peak = machine.peak(params_dtype(job.args), device, job.iterations)
+        tell("a large product beside communication")
+        links.together(device)
+        beside = _everyone(machine.beside_communication(params_dtype(job.args), device, job.iterations))
         tell("a large copy")
         links.together(device)
         bandwidth = machine.bandwidth(device, job.iterations)
@@ -122,6 +127,7 @@ def run(job: MeasureJob, tell: Tell) -> Measurements:
             memory=min(_everyone(machine.memory(device, neighbours))),
             peak=min(_everyone(peak)),
             bandwidth=min(_everyone(bandwidth)),
+            beside_communication=None if None in beside else max(beside),
             to_host=to_host,
             to_device=to_device,
             links=found,
