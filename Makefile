@@ -1,5 +1,6 @@
 # make train    train a small GPT over 4 pipeline ranks, on the source code of Python's standard library
 # make compare  the same model under megatron-core's own 1F1B, interleaved, ZB-H1, ZB-V and V-Half, rehearsed: one table, one picture
+# make frameworks train in the loops of frameworks, with their own packages, which are fetched
 # make slurm    the batch scripts on a SLURM of two emulated nodes on this machine: needs root, installs SLURM by apt-get
 # make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules; ARGS=--tests: and test
 # make test     the tests, or some: make test ARGS=tests/schedule
@@ -39,7 +40,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup docs train compare evidence versions slurm test test-checkers test-all gpu clean
+.PHONY: setup docs train compare evidence versions frameworks slurm test test-checkers test-all gpu clean
 
 setup: $(ready)
 
@@ -62,6 +63,9 @@ docs: $(ready)
 
 versions: $(ready)
 	$(venv) scripts/check_core_versions.py $(ARGS)
+
+frameworks: $(ready)
+	$(venv) scripts/check_frameworks.py
 
 slurm: $(ready)
 	scripts/slurm/local_cluster.sh

@@ -1,9 +1,11 @@
-"""Models of Megatron Bridge, or of any object that builds chunks as its providers do. Not tested against Megatron Bridge itself.
+"""Models of Megatron Bridge, or of any object that builds chunks as its providers do, on a V.
 
-    torchrun --nproc-per-node 2 examples/megatron_bridge.py zb-h1 Qwen/Qwen3-0.6B     # with random weights
+    torchrun --nproc-per-node 2 examples/megatron_bridge.py zb-v Qwen/Qwen3-0.6B      # with random weights
 
-``GPTModelProvider`` of Megatron Bridge is the TransformerConfig of its models, and its ``provide(pre_process, post_process,
-vp_stage)`` builds a chunk. Its ``provide_distributed_model`` would place chunks as megatron-core's interleaved schedule does.
+With one chunk per rank nothing of this is needed: ``install("zb-h1")`` before Megatron Bridge builds the model, which ``make
+frameworks`` runs. ``GPTModelProvider`` of Megatron Bridge is the TransformerConfig of its models, and its ``provide(pre_process,
+post_process, vp_stage)`` builds a chunk. Its ``provide_distributed_model`` would place chunks as megatron-core's interleaved
+schedule does. This program was not run with Megatron Bridge itself.
 """
 
 import sys

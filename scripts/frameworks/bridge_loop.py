@@ -1,0 +1,116 @@
+"""Megatron Bridge's model and calls under a schedule: a tiny Llama of transformers, on this rank's part of 4 ranks.
+
+``bridge_loop.py SCHEDULE PIPELINE_RANKS ENGINE``. AutoBridge makes the provider, which builds the chunk and wraps it in DDP. The
+function of megatron-core is taken once, before the loop, and called as Megatron Bridge's ``train_step`` calls it. The folder
+ENGINE has Transformer Engine's own Python, whose kernels the tests' stand-in replaces. What needs a GPU is replaced by
+``patches/cpu.py`` and ``patches/training_cpu.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from engine import stand_in
+
+LENGTH, VOCABULARY, BATCH = 32, 128, 2
+MICROBATCHES = (4, 8, 3, 5)  # of each iteration
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+FUSIONS = ("masked_softmax", "bias_activation", "bias_dropout", "apply_rope")  # of Transformer Engine and apex
+
+
+def build(schedule: str, ranks: int) -> tuple[Any, Any, Any]:
+    """The loop that is installed, the provider's chunks in DDP, and their optimizer."""
+    from megatron.bridge import AutoBridge  # type: ignore[import-untyped]
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from transformers import LlamaConfig  # type: ignore[import-not-found]
+
+    from megatron.pipeline import install
+
+    loop = install(schedule)
+    llama = LlamaConfig(**SIZES, vocab_size=VOCABULARY, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
+    provider = AutoBridge.from_hf_config(llama).to_megatron_provider(load_weights=False)
+    provider.pipeline_model_parallel_size, provider.seq_length = ranks, LENGTH
+    provider.pipeline_dtype = provider.params_dtype = torch.float32
+    provider.use_cpu_initialization = True
+    for name in ("bf16", "fp16", "gradient_accumulation_fusion", *(f"{fusion}_fusion" for fusion in FUSIONS)):
+        setattr(provider, name, False)
+    provider.finalize()
+    provider.initialize_model_parallel(seed=7)
+    overlap = parallel_state.get_data_parallel_world_size() > 1
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=overlap)
+    model = provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True, bf16=False, fp16=False)
+    for number, weight in enumerate(weight for chunk in model for weight in chunk.parameters() if weight.dim() > 1):
+        seed = 100 * parallel_state.get_pipeline_model_parallel_rank() + number
+        weight.data.normal_(std=0.05, generator=torch.Generator().manual_seed(seed))
+    [chunk] = model
+    chunk.config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        chunk.config.no_sync_func, chunk.config.grad_sync_func = chunk.no_sync, chunk.start_grad_sync
+    options = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0)
+    return loop, model, get_megatron_optimizer(options, model)
+
+
+def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(data)
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+    return losses, lambda losses: (losses.mean(), {"lm loss": losses.detach().mean().clone()})
+
+
+def main(schedule: str, ranks: int) -> None:
+    """Train, and have the last rank of the first replica print the loss and the norm of every iteration."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    loop, model, optimizer = build(schedule, ranks)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    function, communicator = get_forward_backward_func(), P2PCommunicator(groups.pp, model[0].config)
+    found = []
+    for iteration, microbatches in enumerate(MICROBATCHES):
+        seed = 10 * parallel_state.get_data_parallel_rank() + iteration
+        drawn = torch.randint(VOCABULARY, (microbatches, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = function(
+            forward_step_func=forward_step,
+            data_iterator=iter(drawn),
+            model=model,
+            num_microbatches=microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            decoder_seq_length=LENGTH,
+            forward_only=False,
+            adjust_tensor_shapes_fn=None,
+            p2p_communicator=communicator,
+            pg_collection=groups,
+        )
+        _, norm, _ = optimizer.step()
+        if reports:
+            found.append((float(torch.stack([report["lm loss"] for report in reports]).mean()), float(norm)))
+    assert schedule == "stock" or loop.pipeline(ranks).microbatches == MICROBATCHES[-1], "another function has run"
+    if found and parallel_state.get_data_parallel_rank() == 0:
+        print(f"found {json.dumps(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    stand_in.load(Path(sys.argv[3]))  # before megatron-core looks for it
+    from megatron.pipeline.patches import training_cpu
+
+    from megatron.pipeline import patches
+
+    patches.install()
+    training_cpu.install()  # Megatron Bridge takes functions of megatron.training
+    stand_in.see_the_cpu()
+    torch.distributed.init_process_group("gloo")
+    main(sys.argv[1], int(sys.argv[2]))
