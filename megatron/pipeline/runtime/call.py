@@ -26,8 +26,8 @@ _SEVERAL_MODULES = compat.optional("megatron.core.process_groups_config", "Multi
 _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
 
 
-class Reports(list[Any]):
-    """What the loss function says of every microbatch. Tensors lose their graphs: they would keep what no backward frees."""
+class LossReports(list[Any]):
+    """Words of the loss function about every microbatch. Tensors lose their graphs: they would keep what no backward frees."""
 
     def append(self, report: Any) -> None:
         super().append(tree_map_only(torch.Tensor, torch.Tensor.detach, report))

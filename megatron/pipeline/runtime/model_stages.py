@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline.model.slices import Slices, noting
-from megatron.pipeline.runtime.call import Call, Reports
+from megatron.pipeline.runtime.call import Call, LossReports
 from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -36,7 +36,7 @@ class ModelStages:
         self._slices = Slices(call.chunks, schedule.splits, keep_graphs=not call.forward_only)
         self._forwarded: set[int] = set()  # chunks that have run a forward
         self._read: dict[tuple[int, int], list[Any]] = {}  # what forwards read that will be recomputed
-        self.reported = Reports()
+        self.reported = LossReports()
         self._num_tokens = torch.zeros([], dtype=torch.int, device=call.device)
 
     @property

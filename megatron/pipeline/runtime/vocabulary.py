@@ -26,7 +26,7 @@ from megatron.pipeline.model.vocabulary.loss import Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
 from megatron.pipeline.record.memory import hold
-from megatron.pipeline.runtime.call import Call, Reports
+from megatron.pipeline.runtime.call import Call, LossReports
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -154,7 +154,7 @@ class VocabularyPasses:
         self._arrived = next((module for module in first if isinstance(module, ReceivedEmbedding)), None)
         self._microbatches: dict[int, _ShardMicrobatch] = {}
         self._works: dict[Collective, Any] = {}  # joined, and not waited for
-        self.reported = Reports()
+        self.reported = LossReports()
         self.num_tokens: torch.Tensor | int = 0
 
     def run(self, work: Pass, _: Tensors) -> Tensors:
