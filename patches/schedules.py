@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.utils import unwrap_model
@@ -44,16 +44,17 @@ def _tell_chunk(tell_layers: Any, model: Any, microbatch: int) -> None:
 
 def use(forward_backward: Callable[..., Any]) -> None:
     """Make ``get_forward_backward_func()`` return a function, for every pipeline size."""
-    for name in _FUNCTIONS:
-        _put(name, forward_backward)
+    _put(dict.fromkeys(_FUNCTIONS, forward_backward))
 
 
-def _put(name: str, function: Callable[..., Any]) -> None:
-    """Make it the function of that name in every module that has upstream's, or what stood for it."""
-    before = getattr(_UPSTREAM, name)
+def _put(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Make them the functions of these names in every module that has upstream's, or what stood for them."""
+    before = {name: getattr(_UPSTREAM, name) for name in functions}
     for module in list(sys.modules.values()):  # a copy, which other threads' imports do not change
-        if getattr(module, "__dict__", {}).get(name) is before:
-            setattr(module, name, function)
+        names = getattr(module, "__dict__", {})
+        for name, replaced in before.items():
+            if names.get(name) is replaced:
+                setattr(module, name, functions[name])
 
 
 def backward(inputs: Any, outputs: Any, gradients: Any, config: Any, model: Any) -> Any:
@@ -65,8 +66,7 @@ def backward(inputs: Any, outputs: Any, gradients: Any, config: Any, model: Any)
 
 
 def restore() -> None:
-    for name, original in _ORIGINAL.items():
-        _put(name, original)
+    _put(_ORIGINAL)
 
 
 def record(begin: Callable[[Any], Any]) -> None:
@@ -75,8 +75,7 @@ def record(begin: Callable[[Any], Any]) -> None:
     Args:
         begin: called with the model when such an iteration starts; returns the ``Recorder`` of it.
     """
-    for name in _FUNCTIONS:
-        _put(name, _recorded(_ORIGINAL[name], begin))
+    _put({name: _recorded(_ORIGINAL[name], begin) for name in _FUNCTIONS})
 
 
 def _recorded(forward_backward: Callable[..., Any], begin: Callable[[Any], Any]) -> Callable[..., Any]:

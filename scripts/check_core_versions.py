@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pybind11
+from wheels import NEWER_PYTHON, NotFetched, fetched
 
 ROOT = Path(__file__).parents[1]
 RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")  # the last of every minor release
-_NEWER_PYTHON = (3, 12)  # what megatron-core asks for from 0.17 on
 _ITERATIONS = 3
 _TRAIN = (
     f"--mock-data --train-iters {_ITERATIONS} --eval-iters 0 --log-interval 1 --clip-grad 0 "
@@ -154,7 +154,7 @@ def environment(release: str) -> str:
     required = [text for text in metadata.requires("megatron-pipeline") or [] if "extra ==" not in text]
     others = [text for text in required if not text.startswith("megatron-core")]
     core = [f"megatron-core=={release}"]
-    if _minor(release) >= (0, 17) and sys.version_info < _NEWER_PYTHON:
+    if _minor(release) >= (0, 17) and sys.version_info < (3, 12):
         _unpack(release, packages)
         core = ["triton"]  # imported by 0.18 and later; torch's CPU build brings none
     _run([str(python), "-m", "pip", "install", "--quiet", *core, *others], "pip install")
@@ -168,11 +168,11 @@ def _unpack(release: str, packages: Path) -> None:
     Raises:
         Failed: pip cannot fetch it, or the compiler fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = ["--python-version", ".".join(map(str, _NEWER_PYTHON)), "--only-binary", ":all:", "--no-deps", "--dest", folder]
-        _run([sys.executable, "-m", "pip", "download", "--quiet", *wanted, f"megatron-core=={release}"], "pip download")
-        [wheel] = Path(folder).glob("*.whl")
-        shutil.unpack_archive(wheel, packages, "zip")
+    try:
+        with fetched(f"megatron-core=={release}", *NEWER_PYTHON) as wheel:
+            shutil.unpack_archive(wheel, packages, "zip")
+    except NotFetched as failure:
+        raise Failed(str(failure)) from None
     helpers = packages / "megatron" / "core" / "datasets" / "helpers.cpp"
     target = helpers.with_name(f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}")
     includes = [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import fetch_transformer_engine
 from check_core_versions import environment
+from wheels import NEWER_PYTHON, fetched
 
 ROOT = Path(__file__).parents[1]
 CORE = "0.19.2"
@@ -81,14 +82,11 @@ def _fetched(name: str, framework: Framework) -> Path:
     folder = ROOT / "build" / "frameworks" / name.replace(" ", "-")
     ready = folder / ".ready"
     if not ready.exists():
-        pip = [sys.executable, "-m", "pip"]
         own, *others = framework.wheels
-        subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(folder), *others], check=True)
-        with tempfile.TemporaryDirectory() as wheels:
-            newer = "--python-version 3.12 --only-binary :all: --no-deps --quiet --dest".split()
-            subprocess.run([*pip, "download", *newer, wheels, own], check=True)
-            [wheel] = Path(wheels).glob("*.whl")
-            subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(folder)], check=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        subprocess.run([*pip, *others], check=True)
+        with fetched(own, *NEWER_PYTHON) as wheel:
+            shutil.unpack_archive(wheel, folder, "zip")
         ready.touch()
     return folder
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from wheels import NotFetched, fetched
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "transformer-engine"
@@ -34,20 +34,17 @@ def fetch(release: str) -> str | None:
     if (FOLDER / release).is_dir():
         return release
     wanted = "transformer-engine" if release == NEWEST else f"transformer-engine=={release}"
-    with tempfile.TemporaryDirectory() as name:
-        download = "download --quiet --no-deps --only-binary :all: --retries 1 --timeout 15 --dest".split()
-        pip = [sys.executable, "-m", "pip", *download, name, wanted]
-        ended = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        wheels = list(Path(name).glob("*.whl"))
-        if ended.returncode or not wheels:
-            print(f"Transformer Engine {release}: SKIPPED: pip download: {ended.stdout.strip()[-500:]}", flush=True)
-            return None
-        number = wheels[0].name.split("-")[1]
-        if not (FOLDER / number).is_dir():
-            unpacked = Path(name) / "unpacked"
-            shutil.unpack_archive(wheels[0], unpacked, "zip")
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            shutil.move(unpacked, FOLDER / number)
+    try:
+        with fetched(wanted, "--retries", "1", "--timeout", "15") as wheel:
+            number = wheel.name.split("-")[1]
+            if not (FOLDER / number).is_dir():
+                unpacked = wheel.with_name("unpacked")
+                shutil.unpack_archive(wheel, unpacked, "zip")
+                FOLDER.mkdir(parents=True, exist_ok=True)
+                shutil.move(unpacked, FOLDER / number)
+    except NotFetched as failure:
+        print(f"Transformer Engine {release}: SKIPPED: {failure}", flush=True)
+        return None
     return number
 
 

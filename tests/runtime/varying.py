@@ -28,16 +28,12 @@ class Own:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
-        from megatron.pipeline.model.split_linear import split_weights
-
         placement, rank = pipeline.placement, parallel_state.get_pipeline_model_parallel_rank()
         sizes = {"num_layers": placement.depth, "hidden_size": WIDTH, "num_attention_heads": 1}
         pipelined = {"pipeline_model_parallel_size": placement.ranks, "pipeline_dtype": torch.float32}
         self.config = config = TransformerConfig(**sizes, **pipelined, use_cpu_initialization=True)
         stages = [stage(config, number, placement.depth) for number in placement.stages[rank]]
-        for one in stages if not pipeline.is_stock else []:
-            split_weights(one)
-        settings = DistributedDataParallelConfig(delay_wgrad_compute=not pipeline.is_stock, **ddp)
+        settings = DistributedDataParallelConfig(**ddp)
         self.chunks = [DistributedDataParallel(config, settings, one) for one in stages]
         names = ("use_distributed_optimizer", "overlap_param_gather")
         shards = {name: ddp.get(name, False) for name in names}
@@ -130,15 +126,11 @@ def start(schedule: str, pp: int) -> Any:
     """The pipeline, in megatron-core's place; the rest of the world is data parallel."""
     from megatron.core import parallel_state
 
-    from megatron.pipeline import patches
-    from megatron.pipeline.planning import Request
-    from megatron.pipeline.runtime.pipeline import Pipeline
+    from megatron.pipeline import install
 
-    patches.install()
-    pipeline = Pipeline(Request(schedule, pp, 1))
+    pipeline = install(schedule).pipeline(pp)
     chunks = pipeline.placement.chunks
     parallel_state.initialize_model_parallel(1, pp, chunks if chunks > 1 else None)
-    pipeline.install()
     return pipeline
 
 

@@ -89,9 +89,7 @@ def trained_share(chunk: torch.nn.Module) -> float:
     matrices = {
         weight: te_linear.is_delayed(module) or weight_tasks.is_prepared(weight)
         for module in chunk.modules()
-        if not isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding))
-        for weight in module.parameters(recurse=False)
-        if weight.dim() > 1
+        for weight in _products(module)
     }
     elements = sum(weight.numel() for weight in matrices)
     trained = sum(weight.numel() for weight, split in matrices.items() if split and weight.requires_grad)
@@ -100,11 +98,15 @@ def trained_share(chunk: torch.nn.Module) -> float:
 
 def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The weights of a module's own whose gradient is a product that could wait."""
+    # Shards of the vocabulary, which are prepared, have passes of their own.
+    return [weight for weight in _products(module) if weight.requires_grad and not weight_tasks.is_prepared(weight)]
+
+
+def _products(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The weights of a module's own whose gradient is a product, where they train."""
     if isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding)):
         return []
-    weights = [weight for weight in module.parameters(recurse=False) if weight.requires_grad and weight.dim() > 1]
-    # Shards of the vocabulary, which are prepared, have passes of their own.
-    return [weight for weight in weights if not weight_tasks.is_prepared(weight)]
+    return [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
 
 
 def _row_parallel(module: torch.nn.Module) -> weight_tasks.RowParallel | None:

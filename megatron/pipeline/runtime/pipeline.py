@@ -138,7 +138,10 @@ class Pipeline:
             ValueError: the model is built for another placement (``check_chunks``), or its numbers are quantized in a way that
                 this pipeline does not support; or an iteration has begun, with other keywords.
         """
-        call = Call(**keywords)
+        return self.run(Call(**keywords))
+
+    def run(self, call: Call) -> list[Any]:
+        """``forward_backward``, of keywords that are a ``Call`` already."""
         if self._begun is None or call.forward_only:
             iteration = self._make(call)
         else:

@@ -108,7 +108,7 @@ class OwnLoop:
                     raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
             if self._trained is None:
                 self._trained = _trained(call, pipeline.placement)
-        return pipeline.forward_backward(**keywords)
+        return pipeline.run(call)
 
     def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
         stage = EQUAL_PASSES.share(placement.chunks_per_replica)
