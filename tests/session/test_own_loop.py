@@ -69,3 +69,8 @@ def test_what_does_not_train_is_refused_at_once(schedule: str, message: str) -> 
 def test_costs_that_cannot_be_read_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.json"):
         install("zb-h1", tmp_path / "nowhere.json")
+
+
+def test_an_option_that_no_pipeline_has_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="mesure"):
+        install("zb-h1", mesure=True)

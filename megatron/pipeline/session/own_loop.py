@@ -6,6 +6,7 @@ built (``configure``), each chunk before DDP wraps it (``prepare``), and every i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ class OwnLoop:
 
     Raises:
         ValueError: there is no such schedule, or none that trains; or a file cannot be read.
+        TypeError: ``Pipeline`` has no such option.
     """
 
     def __init__(self, schedule: str | Request, costs: str | Path | None = None, **options: Any) -> None:
@@ -60,6 +62,7 @@ class OwnLoop:
             request = replace(request, costs=read_costs(str(costs)))
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(FILE):
             request = replace(request, equal=self._equal)
+        inspect.signature(Pipeline).bind(request, **options)
         self._request, self._options = request, options
         self._pipelines: dict[int, Pipeline] = {}
         self._trained: tuple[float, ...] | None = None  # of every stage, which share of its weights trains
