@@ -2,8 +2,8 @@
 
 ``bridge_loop.py SCHEDULE PIPELINE_RANKS ENGINE [lora]``. AutoBridge makes the provider, which builds the chunks and wraps them in
 DDP; with ``lora`` Megatron Bridge's adapters are what trains. The function of megatron-core is taken once, before the loop, and
-called as Megatron Bridge's ``train_step`` calls it. The folder ENGINE has Transformer Engine's own Python, whose kernels the tests'
-stand-in replaces. What needs a GPU is replaced by ``patches/cpu.py`` and ``patches/training_cpu.py``.
+called as Megatron Bridge's ``train_step`` calls it. The folder ENGINE has Transformer Engine's own Python, whose kernels are the
+stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` and ``patches/training_cpu.py``.
 """
 
 from __future__ import annotations
