@@ -39,7 +39,7 @@ def install(loop: Any) -> None:
 
 
 def _placement(ranks: int | None = None) -> Any:
-    """Of the current loop, if megatron-core would look for a stage elsewhere."""
+    """The current loop's, if megatron-core would look for a stage elsewhere."""
     if current is None or not parallel_state.model_parallel_is_initialized():
         return None
     return current.placement(ranks or parallel_state.get_pipeline_model_parallel_world_size())

@@ -55,7 +55,7 @@ FRAMEWORKS = {
         ).split(),
         "bridge_loop.py",
         (4, 2),
-        ("", "lora"),
+        ("", "lora", "weights"),
     )
 }
 

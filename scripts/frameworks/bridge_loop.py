@@ -1,15 +1,18 @@
 """Megatron Bridge's model and calls under a schedule: a tiny Llama of transformers, on this rank's part of 4 ranks.
 
-``bridge_loop.py SCHEDULE PIPELINE_RANKS ENGINE [lora]``. AutoBridge makes the provider, which builds the chunks and wraps them in
-DDP; with ``lora`` Megatron Bridge's adapters are what trains. The function of megatron-core is taken once, before the loop, and
-called as Megatron Bridge's ``train_step`` calls it. The folder ENGINE has Transformer Engine's own Python, whose kernels are the
-stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` and ``patches/training_cpu.py``.
+``bridge_loop.py SCHEDULE PIPELINE_RANKS ENGINE [lora | weights]``. AutoBridge makes the provider, which builds the chunks and
+wraps them in DDP. With ``lora`` Megatron Bridge's adapters are what trains. With ``weights`` those of a checkpoint of
+transformers train; exported before the first iteration, they must be what the checkpoint has. The function of megatron-core is
+taken once, before the loop, and called as Megatron Bridge's ``train_step`` calls it. The folder ENGINE has Transformer Engine's
+own Python, whose kernels are the stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` and
+``patches/training_cpu.py``.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +28,45 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "n
 FUSIONS = ("masked_softmax", "bias_activation", "bias_dropout", "apply_rope")  # of Transformer Engine and apex
 
 
-def build(schedule: str, ranks: int, adapters: bool) -> tuple[Any, Any, Any]:
+def build(schedule: str, ranks: int, trains: str) -> tuple[Any, Any, Any]:
     """The loop that is installed, the provider's chunks in DDP, and their optimizer."""
     from megatron.bridge import AutoBridge  # type: ignore[import-untyped]
-    from megatron.bridge.peft.lora import LoRA  # type: ignore[import-untyped]
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.utils import unwrap_model
-    from transformers import LlamaConfig  # type: ignore[import-not-found]
+    from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
 
     from megatron.pipeline import install
 
     loop = install(schedule)
     llama = LlamaConfig(**SIZES, vocab_size=VOCABULARY, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
-    provider = AutoBridge.from_hf_config(llama).to_megatron_provider(load_weights=False)
+    torch.manual_seed(11)
+    theirs = LlamaForCausalLM(llama)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        bridge = AutoBridge.from_hf_pretrained(folder)
+        model = _chunks(bridge, schedule, ranks, trains)
+        if trains == "weights":
+            bridge.load_hf_weights(model)
+            _compare(dict(bridge.export_hf_weights(model, cpu=True, show_progress=False)), theirs.state_dict())
+    config = model[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    if model[0].ddp_config.overlap_grad_reduce:
+        syncs = [(chunk.no_sync, chunk.start_grad_sync) for chunk in model]
+        config.no_sync_func, config.grad_sync_func = (
+            syncs[0] if len(syncs) == 1 else map(list, zip(*syncs, strict=True))  # as Megatron Bridge's setup does
+        )
+    options = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0)
+    return loop, model, get_megatron_optimizer(options, model)
+
+
+def _chunks(bridge: Any, schedule: str, ranks: int, trains: str) -> list[Any]:
+    """This rank's chunks in DDP, with weights that follow from the layer alone."""
+    from megatron.bridge.peft.lora import LoRA  # type: ignore[import-untyped]
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.utils import unwrap_model
+
+    provider = bridge.to_megatron_provider(load_weights=False)
     provider.pipeline_model_parallel_size, provider.seq_length = ranks, LENGTH
     if schedule in ON_A_V:
         provider.virtual_pipeline_model_parallel_size = 2
@@ -47,25 +74,23 @@ def build(schedule: str, ranks: int, adapters: bool) -> tuple[Any, Any, Any]:
     provider.use_cpu_initialization = True
     for name in ("bf16", "fp16", "gradient_accumulation_fusion", *(f"{fusion}_fusion" for fusion in FUSIONS)):
         setattr(provider, name, False)
-    if adapters:
+    if trains == "lora":
         provider.register_pre_wrap_hook(LoRA(dim=4, alpha=4))
     provider.finalize()
     provider.initialize_model_parallel(seed=7)
     overlap = parallel_state.get_data_parallel_world_size() > 1
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=overlap)
-    model = provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True, bf16=False, fp16=False)
+    model: list[Any] = provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True, bf16=False, fp16=False)
     for chunk in map(unwrap_model, model):
         _draw({layer.layer_number: layer for layer in chunk.decoder.layers})
         _draw({0: getattr(chunk, "embedding", None), SIZES["num_hidden_layers"] + 1: getattr(chunk, "output_layer", None)})
-    config = model[0].config
-    config.finalize_model_grads_func = finalize_model_grads
-    if overlap:
-        syncs = [(chunk.no_sync, chunk.start_grad_sync) for chunk in model]
-        config.no_sync_func, config.grad_sync_func = (
-            syncs[0] if len(syncs) == 1 else map(list, zip(*syncs, strict=True))  # as Megatron Bridge's setup does
-        )
-    options = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0)
-    return loop, model, get_megatron_optimizer(options, model)
+    return model
+
+
+def _compare(exported: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    differ = [name for name, weight in theirs.items() if name not in exported or not torch.equal(exported[name], weight)]
+    if differ or exported.keys() != theirs.keys():
+        raise ValueError(f"Error: {len(differ)} of {len(theirs)} weights have not come back equal, {differ[:3]} among them")
 
 
 def _draw(parts: dict[int, Any]) -> None:
@@ -83,14 +108,14 @@ def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return losses, lambda losses: (losses.mean(), {"lm loss": losses.detach().mean().clone()})
 
 
-def main(schedule: str, ranks: int, adapters: bool) -> None:
+def main(schedule: str, ranks: int, trains: str) -> None:
     """Train, and have the last rank of the first replica print the loss and the norm of every iteration."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    loop, model, optimizer = build(schedule, ranks, adapters)
+    loop, model, optimizer = build(schedule, ranks, trains)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     function, communicator = get_forward_backward_func(), P2PCommunicator(groups.pp, model[0].config)
     found = []
@@ -131,4 +156,4 @@ if __name__ == "__main__":
     training_cpu.install()  # Megatron Bridge takes functions of megatron.training
     stand_in.see_the_cpu()
     torch.distributed.init_process_group("gloo")
-    main(sys.argv[1], int(sys.argv[2]), "lora" in sys.argv)
+    main(sys.argv[1], int(sys.argv[2]), (sys.argv[4:] or [""])[0])

@@ -26,7 +26,7 @@ class PlacementLayout(PipelineParallelLayerLayout):
 
     def __init__(self, stages: Sequence[Sequence[LayerType]], placement: Placement) -> None:
         super().__init__([list(stage) for stage in stages], placement.ranks)
-        self.placement = placement
+        self.homes = placement.stages  # plain tuples: frameworks copy what a configuration has, attribute by attribute
         self.stages = tuple(map(tuple, stages))
         self.layout = [[list(stages[stage]) for stage in row] for row in placement.stages]
 
@@ -40,7 +40,7 @@ class PlacementLayout(PipelineParallelLayerLayout):
     ) -> int:
         """Number of layers of a type on the stages before this one."""
         rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
-        before = self.stages[: self.placement.stage(rank, vp_stage or 0)]
+        before = self.stages[: self.homes[rank][vp_stage or 0]]
         return sum(stage.count(layer_type) for stage in before)
 
 

@@ -98,7 +98,7 @@ class OwnLoop:
         return self._pipelines[ranks]
 
     def placement(self, ranks: int) -> Placement | None:
-        """Where stages are on a number of ranks; None where they are where megatron-core has them.
+        """The places of stages on a number of ranks; None where they are where megatron-core has them.
 
         Raises:
             ValueError: see ``pipeline``.
