@@ -14,8 +14,10 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS, Role, neutral
 _LETTERS = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
 _SPREAD = Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.DETAILS  # of the flags that may differ from the reference's
 _HEAD, _WIDTH, _TOKENS, _ROWS, _EXPERTS = 8, 32, 32, 120, 4  # a head's channels, and the least of the other sizes
-_SETTINGS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", *CHUNK_FLAGS)
-_SETTINGS += ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "layer_redistribution")
+_SETTINGS = (  # which say how many layers a stage has
+    *CHUNK_FLAGS, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "layer_redistribution",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+)  # fmt: skip
 
 
 def comparable(args: Namespace, iterations: int, gpus: bool) -> tuple[Namespace, list[str]]:
