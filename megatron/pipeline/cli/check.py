@@ -166,7 +166,7 @@ def sides(own: Namespace, args: Namespace, folder: Path) -> tuple[Side, Side, li
     return both[0], both[1], [*lines, *(f"WARNING: {caution}" for caution in found)]
 
 
-def rank(job: Job, tell: Callable[[str], None]) -> None:
+def rank(job: Job, tell: Callable[[str], object]) -> None:
     """One rank of one of the two trainings, whose words go to a file."""
     number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with (job.folder / f"log-{number}.txt").open("w") as log:

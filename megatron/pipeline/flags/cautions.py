@@ -47,7 +47,9 @@ class _Facts(dict[str, Any]):
         super().__init__(vars(args))
         masked = switched_on(args, "eod_mask_loss", "sft")
         self |= {"masked": masked and flag_of(masked), "balancing": self._balancing(), "replicas": self.data_parallel_size or 1}
-        self["cut"] = (self.tensor_model_parallel_size or 1) * (self.context_parallel_size or 1)
+        tensor, experts = self.tensor_model_parallel_size, self.expert_model_parallel_size
+        self |= {"cut": tensor * self.context_parallel_size, "cut_norm": tensor > 1 and self.clip_grad}
+        self["cut_experts"] = experts > 1 or (self.expert_tensor_parallel_size or tensor) > 1
 
     def __getattr__(self, name: str) -> Any:
         return self.get(name)
@@ -77,6 +79,7 @@ def _has_engine(least: tuple[int, int]) -> bool:
 
 
 _NO_ERROR = ""  # in place of a release that mends it: upstream means it so
+# fmt: off
 CAUTIONS = (
     Caution(
         lambda to: to.masked and to.context_parallel_size > 1 and not to.calculate_per_token_loss,
@@ -90,11 +93,8 @@ CAUTIONS = (
         "weigh more than without context parallelism",
     ),
     Caution(
-        lambda to: (
-            to.mtp_num_layers
-            and to.calculate_per_token_loss
-            and (to.context_parallel_size > 1 or (to.masked and to.replicas > 1))
-        ),
+        lambda to: (to.mtp_num_layers and to.calculate_per_token_loss
+                    and (to.context_parallel_size > 1 or (to.masked and to.replicas > 1))),
         "--mtp-num-layers {mtp_num_layers} with --calculate-per-token-loss on {replicas} data-parallel x {context_parallel_size} "
         "context-parallel ranks: every rank weighs the losses of further tokens by its own number of tokens that count, and "
         "these numbers differ: another number of ranks is another loss",
@@ -115,33 +115,20 @@ CAUTIONS = (
         mended="0.19",
     ),
     Caution(
-        lambda to: to.softmax_type == "learnable" and to.tensor_model_parallel_size > 1 and to.clip_grad,
+        lambda to: to.softmax_type == "learnable" and to.cut_norm,
         "--softmax-type learnable with --tensor-model-parallel-size {tensor_model_parallel_size}: the gradient norm, by which "
         "--clip-grad {clip_grad} clips, has the attention sinks of the first tensor-parallel rank alone",
     ),
     Caution(
-        lambda to: (
-            to.num_experts
-            and to.add_bias_linear
-            and to.tensor_model_parallel_size > 1
-            and to.expert_model_parallel_size > 1
-            and to.clip_grad
-        ),
+        lambda to: to.num_experts and to.add_bias_linear and to.expert_model_parallel_size > 1 and to.cut_norm,
         "experts with biases, --tensor-model-parallel-size {tensor_model_parallel_size} and --expert-model-parallel-size "
         "{expert_model_parallel_size}: the gradient norm, by which --clip-grad {clip_grad} clips, lacks biases of experts that "
         "are not on the first tensor-parallel rank: give --disable-bias-linear",
         mended="0.19",
     ),
     Caution(
-        lambda to: (
-            to.num_experts
-            and to.moe_grouped_gemm
-            and to.transformer_impl == "transformer_engine"
-            and to.tensor_model_parallel_size > 1
-            and max(to.expert_model_parallel_size, to.expert_tensor_parallel_size or to.tensor_model_parallel_size) > 1
-            and to.clip_grad
-            and _has_engine((2, 13))
-        ),
+        lambda to: (to.moe_grouped_gemm and to.transformer_impl == "transformer_engine" and to.cut_norm and to.cut_experts
+                    and _has_engine((2, 13))),
         "--moe-grouped-gemm with --tensor-model-parallel-size {tensor_model_parallel_size} and Transformer Engine 2.13 or newer: "
         "the gradient norm, by which --clip-grad {clip_grad} clips, lacks the experts that are not on the first tensor-parallel "
         "rank",
@@ -155,13 +142,11 @@ CAUTIONS = (
         mended=_NO_ERROR,
     ),
     Caution(
-        lambda to: (
-            to.reset_attention_mask
-            and to.transformer_impl != "transformer_engine"
-            and to.create_attention_mask_in_dataloader is False
-        ),
+        lambda to: (to.reset_attention_mask and to.transformer_impl != "transformer_engine"
+                    and to.create_attention_mask_in_dataloader is False),
         "--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader, and attention goes across "
         "documents: leave the latter out",
         mended=_NO_ERROR,
     ),
 )
+# fmt: on

@@ -24,12 +24,12 @@ class Part(NamedTuple):
 
     Attributes:
         key: the weight's name in checkpoints, which may have no number of a layer.
-        index: of the layer, where ``key`` has no number, and of the expert.
+        numbers: of the layer, where ``key`` has none, and of the expert.
         shape, offset: of the whole, and of this part in it.
     """
 
     key: str
-    index: tuple[int, ...]
+    numbers: tuple[int, ...]
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     values: torch.Tensor
@@ -60,7 +60,7 @@ class Weight:
 
     @classmethod
     def of(cls, part: Part) -> Weight:
-        index, key, layer = list(part.index), part.key, None
+        index, key, layer = list(part.numbers), part.key, None
         section = next(number for number, name in enumerate((*_SECTIONS, "")) if key.startswith(name))
         if found := _LAYER.fullmatch(key):
             layer = 1 + (int(found[2]) if found[2] else index.pop(0))

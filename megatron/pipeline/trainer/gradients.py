@@ -16,7 +16,7 @@ from megatron.pipeline.trainer import checkpoint
 from megatron.pipeline.trainer.state import Training
 
 
-def watching(folder: Path, start: Path | None, tell: Callable[[str], None]) -> Callable[[Training], None]:
+def watching(folder: Path, start: Path | None, tell: Callable[[str], object]) -> Callable[[Training], None]:
     """What ``program.run`` may call: from then on every iteration's gradients are written when all ranks' are added up.
 
     Args:
