@@ -12,6 +12,7 @@ import torch
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(.*)")
 _SECTIONS = ("embedding", "decoder.layers", "decoder", "mtp", "output_layer")  # in the model's order
+_FURTHER = "further token "  # a layer of multi-token prediction
 SMALL = 1e-2  # of the largest gradient of the model: smaller ones of a weight are compared with this
 # Relative to the largest element of a weight's gradient, in the first iteration: what sums in another order explain in float32,
 # and in 16 bits. Each optimizer step may then make it ten times as much.
@@ -64,12 +65,12 @@ class Weight:
         section = next(number for number, name in enumerate((*_SECTIONS, "")) if key.startswith(name))
         if found := _LAYER.fullmatch(key):
             layer = 1 + (int(found[2]) if found[2] else index.pop(0))
-            key = ("further token's " if found[1] == "mtp" else "") + found[3]
+            key = found[3] if found[1] == "decoder" else f"{_FURTHER}{layer}'s {found[3]}"
         name = key + "".join(f" of expert {number + 1}" for number in index)
         return cls((section, layer or 0), layer, name)
 
     def __str__(self) -> str:
-        return f"layer {self.layer} {self.name}" if self.layer else self.name
+        return self.name if self.layer is None or self.name.startswith(_FURTHER) else f"layer {self.layer} {self.name}"
 
 
 class Difference(NamedTuple):
