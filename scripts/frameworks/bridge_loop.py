@@ -1,9 +1,9 @@
 """Megatron Bridge's model and calls under a schedule: a tiny Llama of transformers, on this rank's part of 4 ranks.
 
-``bridge_loop.py SCHEDULE PIPELINE_RANKS ENGINE``. AutoBridge makes the provider, which builds the chunk and wraps it in DDP. The
-function of megatron-core is taken once, before the loop, and called as Megatron Bridge's ``train_step`` calls it. The folder
-ENGINE has Transformer Engine's own Python, whose kernels the tests' stand-in replaces. What needs a GPU is replaced by
-``patches/cpu.py`` and ``patches/training_cpu.py``.
+``bridge_loop.py SCHEDULE PIPELINE_RANKS ENGINE [lora]``. AutoBridge makes the provider, which builds the chunks and wraps them in
+DDP; with ``lora`` Megatron Bridge's adapters are what trains. The function of megatron-core is taken once, before the loop, and
+called as Megatron Bridge's ``train_step`` calls it. The folder ENGINE has Transformer Engine's own Python, whose kernels are the
+stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` and ``patches/training_cpu.py``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "n
 FUSIONS = ("masked_softmax", "bias_activation", "bias_dropout", "apply_rope")  # of Transformer Engine and apex
 
 
-def build(schedule: str, ranks: int) -> tuple[Any, Any, Any]:
+def build(schedule: str, ranks: int, adapters: bool) -> tuple[Any, Any, Any]:
     """The loop that is installed, the provider's chunks in DDP, and their optimizer."""
     from megatron.bridge import AutoBridge  # type: ignore[import-untyped]
+    from megatron.bridge.peft.lora import LoRA  # type: ignore[import-untyped]
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -46,6 +47,8 @@ def build(schedule: str, ranks: int) -> tuple[Any, Any, Any]:
     provider.use_cpu_initialization = True
     for name in ("bf16", "fp16", "gradient_accumulation_fusion", *(f"{fusion}_fusion" for fusion in FUSIONS)):
         setattr(provider, name, False)
+    if adapters:
+        provider.register_pre_wrap_hook(LoRA(dim=4, alpha=4))
     provider.finalize()
     provider.initialize_model_parallel(seed=7)
     overlap = parallel_state.get_data_parallel_world_size() > 1
@@ -80,14 +83,14 @@ def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return losses, lambda losses: (losses.mean(), {"lm loss": losses.detach().mean().clone()})
 
 
-def main(schedule: str, ranks: int) -> None:
+def main(schedule: str, ranks: int, adapters: bool) -> None:
     """Train, and have the last rank of the first replica print the loss and the norm of every iteration."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    loop, model, optimizer = build(schedule, ranks)
+    loop, model, optimizer = build(schedule, ranks, adapters)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     function, communicator = get_forward_backward_func(), P2PCommunicator(groups.pp, model[0].config)
     found = []
@@ -128,4 +131,4 @@ if __name__ == "__main__":
     training_cpu.install()  # Megatron Bridge takes functions of megatron.training
     stand_in.see_the_cpu()
     torch.distributed.init_process_group("gloo")
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), "lora" in sys.argv)

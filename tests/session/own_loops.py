@@ -270,3 +270,19 @@ def ends_refused(schedule: str) -> str:
         options = {"pre_process": first, "post_process": last, "share_embeddings_and_output_weights": True, "vp_stage": chunk}
         found.append(refused(lambda options=options: GPTModel(config, get_gpt_layer_local_spec(), 64, 16, **options)))
     return max(found)
+
+
+def chunks_planned(schedule: str, given: int) -> int:
+    """How many chunks per rank a schedule has once a configuration has said its own number."""
+    from megatron.core.transformer import TransformerConfig
+
+    loop = install(schedule)
+    TransformerConfig(
+        num_layers=16,
+        hidden_size=32,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=given,
+        pipeline_dtype=torch.float32,
+    )
+    return loop.pipeline(2).placement.chunks

@@ -33,11 +33,12 @@ from megatron.pipeline.planning.plan_cache import FILE
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
 from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import check_name
@@ -129,12 +130,24 @@ class OwnLoop:
         if isinstance(before, PlacementLayout):  # of an earlier call
             config.pipeline_model_parallel_layout = None
         check(config)
+        self._take_chunks(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
         placement = self.placement(config.pipeline_model_parallel_size)
         if placement is None or placement.chunks != config.virtual_pipeline_model_parallel_size:
             return
         if not isinstance(before, PlacementLayout) or config.num_layers != before.layers:
             before = PlacementLayout(_stages(config, placement), placement)
         config.pipeline_model_parallel_layout = before
+
+    def _take_chunks(self, ranks: int, chunks: int | None) -> None:
+        """Plan for as many chunks as a model has, where the family leaves their number open and the request does not say one."""
+        name = self._request.schedule
+        if chunks is None or self._request.chunks is not None or name.startswith(FILE) or ranks in self._pipelines:
+            return
+        try:
+            families.placement(name, ranks, chunks)
+        except ChunksDoNotFit:
+            return
+        self._request = replace(self._request, chunks=chunks)
 
     def configure(self, config: TransformerConfig) -> None:
         """Have Transformer Engine's linears, where there are any, leave their weight gradients to W.
