@@ -35,8 +35,7 @@ IN = "(mended in megatron-core 0.19)"
         (BALANCED, "--context-parallel-size 3", OLDEST, "type aux_loss with --calculate-per-token-loss on 1 tensor x 3", IN),
         (f"{EXPERTS} {PER_TOKEN} {CUT}", "--moe-z-loss-coeff 1e-3", OLDEST, "--moe-z-loss-coeff 0.001 with --calculate-per", IN),
         (BY_SEQUENCE, "--micro-batch-size 4", OLDEST, "this loss counts 4 times too little", IN),
-        (f"{BIASES} --clip-grad 0", "--clip-grad 1", OLDEST, "lacks biases of experts", IN),
-        (f"--num-experts 8 {CUT}", "--expert-model-parallel-size 2", OLDEST, "experts with biases, --tensor", IN),
+        (BIASES, "--expert-tensor-parallel-size 1", OLDEST, "the last biases of experts on different tensor-parallel", UP_TO),
         (f"{GROUPED} --clip-grad 0", "--clip-grad 1", "0.18.2", "lacks the experts that are not on the first", IN),
     ],
 )
@@ -64,7 +63,7 @@ def test_flags_that_meet_an_error(
         (f"{BY_SEQUENCE} --micro-batch-size 4", "0.15.0"),
         (f"{EXPERTS} {PER_TOKEN} --micro-batch-size 4 --moe-aux-loss-coeff 1e-2", OLDEST),  # not by sequence
         (f"{EXPERTS} {PER_TOKEN} {CUT}", OLDEST),  # no loss that balances
-        (f"{BIASES} --disable-bias-linear", OLDEST),
+        (f"{BIASES} --disable-bias-linear --expert-tensor-parallel-size 1", OLDEST),
         (GROUPED, OLDEST),
     ],
 )

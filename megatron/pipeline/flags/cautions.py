@@ -120,11 +120,10 @@ CAUTIONS = (
         "--clip-grad {clip_grad} clips, has the attention sinks of the first tensor-parallel rank alone",
     ),
     Caution(
-        lambda to: to.num_experts and to.add_bias_linear and to.expert_model_parallel_size > 1 and to.cut_norm,
-        "experts with biases, --tensor-model-parallel-size {tensor_model_parallel_size} and --expert-model-parallel-size "
-        "{expert_model_parallel_size}: the gradient norm, by which --clip-grad {clip_grad} clips, lacks biases of experts that "
-        "are not on the first tensor-parallel rank: give --disable-bias-linear",
-        mended="0.19",
+        lambda to: (to.num_experts and to.add_bias_linear and to.sequence_parallel and to.transformer_impl != "transformer_engine"
+                    and to.expert_tensor_parallel_size == 1 < to.tensor_model_parallel_size),
+        "experts with biases, --tensor-model-parallel-size {tensor_model_parallel_size} and --expert-tensor-parallel-size 1: the "
+        "gradients of the last biases of experts on different tensor-parallel ranks are added up: give --disable-bias-linear",
     ),
     Caution(
         lambda to: (to.moe_grouped_gemm and to.transformer_impl == "transformer_engine" and to.cut_norm and to.cut_experts
