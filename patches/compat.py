@@ -359,19 +359,24 @@ def version() -> str:
     return str(megatron.core.__version__)
 
 
+def is_from(release: str) -> bool:
+    """Tell whether the installed megatron-core is of a release such as ``0.17``, or of a later one."""
+    return _minor(version()) >= _minor(release)
+
+
 def reduces_experts_right() -> bool:
     """Tell whether this release reduces the gradients of all experts over the right ranks, as 0.19 and later do."""
-    return _minor(version()) >= (0, 19)
+    return is_from("0.19")
 
 
 def gathers_into_gradients_right() -> bool:
     """Tell whether weights in MXFP8 that are gathered where gradients are do not mix with these, as from 0.19 on."""
-    return _minor(version()) >= (0, 19)
+    return is_from("0.19")
 
 
 def shares_packed_sequences() -> bool:
     """Tell whether every stage and tensor-parallel rank learns where packed sequences begin, as from 0.17 on."""
-    return _minor(version()) >= (0, 17)
+    return is_from("0.17")
 
 
 def has_local_grouped_experts() -> bool:
@@ -381,7 +386,7 @@ def has_local_grouped_experts() -> bool:
 
 def null_tokenizer(name: str) -> str:
     """Name in this release of the library of a tokenizer without a model: ``name`` from 0.17 on."""
-    return name if _minor(version()) >= (0, 17) else "null"
+    return name if is_from("0.17") else "null"
 
 
 def ramps_up_by_steps() -> bool:
@@ -393,7 +398,7 @@ def saves_common_state_as_object() -> bool:
     """Tell whether checkpoints have the state that is no tensor among the tensors, as from 0.19 on, and not in a file of its
     own.
     """
-    return _minor(version()) >= (0, 19)
+    return is_from("0.19")
 
 
 def _required(row: Name) -> bool:

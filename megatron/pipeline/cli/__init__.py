@@ -17,8 +17,8 @@ from megatron.pipeline.flags.packages import missing
 from megatron.pipeline.planning.collecting import without_collecting
 from megatron.pipeline.schedule.families import meant
 
-COMMANDS = tuple("plan simulate verify certify draw compare export memory costs tune rehearse serve launch support".split())
-_OWN_FLAGS = ("launch", "rehearse")  # most of their command line is for others
+COMMANDS = tuple("plan simulate verify certify draw compare check export memory costs tune rehearse serve launch support".split())
+_OWN_FLAGS = ("check", "launch", "rehearse")  # most of their command line is for others
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,11 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line; by default that of this process.
     """
-    if arguments is None:
-        arguments = sys.argv[1:]
-        atexit.register(gc.freeze)  # at its end Python looks for cycles among all objects, for 0.2 s where the search was loaded
+    called, arguments = arguments is None, sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in _OWN_FLAGS:
         return int(import_module(f"{__name__}.{arguments[0]}").main(arguments[1:]))
+    if called:
+        atexit.register(gc.freeze)  # at its end Python looks for cycles among all objects, for 0.2 s where the search was loaded
     code, options = 0, None
     try:
         with without_collecting():

@@ -82,7 +82,7 @@ def save(args: Namespace, training: Training) -> Path:
     try:
         done_by_rank_0(begin)
         with _gathered_parameters(args, training):
-            state = _sharded_state(training, with_optimizer=not args.no_save_optim, is_loading=False)
+            state = training_state(training, with_optimizer=not args.no_save_optim, is_loading=False)
             state |= _common_state(args, training)
             needed = _bytes_to_write(state)
             done_by_rank_0(check_space)
@@ -158,7 +158,7 @@ def load(args: Namespace, training: Training) -> Path | None:
 def _load(args: Namespace, training: Training, path: Path) -> None:
     with_optimizer = not (args.finetune or args.no_load_optim)
     with _gathered_parameters(args, training):
-        wanted = _sharded_state(training, with_optimizer, is_loading=True)
+        wanted = training_state(training, with_optimizer, is_loading=True)
         found = dist_checkpointing.load(wanted, str(path))
     for key, chunk in _chunks(training):
         chunk.load_state_dict(found[key])
@@ -177,7 +177,7 @@ def _load(args: Namespace, training: Training, path: Path) -> None:
         training.consumed_samples = found["args"].consumed_train_samples if "args" in found else found["consumed_samples"]
 
 
-def _sharded_state(training: Training, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+def training_state(training: Training, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
     """The state as megatron-core's sharded tensors, by global name, and a few plain values."""
     metadata = _FORM | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state: dict[str, Any] = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(training)}

@@ -50,6 +50,7 @@ from megatron.pipeline.trainer.state import Training, build_training
 logger = logging.getLogger(__name__)
 
 Guard = Callable[..., AbstractContextManager[object]]
+Watch = Callable[[Training], None]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,13 +60,18 @@ def main(argv: Sequence[str]) -> int:
         args, tokenizer, pipeline = prepare(argv, world_size)
     except ValueError as error:
         return _refused(error)
-    _configure_logging(args, rank)
     try:
-        with _world(args, rank, world_size, binds=pipeline.plans.offloads and args.offload_numa_binding):
-            run(args, tokenizer, pipeline)
+        start(args, tokenizer, pipeline, rank, world_size)
     except save_lock.CannotSave as error:
         return _refused(error)
     return 0
+
+
+def start(args: Namespace, tokenizer: Any, pipeline: Pipeline, rank: int, world_size: int, **more: Any) -> None:
+    """``run``, with ``more`` of its arguments, on this rank of a world that begins and ends here."""
+    _configure_logging(args, rank)
+    with _world(args, rank, world_size, binds=pipeline.plans.offloads and args.offload_numa_binding):
+        run(args, tokenizer, pipeline, **more)
 
 
 def _refused(error: ValueError) -> int:
@@ -81,7 +87,11 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     Raises:
         ValueError: what is wrong, and what to change.
     """
-    args = parse(argv)
+    return prepared(parse(argv), world_size)
+
+
+def prepared(args: Namespace, world_size: int) -> tuple[Namespace, Any, Pipeline]:
+    """The same from parsed flags, which are completed in place."""
     check_trained(args)
     validate(args, world_size)
     tokenizer = build_tokenizer(args)
@@ -96,12 +106,13 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     return args, tokenizer, pipeline
 
 
-def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watchdog) -> None:
+def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watchdog, watch: Watch | None = None) -> None:
     """Build, load and train, on every rank of a world that exists.
 
     Args:
         guard: makes the context to train in, from a function that says where this rank is, a time limit for each place, and
             what to do before it ends the process.
+        watch: called with what is trained, before the first iteration.
 
     Raises:
         CannotSave: another run saves into ``--save``.
@@ -129,6 +140,8 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         training = build_training(args, pipeline.placement, timers)
         loaded = checkpoint.load(args, training)
         pipeline.park(training.chunks, training.optimizer, training.config)
+        if watch is not None:
+            watch(training)
         samples = Samples(args, tokenizer, training.chunks)
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
             for line in [

@@ -98,8 +98,8 @@ def _listen(listeners: list[_Listener], tell: Tell, silence: float) -> Any:
         if failed and until is None:
             until = time.monotonic() + _PATIENCE
         if failed and (not waited or any(one.died for one in failed) or time.monotonic() >= (until or 0.0)):
-            # Ranks that lose a peer fail as well: the one that died is why.
-            one = min(failed, key=lambda one: not one.died)
+            # Ranks that lose a peer fail as well: the one that died, or that failed first, is why.
+            one = min(failed, key=lambda one: (not one.died, one.heard))
             raise RankFailed(f"rank {one.rank} of {len(listeners)} {one.failure}, at: {one.at}")
         if not ready and not failed:
             one = min(waited, key=lambda one: one.heard)

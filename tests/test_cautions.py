@@ -1,0 +1,98 @@
+"""Warnings about errors of megatron-core's own: which flags meet one, in which release, and which nearly do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from megatron.pipeline.patches import compat
+
+from megatron.pipeline.flags import cautions as table
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.cautions import cautions
+
+OLDEST, NEWEST = "0.16.1", "0.19.2"
+MTP = "--mtp-num-layers 1 --untie-embeddings-and-output-weights --position-embedding-type rope"
+EXPERTS = "--num-experts 8 --micro-batch-size 1"
+CUT = "--tensor-model-parallel-size 2 --sequence-parallel"
+PER_TOKEN = "--calculate-per-token-loss"
+BALANCED = f"{EXPERTS} {PER_TOKEN} --moe-aux-loss-coeff 1e-2"
+BY_SEQUENCE = f"{BALANCED} --moe-router-load-balancing-type seq_aux_loss"
+BIASES = f"--num-experts 8 {CUT} --expert-model-parallel-size 2"
+GROUPED = f"{BIASES} --disable-bias-linear --moe-grouped-gemm --transformer-impl transformer_engine"
+UP_TO = "(not mended up to megatron-core 0.19)"
+IN = "(mended in megatron-core 0.19)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "meets", "release", "words", "end"),
+    [
+        ("--eod-mask-loss", "--context-parallel-size 2", NEWEST, "--eod-mask-loss with --context-parallel-size 2: ", UP_TO),
+        ("--context-parallel-size 2", "--eod-mask-loss", OLDEST, "mean of these means: give --calculate-per-token-loss", UP_TO),
+        (MTP, "--context-parallel-size 4", OLDEST, "--mtp-num-layers 1 with --context-parallel-size 4: the losses of", UP_TO),
+        (f"{MTP} {PER_TOKEN}", "--context-parallel-size 2", "0.17.0", "on 1 data-parallel x 2 context-parallel ranks", UP_TO),
+        (f"{EXPERTS} {PER_TOKEN} {CUT}", "--moe-aux-loss-coeff 1e-2", "0.18.2", "these losses of the router count 2 times", IN),
+        (BALANCED, "--context-parallel-size 3", OLDEST, "type aux_loss with --calculate-per-token-loss on 1 tensor x 3", IN),
+        (f"{EXPERTS} {PER_TOKEN} {CUT}", "--moe-z-loss-coeff 1e-3", OLDEST, "--moe-z-loss-coeff 0.001 with --calculate-per", IN),
+        (BY_SEQUENCE, "--micro-batch-size 4", OLDEST, "this loss counts 4 times too little", IN),
+        (BIASES, "--expert-tensor-parallel-size 1", OLDEST, "the last biases of experts on different tensor-parallel", UP_TO),
+        (f"{GROUPED} --clip-grad 0", "--clip-grad 1", "0.18.2", "lacks the experts that are not on the first", IN),
+    ],
+)
+def test_flags_that_meet_an_error(
+    flags: str, meets: str, release: str, words: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ``meets`` there is no warning, and with it there is this one."""
+    monkeypatch.setattr(compat, "version", lambda: release)
+    monkeypatch.setattr(table, "version", lambda _: "2.13.0")
+    assert cautions(parse(flags.split())) == []
+    (found,) = cautions(parse(f"{flags} {meets}".split()))
+    assert words in found and found.endswith(end)
+    mended = re.search(r"mended in megatron-core (\S+)\)$", found)
+    monkeypatch.setattr(compat, "version", lambda: f"{mended[1]}.0" if mended else NEWEST)
+    assert len(cautions(parse(f"{flags} {meets}".split()))) == (0 if mended else 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "release"),
+    [
+        (f"--eod-mask-loss --context-parallel-size 2 {PER_TOKEN}", NEWEST),
+        (f"{MTP} {PER_TOKEN} --context-parallel-size 2", OLDEST),  # it then summed the losses of all tokens
+        (f"{MTP} --eod-mask-loss {PER_TOKEN}", NEWEST),  # one data-parallel rank
+        (f"--num-experts 8 {CUT} --disable-bias-linear --moe-aux-loss-coeff 1e-2", OLDEST),  # by microbatch
+        (f"{BY_SEQUENCE} --micro-batch-size 4", "0.15.0"),
+        (f"{EXPERTS} {PER_TOKEN} --micro-batch-size 4 --moe-aux-loss-coeff 1e-2", OLDEST),  # not by sequence
+        (f"{EXPERTS} {PER_TOKEN} {CUT}", OLDEST),  # no loss that balances
+        (f"{BIASES} --disable-bias-linear --expert-tensor-parallel-size 1", OLDEST),
+        (GROUPED, OLDEST),
+    ],
+)
+def test_flags_that_nearly_meet_one(flags: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", lambda: release)
+    monkeypatch.setattr(table, "version", lambda _: "2.13.0")
+    assert cautions(parse(flags.split())) == []
+
+
+def test_older_engines_count_grouped_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", lambda: "0.18.2")
+    monkeypatch.setattr(table, "version", lambda _: "2.12.1")
+    assert cautions(parse(GROUPED.split())) == []
+
+
+def test_replicas_with_other_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", lambda: NEWEST)
+    args = parse(f"{MTP} --eod-mask-loss {PER_TOKEN}".split())
+    args.data_parallel_size = 2
+    assert "on 2 data-parallel x 1 context-parallel ranks" in cautions(args)[0]
+    args.eod_mask_loss = False
+    assert cautions(args) == []
+
+
+def test_sinks_of_megatron_lms_own_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", lambda: NEWEST)
+    args = parse(CUT.split())
+    assert cautions(args) == []
+    args.softmax_type = "learnable"
+    assert "has the attention sinks of the first tensor-parallel rank alone" in cautions(args)[0]
+    args.clip_grad = 0.0
+    assert cautions(args) == []
