@@ -44,12 +44,17 @@ def slots(backwards: bool = False) -> dict[Kind, int]:
     return {kind: POST - slot if backwards else slot for kind, slot in found.items()}
 
 
-def hops_of(placement: Placement, hop: float) -> Array:
-    """Seconds until a pass has what the stage before (DOWN) or behind (UP) made, ``float[5, S]``; -1 where it needs nothing."""
-    hops = np.full((KINDS, placement.last_stage + 1), -1.0)
+def hops_of(placement: Placement, messages: Array) -> Array:
+    """Seconds until a pass has what the stage before (DOWN) or behind (UP) made, ``float[5, S, M]``; -1 where it needs nothing.
+
+    Args:
+        messages: float[S, M], seconds of a message of the M microbatches that go through a stage.
+    """
+    hops = np.full((KINDS, *messages.shape), -1.0)
     for stage in range(1, placement.last_stage + 1):
         if not placement.is_first(stage):
-            hops[DOWN, stage] = hops[UP, stage - 1] = hop if placement.home(stage)[0] != placement.home(stage - 1)[0] else 0
+            far = placement.home(stage)[0] != placement.home(stage - 1)[0]
+            hops[DOWN, stage] = hops[UP, stage - 1] = messages[stage] if far else 0
     return hops
 
 
@@ -65,15 +70,16 @@ class Orders:
         costs, slot = schedule.costs(costs), slots()
         self._tables = [
             {
-                (kind, chunk): (slot[kind], stage, costs.seconds(kind, stage))
+                (kind, chunk): (slot[kind], stage, costs.each(lambda costs: costs.seconds(kind, stage), schedule.slices))  # noqa: B023
                 for kind in slot
                 for chunk, stage in enumerate(stages)
             }
             for stages in schedule.placement.stages
         ]
-        self._hops = hops_of(schedule.placement, costs.hop)
-        self._before = np.full(self._hops.shape, -1)  # what precedes a pass on its own rank is never late
-        self._ends, self._seconds = np.empty((2, *self._hops.shape, schedule.slices))
+        shape, messages = (KINDS, len(costs.stages)), costs.each(lambda costs: costs.hop, schedule.slices)
+        self._hops = hops_of(schedule.placement, np.tile(np.array(messages, float), (shape[1], 1)))
+        self._before = np.full(shape, -1)  # what precedes a pass on its own rank is never late
+        self._ends, self._seconds = np.empty((2, *self._hops.shape))
         self._known: list[dict[int, tuple[_Row, Array, Array]]] = [{} for _ in schedule.passes]
 
     def lengths(self, schedule: Schedule) -> Lengths:
@@ -102,7 +108,7 @@ class Orders:
             passes = [(slot, stage, work.microbatch) for (slot, stage, _), work in zip(made, row, strict=True)]
             if len(known) * len(self._known) > _KEPT:
                 known.clear()
-            seconds = np.array([each[2] for each in made], dtype=float)
+            seconds = np.array([each[2][work.microbatch] for each, work in zip(made, row, strict=True)], dtype=float)
             # With the row, so that no other gets its id.
             found = known[id(row)] = row, np.array(passes, np.int32).reshape(-1, 3), seconds
         return found[1:]
@@ -115,7 +121,7 @@ def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Ar
         order: int[P, N, 3], the (kind, stage, microbatch) of every rank's passes.
         lengths: int[P], how many of the N a rank has.
         seconds: float[5, S, M], of these passes.
-        hops: float[5, S], see ``hops_of``.
+        hops: float[5, S, M], see ``hops_of``.
         before: int[5, S], the kind that must precede on the stage; negative if none must.
         ends: float[5, S, M]; -1 for passes that are not in the order.
     """
@@ -150,11 +156,11 @@ def _replay(
                 if before[kind, stage] >= 0 and ends[before[kind, stage], stage, index] < 0:
                     break
                 # No function for what ``engine`` and ``squeeze`` need too: a call counts references to arrays, and takes longer.
-                if hops[kind, stage] >= 0:
+                if hops[kind, stage, index] >= 0:
                     made = ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
                     if made < 0:
                         break
-                    start = max(start, made + hops[kind, stage])
+                    start = max(start, made + hops[kind, stage, index])
                 if position[rank] == 0:
                     begun[rank] = start
                 free[rank] = start + seconds[kind, stage, index]
