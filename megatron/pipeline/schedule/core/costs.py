@@ -122,10 +122,9 @@ class Costs:
             return self
         load = self.loads[microbatch]
         if load not in self._of:
-            stages = tuple(stage.times(load) for stage in self.stages)
-            self._of[load] = replace(
-                self, stages=stages, hop=self.hop * load.tokens, vocabulary=self.vocabulary.times(load), loads=()
-            )
+            made = {stage: stage.times(load) for stage in dict.fromkeys(self.stages)}  # most are alike
+            stages, vocabulary = tuple(made[stage] for stage in self.stages), self.vocabulary.times(load)
+            self._of[load] = replace(self, stages=stages, hop=self.hop * load.tokens, vocabulary=vocabulary, loads=())
         return self._of[load]
 
     def each(self, value: Callable[[Costs], float], count: int) -> list[float]:

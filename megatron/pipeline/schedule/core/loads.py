@@ -27,16 +27,17 @@ class Load(NamedTuple):
 def load_of(sequences: Iterable[int], tokens: float, attention: float = 0.0) -> Load:
     """The load of a microbatch, by a cost of tokens: linear, and quadratic within each sequence where attention is.
 
-    W, memory and messages are linear. What the costs say is that of ``tokens`` tokens in one sequence, and ``attention`` is the
-    share of its F and of its B that grows quadratically.
+    W, memory and messages are linear. B of attention takes twice its F, and of all else as long as F.
 
     Args:
         sequences: their lengths in tokens.
+        tokens: of the one sequence of the microbatch whose load is 1.
+        attention: the share of that microbatch's F that is attention of its queries and keys.
     """
     lengths = list(sequences)
     linear, squares = sum(lengths) / tokens, sum(length**2 for length in lengths) / tokens**2
-    passes = (1 - attention) * linear + attention * squares
-    return Load(passes, passes, linear, linear, linear)
+    forward = (1 - attention) * linear + attention * squares
+    return Load(forward, (forward + attention * squares) / (1 + attention), linear, linear, linear)
 
 
 def loads_of(microbatches: Sequence[Sequence[int]], tokens: float | None = None, attention: float = 0.0) -> tuple[Load, ...]:

@@ -22,6 +22,7 @@ from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, Kind, Where
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import SLACK, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Lengths
 from megatron.pipeline.schedule.time.replay import Stuck
@@ -112,6 +113,56 @@ class Orders:
             # With the row, so that no other gets its id.
             found = known[id(row)] = row, np.array(passes, np.int32).reshape(-1, 3), seconds
         return found[1:]
+
+
+class Reordered:
+    """Replays one schedule with its microbatches in other orders.
+
+    Args:
+        schedule: of whole microbatches on one model, for which ``can_be_compiled``.
+    """
+
+    def __init__(self, schedule: Schedule, problem: Problem) -> None:
+        costs, placement, slot = schedule.costs(problem.costs), schedule.placement, slots()
+        each, many = [costs.of(number) for number in range(schedule.microbatches)], schedule.microbatches
+        kinds = [kind for kind in STAGE_KINDS if any(kind in row.kinds for row in schedule.rows)]
+        stages = range(len(costs.stages))
+        self._seconds, self._changes = (
+            np.array([[[value(cost, kind, stage) for cost in each] for stage in stages] for kind in kinds], float)
+            for value in (
+                lambda cost, kind, stage: cost.stages[stage].seconds(kind),
+                lambda cost, kind, stage: cost.stages[stage].allocated(kind, stage in problem.recompute),
+            )
+        )
+        self._hops = hops_of(placement, np.tile([cost.hop for cost in each], (len(stages), 1)))
+        self._before = np.full(self._hops.shape[:2], -1)
+        self._lengths = np.array(list(map(len, schedule.passes)))
+        self._order = np.zeros((len(self._lengths), self._lengths.max(), 3), np.int32)
+        self._filled = np.arange(self._order.shape[1]) < self._lengths[:, None]
+        number = {kind: place for place, kind in enumerate(kinds)}
+        passes = [
+            (number[kind], slot[kind], placement.stages[rank][chunk], microbatch)
+            for rank, row in enumerate(schedule.passes)
+            for kind, microbatch, chunk in row
+        ]
+        self._kind, its_slot, self._stage, self._place = np.array(passes).T
+        self._order[self._filled] = np.stack((its_slot, self._stage, self._place), axis=1)
+        self._at = its_slot, self._stage, self._place
+        self._taken, self._ends = np.zeros((2, *self._hops.shape))
+        self._held, self._limits = np.zeros(self._filled.shape), problem.limits and np.array(problem.limits) * SLACK
+        self.size = len(passes)
+
+    def lengths(self, order: Array) -> Lengths | None:
+        """Those with microbatch ``order[k]`` in the place of the k-th; None if a rank then holds more than its limit."""
+        which = self._kind, self._stage, order[self._place]
+        if self._limits is not None:
+            self._held[self._filled] = self._changes[which]
+            if (self._held.cumsum(axis=1).max(axis=1) > self._limits).any():
+                return None
+        self._taken[self._at] = self._seconds[which]
+        hops = np.take(self._hops, order, axis=2)
+        span, makespan = replay(self._order, self._lengths, self._taken, hops, self._before, self._ends)
+        return Lengths(span, makespan, 0.0)
 
 
 def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Array, ends: Array) -> tuple[float, float]:

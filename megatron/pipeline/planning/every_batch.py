@@ -1,0 +1,202 @@
+"""Plans of batches whose microbatches are of unequal lengths: their order, and which sequences go into which of them."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planning.request import Request
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.loads import Load, loads_of
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.time.simulate import simulate
+
+if TYPE_CHECKING:
+    from megatron.pipeline.schedule.time.orders import Reordered
+
+__all__ = ["of_equal", "ordered", "pack"]
+
+_EFFORT, _FEWEST = 400_000, 50  # passes that the orders tried on one plan may replay; orders at least
+_ROUNDS = 2  # plans that are made for better and better orders
+_MORE = 3  # numbers of microbatches that are tried in packing
+_VALUE = attrgetter("value")
+
+Order: TypeAlias = tuple[int, ...]  # which of the given microbatches is in every place
+
+
+def _with_loads(request: Request, change: Callable[[tuple[Load, ...]], tuple[Load, ...]]) -> Request:
+    """The request with other loads."""
+
+    def costs(placement: Placement) -> Costs:
+        given = request.costs(placement) if callable(request.costs) else request.costs
+        given = given or request.equal_costs(placement)
+        return replace(given, loads=change(given.loads))
+
+    return replace(request, costs=costs)
+
+
+def of_equal(planned: Planned, request: Request) -> float | None:
+    """What the family's order for equal microbatches takes with those of a plan, in its order of these; None where that has no
+    plan within the limits."""
+    try:
+        equal = _with_loads(request, lambda _: ()).plan()
+    except ValueError:
+        return None
+    return planned.problem.value(simulate(equal.schedule, planned.problem.costs))
+
+
+def ordered(request: Request, seconds: float | None = None) -> Planned:
+    """The plan of a request in the best order of its microbatches that is found; never longer than in the order given.
+
+    A quick plan is made, and orders of the microbatches are tried on it: the longest first, last or between, and changes to the
+    best of these. Then it is planned anew for that order, and so on.
+
+    Args:
+        seconds: after which the best so far is taken. Without them every rank and every machine makes the same plan.
+
+    Returns:
+        The plan, whose ``order`` says which of the given microbatches is in every place.
+
+    Raises:
+        ValueError: as ``Request.plan``; or microbatches are cut into slices, go through several models, or have passes of a
+            spread vocabulary, copies, or overlapped passes, whose order is not changed.
+    """
+    from megatron.pipeline.schedule.time.orders import Reordered, can_be_compiled  # compiles
+
+    end = math.inf if seconds is None else time.perf_counter() + seconds
+    begin = time.perf_counter()
+    given = tuple(range(request.microbatches))
+
+    def made(order: Order, quick: bool = True) -> Planned:
+        asked = _with_loads(request, lambda loads: tuple(loads[number] for number in order) if loads else ())
+        return replace(replace(asked, quick=quick or request.quick).plan(), order=order)
+
+    best = made(given)
+    if request.memory_limit is None and families.named(request.schedule).plans_for_limits:
+        request = replace(request, memory_limit=best.problem.limits)  # other orders hold no more than this one may
+    schedule = best.schedule
+    if schedule.splits > 1 or schedule.placement.replicas > 1 or not can_be_compiled(schedule):
+        raise ValueError(
+            f"{schedule.name} with slices, several models, a spread vocabulary, offloading or overlapped passes keeps the order "
+            "of its microbatches: leave these out, or the order as it is"
+        )
+    for _ in range(_ROUNDS if best.problem.costs.loads else 0):
+        found = _best_order(Reordered(best.schedule, best.problem), best.problem, end)
+        if found == given or time.perf_counter() > end:
+            break
+        loads = best.problem.costs.loads
+        costs = replace(best.problem.costs, loads=tuple(loads[number] for number in found))
+        order = tuple((best.order or given)[number] for number in found)
+        own = Planned(best.schedule, replace(best.problem, costs=costs), best.variant, order=order)
+        best = min(own, made(order), key=_VALUE)
+    if not request.quick and time.perf_counter() < end:
+        best = min(best, *(made(order, quick=False) for order in dict.fromkeys((best.order or given, given))), key=_VALUE)
+    return replace(best, seconds=time.perf_counter() - begin)
+
+
+def _best_order(replayed: Reordered, problem: Problem, end: float) -> Order:
+    """The order in which a schedule takes shortest that is found until a moment: of those sorted by length, with changes."""
+    generator, loads = random.Random(0), problem.costs.loads
+
+    def value(order: Sequence[int]) -> float:
+        lengths = replayed.lengths(np.array(order))
+        return problem.value(lengths) if lengths else math.inf
+
+    rising = sorted(range(len(loads)), key=lambda number: sum(loads[number][:3]))
+    between = [*rising[::2], *rising[1::2][::-1]]  # the longest
+    middle = len(loads) // 2
+    starts = [range(len(loads)), rising, rising[::-1], between, [*between[middle:], *between[:middle]]]
+    least, best = min((value(order), tuple(order)) for order in starts)
+    for _ in range(max(_FEWEST, _EFFORT // replayed.size)):
+        if time.perf_counter() > end:
+            break
+        changed, (one, other) = list(best), (generator.randrange(len(best)) for _ in range(2))
+        if generator.random() < 0.5:
+            changed[one], changed[other] = changed[other], changed[one]
+        else:
+            changed.insert(other, changed.pop(one))
+        if (now := value(changed)) <= least:
+            least, best = now, tuple(changed)
+    return best
+
+
+def pack(
+    sequences: Sequence[int], tokens: int, request: Request, replicas: int = 1, attention: float = 0.0
+) -> list[list[list[int]]]:
+    """Which sequences of a global batch go into which microbatch of which data-parallel replica, by planned time.
+
+    No sequence is split, and all replicas have as many microbatches. Sequences are put, the longest first, where the least work
+    is, or where they fit first, into as few microbatches as hold them, or one or two more for each replica; whichever of these
+    takes the slowest replica the least planned time is taken.
+
+    Args:
+        sequences: their lengths in tokens.
+        tokens: that fit into a microbatch; the costs of the request are those of one sequence of that length.
+        request: what each replica plans: its number of microbatches, and loads of its costs, are not used.
+        attention: see ``loads_of``.
+
+    Returns:
+        By replica and microbatch, the places of its sequences in ``sequences``.
+
+    Raises:
+        ValueError: a sequence is longer than ``tokens``, there are fewer sequences than replicas, or as ``Request.plan``.
+    """
+    loads = loads_of([[length] for length in sequences], tokens, attention)
+    if (longest := max(sequences)) > tokens or len(sequences) < replicas:
+        raise ValueError(
+            f"{len(sequences)} sequences of up to {longest} tokens for {replicas} replicas with {tokens} tokens a microbatch: give "
+            f"at least a sequence for each replica, and room for {longest} tokens"
+        )
+    work = [load.forward + load.backward + load.weight for load in loads]
+
+    def slowest(packed: list[list[list[int]]]) -> float:
+        def seconds(own: list[list[int]]) -> float:
+            its = loads_of([[sequences[place] for place in microbatch] for microbatch in own], tokens, attention)
+            return _with_loads(replace(request, microbatches=len(own), quick=True), lambda _: its).plan().value
+
+        return max(map(seconds, packed))
+
+    found: list[list[list[list[int]]]] = []
+    count = -(-sum(sequences) // (tokens * replicas))
+    while len(found) < 2 * _MORE and replicas * count <= len(sequences):
+        for balanced in (True, False):
+            if bins := _bins(sequences, work, tokens, count * replicas, balanced):
+                found.append(_shared(bins, work, replicas))
+        count += 1
+    return min(found, key=slowest)
+
+
+def _bins(sequences: Sequence[int], work: Sequence[float], tokens: int, count: int, balanced: bool) -> list[list[int]] | None:
+    """Sequences in a number of microbatches, none of them empty; None where they do not fit."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room, done = [tokens] * count, [0.0] * count
+    for left, place in zip(range(len(sequences), 0, -1), sorted(range(len(sequences)), key=lambda at: -work[at]), strict=True):
+        empty = [at for at in range(count) if not bins[at]]
+        fits = empty if len(empty) >= left else [at for at in range(count) if room[at] >= sequences[place]]
+        if not fits:
+            return None
+        at = min(fits, key=done.__getitem__) if balanced else fits[0]
+        bins[at].append(place)
+        room[at] -= sequences[place]
+        done[at] += work[place]
+    return bins
+
+
+def _shared(bins: list[list[int]], work: Sequence[float], replicas: int) -> list[list[list[int]]]:
+    """As many microbatches for every replica, the longest first to the one that has the least work."""
+    done, packed = [0.0] * replicas, [list[list[int]]() for _ in range(replicas)]
+    for one in sorted(bins, key=lambda one: -sum(work[place] for place in one)):
+        at = min((at for at in range(replicas) if len(packed[at]) < len(bins) // replicas), key=done.__getitem__)
+        packed[at].append(sorted(one))
+        done[at] += sum(work[place] for place in one)
+    return packed
