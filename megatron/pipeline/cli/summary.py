@@ -56,6 +56,13 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         rows.append(("even", "-" if split["even"] is None else f"{split['even']:g}", even))
         layers = f"by stage {' '.join(map(str, split['layers']))}; --pipeline-model-parallel-layout '{split['layout']}'"
         add("layers", sum(split["layers"]), layers)
+    if "batch" in data:
+        batch = data["batch"]
+        value, holds = batch["of_equal"], unit.amount(max(batch["of_equal_peaks"]))
+        shorter = f"{kind} of the order for equal microbatches, which holds {holds}; this one is {1 - data[kind] / value:z.1%} shorter"
+        add("of equal", value, shorter)
+        if batch["order"]:
+            add("order", len(batch["order"]), f"of the microbatches: {' '.join(map(str, batch['order']))}")
     if "shielded" in data:
         stages = " ".join(map(str, data["shielded"]))
         add("shielded", len(data["shielded"]), f"stages whose B has weight gradients behind its collectives: {stages}")

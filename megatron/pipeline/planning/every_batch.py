@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from megatron.pipeline.planning.document import naming
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
@@ -19,15 +20,15 @@ from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.loads import Load, loads_of
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.core.reading import parse_json, read_text
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 if TYPE_CHECKING:
     from megatron.pipeline.schedule.time.orders import Reordered
 
-__all__ = ["of_equal", "ordered", "pack"]
+__all__ = ["batch_fields", "ordered", "pack", "read_lengths"]
 
-_EFFORT, _FEWEST = 400_000, 50  # passes that the orders tried on one plan may replay; orders at least
-_ROUNDS = 2  # plans that are made for better and better orders
+_EFFORT, _FEWEST = 150_000, 50  # passes that the orders which are tried may replay; orders at least
 _MORE = 3  # numbers of microbatches that are tried in packing
 _VALUE = attrgetter("value")
 
@@ -45,21 +46,46 @@ def _with_loads(request: Request, change: Callable[[tuple[Load, ...]], tuple[Loa
     return replace(request, costs=costs)
 
 
-def of_equal(planned: Planned, request: Request) -> float | None:
-    """What the family's order for equal microbatches takes with those of a plan, in its order of these; None where that has no
-    plan within the limits."""
+def read_lengths(path: str) -> list[list[int]]:
+    """The lengths of the sequences of every microbatch, from a file: in every line those of one, or a list of lists in JSON.
+
+    Raises:
+        ValueError: the file cannot be read, or has something else; the message names the file.
+    """
+
+    def parse(text: str) -> list[list[int]]:
+        found = parse_json(text, "lengths") if text.lstrip().startswith("[") else list(map(_line, filter(str.strip, text.splitlines())))
+        if not all(isinstance(row, list) for row in found):
+            raise ValueError("expected a list of the lengths of its sequences for every microbatch, such as [[4096], [512, 700]]")
+        loads_of(found)
+        return found
+
+    return naming(path, parse, read_text(path, "lengths of sequences"))
+
+
+def _line(text: str) -> list[int]:
     try:
-        equal = _with_loads(request, lambda _: ()).plan()
+        return [int(number) for number in text.replace(",", " ").split()]
     except ValueError:
-        return None
-    return planned.problem.value(simulate(equal.schedule, planned.problem.costs))
+        raise ValueError(f"{text[:40]!r}: expected the lengths of a microbatch's sequences, such as 512 700") from None
+
+
+def batch_fields(planned: Planned, request: Request) -> dict[str, Any]:
+    """The field ``batch`` in the JSON of a plan for unequal microbatches: its ``order`` of these, and what the family's order
+    of passes for equal ones takes (``of_equal``) and holds by rank, with the microbatches in the order given.
+
+    That it holds more than the limits is possible.
+    """
+    costs, equal = request.problem().costs, _with_loads(request, lambda _: ()).plan().schedule
+    value = planned.problem.value(simulate(equal, costs))
+    return {"batch": {"order": planned.order, "of_equal": value, "of_equal_peaks": activation_peaks(equal, costs)}}
 
 
 def ordered(request: Request, seconds: float | None = None) -> Planned:
     """The plan of a request in the best order of its microbatches that is found; never longer than in the order given.
 
-    A quick plan is made, and orders of the microbatches are tried on it: the longest first, last or between, and changes to the
-    best of these. Then it is planned anew for that order, and so on.
+    Orders of the microbatches are tried on the order of passes for equal ones: the longest first, last or between, and changes
+    to the best of these. Then it is planned anew for that order.
 
     Args:
         seconds: after which the best so far is taken. Without them every rank and every machine makes the same plan.
@@ -82,7 +108,8 @@ def ordered(request: Request, seconds: float | None = None) -> Planned:
         return replace(replace(asked, quick=quick or request.quick).plan(), order=order)
 
     best = made(given)
-    if request.memory_limit is None and families.named(request.schedule).plans_for_limits:
+    family = families.named(request.schedule)
+    if request.memory_limit is None and family.plans_for_limits:
         request = replace(request, memory_limit=best.problem.limits)  # other orders hold no more than this one may
     schedule = best.schedule
     if schedule.splits > 1 or schedule.placement.replicas > 1 or not can_be_compiled(schedule):
@@ -90,27 +117,22 @@ def ordered(request: Request, seconds: float | None = None) -> Planned:
             f"{schedule.name} with slices, several models, a spread vocabulary, offloading or overlapped passes keeps the order "
             "of its microbatches: leave these out, or the order as it is"
         )
-    for _ in range(_ROUNDS if best.problem.costs.loads else 0):
-        found = _best_order(Reordered(best.schedule, best.problem), best.problem, end)
-        if found == given or time.perf_counter() > end:
-            break
-        loads = best.problem.costs.loads
-        costs = replace(best.problem.costs, loads=tuple(loads[number] for number in found))
-        order = tuple((best.order or given)[number] for number in found)
-        own = Planned(best.schedule, replace(best.problem, costs=costs), best.variant, order=order)
-        best = min(own, made(order), key=_VALUE)
+    if best.problem.costs.loads and time.perf_counter() < end:
+        equal = _with_loads(replace(request, quick=True), lambda _: ()).plan().schedule if family.searches else schedule
+        best = min(best, made(_best_order(Reordered(equal, best.problem), best.problem, end)), key=_VALUE)
     if not request.quick and time.perf_counter() < end:
         best = min(best, *(made(order, quick=False) for order in dict.fromkeys((best.order or given, given))), key=_VALUE)
     return replace(best, seconds=time.perf_counter() - begin)
 
 
 def _best_order(replayed: Reordered, problem: Problem, end: float) -> Order:
-    """The order in which a schedule takes shortest that is found until a moment: of those sorted by length, with changes."""
+    """The order in which a schedule takes shortest that is found until a moment: of those sorted by length, with changes. One
+    that holds more than the limits counts as so many times longer."""
     generator, loads = random.Random(0), problem.costs.loads
 
     def value(order: Sequence[int]) -> float:
-        lengths = replayed.lengths(np.array(order))
-        return problem.value(lengths) if lengths else math.inf
+        lengths, excess = replayed.lengths(np.array(order))
+        return problem.value(lengths) * excess
 
     rising = sorted(range(len(loads)), key=lambda number: sum(loads[number][:3]))
     between = [*rising[::2], *rising[1::2][::-1]]  # the longest

@@ -152,17 +152,17 @@ class Reordered:
         self._held, self._limits = np.zeros(self._filled.shape), problem.limits and np.array(problem.limits) * SLACK
         self.size = len(passes)
 
-    def lengths(self, order: Array) -> Lengths | None:
-        """Those with microbatch ``order[k]`` in the place of the k-th; None if a rank then holds more than its limit."""
-        which = self._kind, self._stage, order[self._place]
+    def lengths(self, order: Array) -> tuple[Lengths, float]:
+        """Those with microbatch ``order[k]`` in the place of the k-th, and how many times their limits ranks hold at most; at
+        least 1."""
+        which, excess = (self._kind, self._stage, order[self._place]), 1.0
         if self._limits is not None:
             self._held[self._filled] = self._changes[which]
-            if (self._held.cumsum(axis=1).max(axis=1) > self._limits).any():
-                return None
+            excess = max(excess, float((self._held.cumsum(axis=1).max(axis=1) / self._limits).max()))
         self._taken[self._at] = self._seconds[which]
         hops = np.take(self._hops, order, axis=2)
         span, makespan = replay(self._order, self._lengths, self._taken, hops, self._before, self._ends)
-        return Lengths(span, makespan, 0.0)
+        return Lengths(span, makespan, 0.0), excess
 
 
 def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Array, ends: Array) -> tuple[float, float]:
