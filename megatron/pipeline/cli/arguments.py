@@ -128,37 +128,34 @@ def cost_flags() -> Parser:
     return flags
 
 
-def size_flags(lengths: bool = False) -> Parser:
-    """Flags for ranks and microbatches.
-
-    Args:
-        lengths: whether microbatches may be of unequal lengths.
-    """
+def size_flags() -> Parser:
     flags = Parser(add_help=False)
     flags.add_argument("--pp", required=True, type=positive_int, metavar="P", help="pipeline ranks")
-    number = "microbatches per iteration" + (" (default: those of --lengths)" if lengths else "")
-    flags.add_argument("--microbatches", required=not lengths, type=positive_int, metavar="M", help=number)
-    if lengths:
-        flags.add_argument(
-            "--lengths",
-            type=file_of(read_lengths),
-            metavar="FILE",
-            help="plan for these microbatches: in every line the lengths of one's sequences, in tokens; or a list of such lists in "
-            "JSON. The costs are then those of one sequence as long as the mean microbatch",
-        )
-        flags.add_argument(
-            "--attention",
-            type=float,
-            default=0.0,
-            metavar="SHARE",
-            help="with --lengths: share of F, at these costs, that is attention and grows with the square of a sequence (default: 0)",
-        )
-        flags.add_argument(
-            "--order",
-            choices=["given", "any"],
-            default="given",
-            help="with --lengths: whether another order of the microbatches may be planned (default: given)",
-        )
+    flags.add_argument("--microbatches", required=True, type=positive_int, metavar="M", help="microbatches per iteration")
+    return flags
+
+
+def length_flags() -> Parser:
+    """Flags for microbatches of unequal lengths."""
+    flags = Parser(add_help=False)
+    flags.add_argument(
+        "--lengths",
+        type=file_of(read_lengths),
+        metavar="FILE",
+        help="plan for these microbatches: in every line the lengths of one's sequences, in tokens; or a list of such lists in "
+        "JSON. The costs are then those of one sequence as long as the mean microbatch",
+    )
+    flags.add_argument(
+        "--attention",
+        type=float,
+        metavar="SHARE",
+        help="with --lengths: share of F, at these costs, that is attention and grows with the square of a sequence (default: 0)",
+    )
+    flags.add_argument(
+        "--order",
+        choices=["given", "any"],
+        help="with --lengths: whether another order of the microbatches may be planned (default: given)",
+    )
     return flags
 
 

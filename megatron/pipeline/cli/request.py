@@ -38,7 +38,7 @@ def requested(options: Namespace) -> Request:
         path = name.removeprefix(_FILE)
         raise ValueError(f"mpipe plan makes the schedules of families; for a file: mpipe simulate {path}, mpipe verify {path}")
     costs, vocabulary, offload = cost_flags_of(options), _vocabulary(options), _offload(options)
-    microbatches, loads = _microbatches(given)
+    loads = _loads(given)
     if offload is None:
         _check_no_copies(options)
     if options.balance and options.costs and len(options.costs.stages) < 3:
@@ -57,7 +57,7 @@ def requested(options: Namespace) -> Request:
     return Request(
         name,
         options.pp,
-        microbatches,
+        options.microbatches,
         of_stages,
         given.get("chunks") if name == given.get("schedule") else None,
         options.memory_limit,
@@ -76,16 +76,16 @@ def requested(options: Namespace) -> Request:
     )
 
 
-def _microbatches(given: dict[str, Any]) -> tuple[int, tuple[Load, ...]]:
-    """How many microbatches there are, and their loads if they are unequal."""
+def _loads(given: dict[str, Any]) -> tuple[Load, ...]:
+    """The loads of unequal microbatches."""
     count, lengths = given["microbatches"], given.get("lengths")
     if not lengths:
-        if count is None or given.get("attention") or given.get("order") == "any":
-            raise ValueError("give --microbatches; or --lengths, to which --attention and --order belong")
-        return count, ()
-    if count not in (None, len(lengths)):
-        raise ValueError(f"--lengths has {len(lengths)} microbatches: leave --microbatches {count} out")
-    return len(lengths), loads_of(lengths, attention=given["attention"])
+        if flags := [flag for flag in ("attention", "order") if given.get(flag)]:
+            raise ValueError(f"--{flags[0]} is of microbatches of unequal lengths: give --lengths, or leave it out")
+        return ()
+    if count != len(lengths):
+        raise ValueError(f"--lengths has {len(lengths)} microbatches: give --microbatches {len(lengths)}, not {count}")
+    return loads_of(lengths, attention=given["attention"] or 0.0)
 
 
 def changes(options: Namespace) -> Changes:

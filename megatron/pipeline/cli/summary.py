@@ -59,7 +59,9 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     if "batch" in data:
         batch = data["batch"]
         value, holds = batch["of_equal"], unit.amount(max(batch["of_equal_peaks"]))
-        shorter = f"{kind} of the order for equal microbatches, which holds {holds}; this one is {1 - data[kind] / value:z.1%} shorter"
+        shorter = (
+            f"{kind} of the order for equal microbatches, which holds {holds}; this one is {1 - data[kind] / value:z.1%} shorter"
+        )
         add("of equal", value, shorter)
         if batch["order"]:
             add("order", len(batch["order"]), f"of the microbatches: {' '.join(map(str, batch['order']))}")

@@ -54,7 +54,11 @@ def read_lengths(path: str) -> list[list[int]]:
     """
 
     def parse(text: str) -> list[list[int]]:
-        found = parse_json(text, "lengths") if text.lstrip().startswith("[") else list(map(_line, filter(str.strip, text.splitlines())))
+        found = (
+            parse_json(text, "lengths")
+            if text.lstrip().startswith("[")
+            else list(map(_line, filter(str.strip, text.splitlines())))
+        )
         if not all(isinstance(row, list) for row in found):
             raise ValueError("expected a list of the lengths of its sequences for every microbatch, such as [[4096], [512, 700]]")
         loads_of(found)
@@ -127,7 +131,7 @@ def ordered(request: Request, seconds: float | None = None) -> Planned:
 
 def _best_order(replayed: Reordered, problem: Problem, end: float) -> Order:
     """The order in which a schedule takes shortest that is found until a moment: of those sorted by length, with changes. One
-    that holds more than the limits counts as so many times longer."""
+    that holds n times the limits counts as n times as long."""
     generator, loads = random.Random(0), problem.costs.loads
 
     def value(order: Sequence[int]) -> float:

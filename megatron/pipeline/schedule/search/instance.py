@@ -124,7 +124,11 @@ class Instance:
             each = self.seconds.sum(axis=(0, 1))
             self.begins = (each.cumsum() - each) / (each.mean() or 1.0)
         else:
-            self.mean_seconds, self.mean_allocated, self.mean_hops = self.seconds[:, :, 0], self.allocated[:, :, 0], self.hops[:, :, 0]
+            self.mean_seconds, self.mean_allocated, self.mean_hops = (
+                self.seconds[:, :, 0],
+                self.allocated[:, :, 0],
+                self.hops[:, :, 0],
+            )
             together += self.mean_allocated[:, :, None] * np.arange(many + 1)
             self.begins = np.arange(many)
         self.lengths = np.zeros(placement.ranks, np.int64)

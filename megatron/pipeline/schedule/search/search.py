@@ -320,7 +320,10 @@ def _cut_down(problem: Problem) -> Problem:
     """A long problem with fewer microbatches, enough that its start and its end do not overlap; one that is short, or has no
     middle that repeats, as it is."""
     enough = problem.placement.replicas * (_ROUNDS * problem.ranks + 8)
-    long = not problem.costs.loads and 3 * problem.microbatches * (problem.placement.last_stage + 1) // problem.placement.replicas > _WHOLE
+    long = (
+        not problem.costs.loads
+        and 3 * problem.microbatches * (problem.placement.last_stage + 1) // problem.placement.replicas > _WHOLE
+    )
     return replace(problem, microbatches=enough) if long and problem.microbatches > enough + problem.ranks else problem
 
 

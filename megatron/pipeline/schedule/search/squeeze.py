@@ -88,7 +88,10 @@ def _squeeze(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
         gap[rank] = behind
         if behind < slot:
             last, last_stage, last_index = row[behind]
-            if ends[last, last_stage, last_index] - seconds[last, last_stage, last_index] < ready + seconds[kind, stage, index] - slack:
+            if (
+                ends[last, last_stage, last_index] - seconds[last, last_stage, last_index]
+                < ready + seconds[kind, stage, index] - slack
+            ):
                 continue  # no idle time to move into: the common case, which has to be quick
         place = _first_from(row, slot, ready + seconds[kind, stage, index] - slack, ends, seconds)
         while place < slot and ends[row[place, 0], row[place, 1], row[place, 2]] <= ready + slack:

@@ -187,10 +187,13 @@ class _Insertion:
 
     def _stages(self, rank: int) -> Iterator[Pass]:
         """The rank's next pass of a stage; if that is a forward, then the first backward after it, which may run before it."""
+        chunks = set[int]()  # whose next forward may wait: a shorter one behind it may not run before it
         for work in self._remaining[rank]:
-            yield work
+            if work.kind is not Kind.F or work.chunk not in chunks:
+                yield work
             if work.kind is not Kind.F:
                 return
+            chunks.add(work.chunk)
 
     def _fits(self, rank: int, work: Pass, now: float) -> bool:
         """Tell whether a pass ends before all ranks have to run the next S together."""
