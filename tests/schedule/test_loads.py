@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,11 @@ def some_loads(generator: random.Random, count: int) -> tuple[Load, ...]:
     return tuple(Load(*(generator.uniform(0.2, 4) for _ in Load._fields)) for _ in range(count))
 
 
+def some_seconds(generator: random.Random) -> tuple[float, float, float]:
+    forward, backward, weight = (generator.uniform(1, 2) for _ in range(3))
+    return forward, backward, weight
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
     """Any family, at unequal stages and microbatches, with one thing that can be asked for on top of it."""
@@ -45,7 +51,7 @@ def requests(draw: st.DrawFn) -> Request:
     generator = random.Random(draw(st.integers(0, 2**32)))
     placement = families.placement(name, ranks)
     stages = tuple(
-        StageCosts(*(generator.uniform(1, 2) for _ in range(3)), 1, generator.choice([0.5, 1]), recompute=1.0)
+        StageCosts(*some_seconds(generator), retained=generator.choice([0.5, 1]), recompute=1.0)
         for _ in range(placement.depth * placement.replicas)
     )
     costs = Costs(stages, generator.choice([0, 0.3]), copies=CopyCosts(0.3, 0.3), loads=some_loads(generator, microbatches))
@@ -109,9 +115,10 @@ def test_costs_of_tokens_are_linear_and_quadratic_within_each_sequence() -> None
     assert long == Load()
     assert halves.forward == 0.5 + 0.25 and halves.backward == pytest.approx((0.5 + 0.5) / 1.5)
     assert double.forward == 1 + 2 and double.weight == double.memory == double.tokens == 2
-    for wrong in ([], [[]], [[0]], [[1.5]]):
+    nothing: list[list[int]] = []
+    for wrong in (nothing, [[]], [[0]], [[-1]]):
         with pytest.raises(ValueError, match="give"):
-            loads_of(wrong)  # type: ignore[arg-type]
+            loads_of(wrong)
 
 
 def test_a_pass_takes_its_load_and_a_message_its_tokens() -> None:
@@ -123,8 +130,13 @@ def test_a_pass_takes_its_load_and_a_message_its_tokens() -> None:
     assert times[1, "BW0.0"].end - times[1, "BW0.0"].start == 3 * 10 + 4 * 100
     assert times[0, "BW1.0"].end - times[0, "BW1.0"].start == 110
     assert planned.peaks == [6, 5]
-    drawn = render(planned.timeline, 300)
-    assert drawn.count("F") == 4  # of unequal lengths, each as wide as it takes
+
+
+def test_drawings_show_passes_as_long_as_they_take() -> None:
+    costs = Costs((StageCosts(1, 1, 1),) * 2, loads=loads_of([[3], [1]], 1))
+    drawn = render(Request("1f1b", 2, 2, costs).plan().timeline, 200)
+    first, second = (len(found) for found in re.findall(r"F\d-*", drawn)[:2])
+    assert first == 3 * second
 
 
 def test_loads_are_checked_and_read_back() -> None:
@@ -133,7 +145,7 @@ def test_loads_are_checked_and_read_back() -> None:
     with pytest.raises(ValueError, match="loads of 2 microbatches for 3"):
         Problem(linear(2), 3, costs)
     with pytest.raises(ValueError, match="loads of 2 microbatches for 3"):
-        simulate(Schedule("own", linear(1), 3, ((Pass(Kind.F, 0),),)), costs)
+        simulate(Schedule("own", linear(2), 3, ((Pass(Kind.F, 0),), ())), costs)
     with pytest.raises(ValueError, match="microbatch 1 must be numbers above 0"):
         replace(costs, loads=(Load(), Load(0)))
     for wrong in ([1], [[1, 2]], [[1, 1, 1, 1, "x"]], 5):

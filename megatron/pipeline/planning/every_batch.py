@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["batch_fields", "ordered", "pack", "read_lengths"]
 
 _EFFORT, _FEWEST = 150_000, 50  # passes that the orders which are tried may replay; orders at least
-_MORE = 3  # numbers of microbatches that are tried in packing
+_MORE = 7  # packings from which on no more microbatches are tried
 _VALUE = attrgetter("value")
 
 Order: TypeAlias = tuple[int, ...]  # which of the given microbatches is in every place
@@ -101,7 +101,7 @@ def ordered(request: Request, seconds: float | None = None) -> Planned:
         ValueError: as ``Request.plan``; or microbatches are cut into slices, go through several models, or have passes of a
             spread vocabulary, copies, or overlapped passes, whose order is not changed.
     """
-    from megatron.pipeline.schedule.time.orders import Reordered, can_be_compiled  # compiles
+    from megatron.pipeline.schedule.time.orders import Reordered  # compiles
 
     end = math.inf if seconds is None else time.perf_counter() + seconds
     begin = time.perf_counter()
@@ -116,7 +116,7 @@ def ordered(request: Request, seconds: float | None = None) -> Planned:
     if request.memory_limit is None and family.plans_for_limits:
         request = replace(request, memory_limit=best.problem.limits)  # other orders hold no more than this one may
     schedule = best.schedule
-    if schedule.splits > 1 or schedule.placement.replicas > 1 or not can_be_compiled(schedule):
+    if not _can_be_ordered(best):
         raise ValueError(
             f"{schedule.name} with slices, several models, a spread vocabulary, offloading or overlapped passes keeps the order "
             "of its microbatches: leave these out, or the order as it is"
@@ -127,6 +127,14 @@ def ordered(request: Request, seconds: float | None = None) -> Planned:
     if not request.quick and time.perf_counter() < end:
         best = min(best, *(made(order, quick=False) for order in dict.fromkeys((best.order or given, given))), key=_VALUE)
     return replace(best, seconds=time.perf_counter() - begin)
+
+
+def _can_be_ordered(planned: Planned) -> bool:
+    """Tell whether the microbatches of a plan are whole, and its passes those that ``Reordered`` replays."""
+    from megatron.pipeline.schedule.time.orders import can_be_compiled
+
+    schedule = planned.schedule
+    return schedule.splits == schedule.placement.replicas == 1 and can_be_compiled(schedule)
 
 
 def _best_order(replayed: Reordered, problem: Problem, end: float) -> Order:
@@ -162,8 +170,9 @@ def pack(
     """Which sequences of a global batch go into which microbatch of which data-parallel replica, by planned time.
 
     No sequence is split, and all replicas have as many microbatches. Sequences are put, the longest first, where the least work
-    is, or where they fit first, into as few microbatches as hold them, or one or two more for each replica; whichever of these
-    takes the slowest replica the least planned time is taken.
+    is, or where they fit first, or so in the order given, into as few microbatches as hold them, or some more for each replica.
+    The packing is taken that the slowest replica runs in the least planned time, and each replica has its microbatches in the
+    order that ``ordered`` finds.
 
     Args:
         sequences: their lengths in tokens.
@@ -180,33 +189,41 @@ def pack(
     loads = loads_of([[length] for length in sequences], tokens, attention)
     if (longest := max(sequences)) > tokens or len(sequences) < replicas:
         raise ValueError(
-            f"{len(sequences)} sequences of up to {longest} tokens for {replicas} replicas with {tokens} tokens a microbatch: give "
-            f"at least a sequence for each replica, and room for {longest} tokens"
+            f"{len(sequences)} sequences of up to {longest} tokens for {replicas} replicas with {tokens} tokens a microbatch: "
+            f"give at least a sequence for each replica, and room for {longest} tokens"
         )
     work = [load.forward + load.backward + load.weight for load in loads]
 
-    def slowest(packed: list[list[list[int]]]) -> float:
-        def seconds(own: list[list[int]]) -> float:
-            its = loads_of([[sequences[place] for place in microbatch] for microbatch in own], tokens, attention)
-            return _with_loads(replace(request, microbatches=len(own), quick=True), lambda _: its).plan().value
+    def asked(own: list[list[int]]) -> Request:
+        its = loads_of([[sequences[place] for place in microbatch] for microbatch in own], tokens, attention)
+        return _with_loads(replace(request, microbatches=len(own), quick=True), lambda _: its)
 
-        return max(map(seconds, packed))
+    def slowest(packed: list[list[list[int]]]) -> float:
+        return max(asked(own).plan().value for own in packed)
+
+    def in_order(own: list[list[int]]) -> list[list[int]]:
+        order = ordered(asked(own)).order or ()
+        return [own[place] for place in order]
 
     found: list[list[list[list[int]]]] = []
     count = -(-sum(sequences) // (tokens * replicas))
-    while len(found) < 2 * _MORE and replicas * count <= len(sequences):
-        for balanced in (True, False):
-            if bins := _bins(sequences, work, tokens, count * replicas, balanced):
+    while len(found) < _MORE and replicas * count <= len(sequences):
+        for by_work, balanced in ((True, True), (True, False), (False, False)):
+            if bins := _bins(sequences, work, tokens, count * replicas, by_work, balanced):
                 found.append(_shared(bins, work, replicas))
         count += 1
-    return min(found, key=slowest)
+    best = min(found, key=slowest)
+    return list(map(in_order, best)) if _can_be_ordered(asked(best[0]).plan()) else best
 
 
-def _bins(sequences: Sequence[int], work: Sequence[float], tokens: int, count: int, balanced: bool) -> list[list[int]] | None:
+def _bins(
+    sequences: Sequence[int], work: Sequence[float], tokens: int, count: int, by_work: bool, balanced: bool
+) -> list[list[int]] | None:
     """Sequences in a number of microbatches, none of them empty; None where they do not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room, done = [tokens] * count, [0.0] * count
-    for left, place in zip(range(len(sequences), 0, -1), sorted(range(len(sequences)), key=lambda at: -work[at]), strict=True):
+    places = sorted(range(len(sequences)), key=lambda at: -work[at] if by_work else at)
+    for left, place in zip(range(len(sequences), 0, -1), places, strict=True):
         empty = [at for at in range(count) if not bins[at]]
         fits = empty if len(empty) >= left else [at for at in range(count) if room[at] >= sequences[place]]
         if not fits:
@@ -220,9 +237,10 @@ def _bins(sequences: Sequence[int], work: Sequence[float], tokens: int, count: i
 
 def _shared(bins: list[list[int]], work: Sequence[float], replicas: int) -> list[list[list[int]]]:
     """As many microbatches for every replica, the longest first to the one that has the least work."""
-    done, packed = [0.0] * replicas, [list[list[int]]() for _ in range(replicas)]
-    for one in sorted(bins, key=lambda one: -sum(work[place] for place in one)):
-        at = min((at for at in range(replicas) if len(packed[at]) < len(bins) // replicas), key=done.__getitem__)
-        packed[at].append(sorted(one))
-        done[at] += sum(work[place] for place in one)
-    return packed
+    done, taken = [0.0] * replicas, [list[int]() for _ in range(replicas)]
+    seconds = [sum(work[place] for place in one) for one in bins]
+    for number in sorted(range(len(bins)), key=lambda number: -seconds[number]):
+        at = min((at for at in range(replicas) if len(taken[at]) < len(bins) // replicas), key=done.__getitem__)
+        taken[at].append(number)
+        done[at] += seconds[number]
+    return [[sorted(bins[number]) for number in sorted(own)] for own in taken]

@@ -131,8 +131,8 @@ class Problem:
         return self if self.costs.loads else replace(self, microbatches=min(self.microbatches, count))
 
     def microbatch_memory(self, rank: int) -> float:
-        """Memory of the largest microbatch on a rank when all its chunks have run F (and R), and B where that allocates: with that much
-        every problem can be planned. With several replicas each microbatch goes through one of them.
+        """Memory of the largest microbatch on a rank when all its chunks have run F (and R), and B where that allocates: with
+        that much every problem can be planned. With several replicas each microbatch goes through one of them.
 
         With recompute the least that is needed can be below this: see ``bound.least_limit``.
         """

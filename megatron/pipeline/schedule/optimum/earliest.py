@@ -233,7 +233,7 @@ class Earliest:
             for other in self._of_stage[stage]:
                 if other not in done:
                     level += self.lines[other].change
-                    seconds += self.lines[other].seconds
+                    seconds += self.lines[other].between(0, 1)
                     if level < least - SLACK * held:
                         frees.append((other, least - level))
                         freed += least - level
@@ -338,7 +338,7 @@ class Earliest:
             number = counts[deepest] - (counts[stack[depth + 1]] if depth + 1 < len(stack) else 0)
             merged: list[tuple[float, float]] = []
             for index in stack[: depth + 1]:
-                size, work = self.lines[index].change, self.lines[index].seconds
+                size, work = self.lines[index].change, self.lines[index].between(0, 1)
                 while merged and work * merged[-1][0] >= merged[-1][1] * size:
                     size, work = size + merged[-1][0], work + merged.pop()[1]
                 merged.append((size, work))

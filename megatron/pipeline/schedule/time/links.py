@@ -160,7 +160,7 @@ class _Table:
             links[backward.chunk]["gradient", backward.kind] = whole._replace(made=self._unused, seconds=at_once, is_part=False)
             links[forward.chunk][first] = links[forward.chunk][forward.kind]._replace(seconds=[*at_once])
             links[backward.chunk][second] = whole._replace(needed=self._nothing, hop=at_once, seconds=[*at_once])
-        if self._costs:
+        if self._costs and self._braid:
             stages, numbers = self._stages[rank], (forward.microbatch, backward.microbatch)
             halves = links[forward.chunk][first].seconds, links[backward.chunk][second].seconds
             loads = numbers if self._costs.loads else (0, 0)
@@ -171,6 +171,7 @@ class _Table:
     def of_lane(self, lane: LaneRow) -> list[dict[Any, PassLink]]:
         """By chunk and key, the links of a lane's row."""
         links = [dict[Any, PassLink]() for _ in self._stages[lane.rank]]
+        assert self._costs, "without costs there are no lanes"
         for work in lane.passes:
             kind, microbatch, chunk = work
             stage = self._stages[lane.rank][chunk]

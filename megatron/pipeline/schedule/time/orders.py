@@ -124,7 +124,7 @@ class Reordered:
 
     def __init__(self, schedule: Schedule, problem: Problem) -> None:
         costs, placement, slot = schedule.costs(problem.costs), schedule.placement, slots()
-        each, many = [costs.of(number) for number in range(schedule.microbatches)], schedule.microbatches
+        each = [costs.of(number) for number in range(schedule.microbatches)]
         kinds = [kind for kind in STAGE_KINDS if any(kind in row.kinds for row in schedule.rows)]
         stages = range(len(costs.stages))
         self._seconds, self._changes = (
