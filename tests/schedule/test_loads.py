@@ -115,8 +115,8 @@ def test_costs_of_tokens_are_linear_and_quadratic_within_each_sequence() -> None
     assert long == Load()
     assert halves.forward == 0.5 + 0.25 and halves.backward == pytest.approx((0.5 + 0.5) / 1.5)
     assert double.forward == 1 + 2 and double.weight == double.memory == double.tokens == 2
-    nothing: list[list[int]] = []
-    for wrong in (nothing, [[]], [[0]], [[-1]]):
+    wrongs: list[list[list[int]]] = [[], [[]], [[0]], [[-1]]]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="give"):
             loads_of(wrong)
 
