@@ -33,6 +33,7 @@ DOCUMENTS = [
     "docs/architecture.md",
     "docs/numerics.md",
     "docs/memory.md",
+    "docs/every_batch.md",
     "docs/clusters.md",
     "docs/tuning.md",
     "docs/users/dense.md",

@@ -29,7 +29,7 @@ from megatron.pipeline.schedule.transforms.braid import braid
 class Hiding(Costs):
     """Costs with which braids pay."""
 
-    def braid(self, stage: int, kind: Kind, other: int) -> tuple[float, float]:
+    def braid(self, stage: int, kind: Kind, other: int, microbatches: tuple[int, int] = (0, 0)) -> tuple[float, float]:
         return 0.6 * self.seconds(Kind.F, stage), 0.6 * self.seconds(kind, other)
 
 

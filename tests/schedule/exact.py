@@ -105,8 +105,9 @@ class Model:
 
         self._problem = problem
         self._sliced = problem.costs.sliced(problem.splits)
-        self.unit, self._costs = _whole_seconds(self._sliced)
         self._empty = Schedule("optimum", problem.placement, problem.microbatches, ((),) * problem.ranks, problem.splits)
+        self.unit, self._of = _whole_seconds([self._sliced.of(number) for number in range(self._empty.slices)])
+        self._costs = self._of[0]  # of the first microbatch
         self._passes = [self._passes_of(rank) for rank in range(problem.ranks)]
         count = sum(map(len, self._passes))
         if count > MOST_PASSES:
@@ -119,7 +120,7 @@ class Model:
         self._ends: dict[tuple[int, Pass], LinearExprT] = {}
         self._fused: dict[tuple[int, Pass], IntVar] = {}  # by B: whether it is a BW, so that its W takes no time
         seconds = sum(self._length(rank, work) for rank, works in enumerate(self._passes) for work in works)
-        self._horizon = seconds + 2 * int(self._costs.hop) * len(self._costs.stages) * self._empty.slices
+        self._horizon = seconds + 2 * len(self._costs.stages) * sum(int(costs.hop) for costs in self._of)
         for rank, works in enumerate(self._passes):
             self._add_passes(rank, works)
             self._add_order(rank)
@@ -137,7 +138,7 @@ class Model:
         return works
 
     def _stage(self, rank: int, work: Pass) -> StageCosts:
-        return self._costs.stages[self._problem.placement.stage(rank, work.chunk)]
+        return self._of[work.microbatch].stages[self._problem.placement.stage(rank, work.chunk)]
 
     def _length(self, rank: int, work: Pass) -> int:
         return int(self._stage(rank, work).seconds(work.kind))
@@ -181,7 +182,7 @@ class Model:
         for rank, works in enumerate(self._passes):
             for work in works:
                 for other, before in schedule.predecessors(rank, work):
-                    hop = int(self._costs.hop) if other != rank else 0
+                    hop = int(self._of[work.microbatch].hop) if other != rank else 0
                     self._model.add(self._made(other, before) + hop <= self._starts[rank, work])
 
     def _made(self, rank: int, work: Pass) -> LinearExprT:
@@ -191,15 +192,15 @@ class Model:
     def _add_limit(self, rank: int, limit: float) -> None:
         """What a pass allocates is held until passes that free as much have ended, the last allocated first. Ranks run one pass
         at a time, so that this is a cumulative."""
-        changes = {(work.kind, work.chunk): self._change(rank, work) for work in self._passes[rank]}
-        if sum(max(0.0, changes[work.kind, work.chunk]) for work in self._passes[rank]) <= limit:
+        changes = {work: self._change(rank, work) for work in self._passes[rank]}
+        if sum(max(0.0, change) for change in changes.values()) <= limit:
             return
         unit, _ = _whole([*map(abs, changes.values()), limit], Fraction(limit) / 10**12)
         intervals: list[IntervalVar] = []
         demands: list[LinearExprT] = []
         held: dict[tuple[int, int], list[tuple[float, Pass]]] = {}  # by microbatch and chunk
         for work in self._passes[rank]:
-            change, stack = changes[work.kind, work.chunk], held.setdefault(work[1:3], [])
+            change, stack = changes[work], held.setdefault(work[1:3], [])
             if change > 0:
                 stack.append((change, work))
             while change < 0 and stack:
@@ -218,7 +219,7 @@ class Model:
     def _change(self, rank: int, work: Pass) -> float:
         """The memory that a pass allocates (positive) or frees (negative)."""
         stage = self._problem.placement.stage(rank, work.chunk)
-        return self._sliced.allocated(work.kind, stage, stage in self._problem.recompute)
+        return self._sliced.of(work.microbatch).allocated(work.kind, stage, stage in self._problem.recompute)
 
     def _add_objective(self) -> None:
         """The span is that of the rank with the longest; the makespan counts from 0."""
@@ -238,7 +239,9 @@ class Model:
         model.minimize(self._value)
 
     def _least(self) -> float:
-        """A bound, in whole seconds."""
+        """A bound, in whole seconds; of unequal microbatches none, since each is rounded down by another amount."""
+        if self._problem.costs.loads:
+            return 0.0
         return lower_bound(replace(self._problem, costs=self._costs, microbatches=self._empty.slices, splits=1))
 
     def first_start(self, rank: int) -> int | None:
@@ -262,12 +265,13 @@ class Model:
 
     def start_from(self, hint: Schedule) -> None:
         """Give the solver a schedule's times to start from."""
-        for rank, passes in enumerate(simulate(replace(hint, microbatches=hint.slices, splits=1), self._costs).ranks):
+        whole = simulate(replace(hint, microbatches=hint.slices, splits=1), self._sliced)
+        for rank, passes in enumerate(whole.ranks):
             for timed, start, _ in passes:
                 work = timed._replace(kind=Kind(timed.kind.row.braided or timed.kind))
                 key = (rank, work._replace(kind=Kind.B) if work.kind is Kind.BW and (rank, work) not in self._starts else work)
                 if key in self._starts:
-                    self._model.add_hint(self._starts[key], int(start))
+                    self._model.add_hint(self._starts[key], int(start / self.unit))
 
     def solve(self, seconds: float) -> tuple[CpSolver, str]:
         from ortools.sat.python import cp_model
@@ -299,19 +303,22 @@ class Model:
         return replace(self._empty, passes=tuple(rows))
 
 
-def _whole_seconds(costs: Costs) -> tuple[Fraction, Costs]:
+def _whole_seconds(each: list[Costs]) -> tuple[Fraction, list[Costs]]:
     """The costs with times in whole multiples of a unit, and the unit in seconds; never longer than they were."""
     names = [kind.row.seconds for kind in STAGE_KINDS]
-    times = [{name: time for name in names if (time := getattr(stage, name)) is not None} for stage in costs.stages]
-    given = [*chain(*(by_name.values() for by_name in times)), costs.hop]
-    unit, whole = _whole(given, Fraction(max(filter(None, given[:-1]), default=1)) / 20000)
+    stages = {stage: None for costs in each for stage in costs.stages}
+    times = {stage: {name: time for name in names if (time := getattr(stage, name)) is not None} for stage in stages}
+    given = list(chain(*(by_name.values() for by_name in times.values())))
+    coarse = Fraction(max(filter(None, given), default=1)) / 20000
+    given += [costs.hop for costs in each]
+    unit, whole = _whole(given, coarse)
     counts = dict(zip(given, whole, strict=True))
-    without_parts: dict[str, Any] = dict.fromkeys(PARTS)
-    stages = (
-        replace(stage, **({name: counts[time] for name, time in by_name.items()} | without_parts))
-        for stage, by_name in zip(costs.stages, times, strict=True)
-    )
-    return unit, Costs(tuple(stages), counts[costs.hop])
+    without: dict[str, Any] = dict.fromkeys(PARTS)
+    made = {
+        stage: replace(stage, **({name: counts[time] for name, time in by_name.items()} | without))
+        for stage, by_name in times.items()
+    }
+    return unit, [Costs(tuple(made[stage] for stage in costs.stages), counts[costs.hop]) for costs in each]
 
 
 def _whole(values: Iterable[float], coarse: Fraction) -> tuple[Fraction, list[int]]:

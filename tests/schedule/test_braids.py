@@ -38,7 +38,7 @@ ONE = schedule_of("F0.0 F1.0 FB0.0 W0.0 B1.0 W1.0")
 class Braiding(Costs):
     """Half of the shorter half of a braid is hidden; the forward's output is there when half of the braid has run."""
 
-    def braid(self, stage: int, kind: Kind, other: int) -> tuple[float, float]:
+    def braid(self, stage: int, kind: Kind, other: int, microbatches: tuple[int, int] = (0, 0)) -> tuple[float, float]:
         forward, backward = self.seconds(Kind.F, stage), self.seconds(kind, other)
         whole = forward + backward - min(forward, backward) / 2
         return whole / 2, whole / 2

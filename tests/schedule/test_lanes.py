@@ -21,7 +21,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.lanes import switches
-from megatron.pipeline.schedule.time.links import PassLink, Rows, lane_rows
+from megatron.pipeline.schedule.time.links import PassLink, Rows
 from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.transform import without_copies
@@ -35,9 +35,10 @@ def on_the_way(queues: Sequence[Sequence[tuple[float, float]]], costs: CopyCosts
     passes = [()] * ranks + [tuple(Pass(Kind.H2D, number) for number in range(len(queue))) for queue in queues]
     first = [most * (1 + lane) for lane in range(len(queues))]  # the numbers of what a lane's copies need
     made_at = [None] * most + [ready for queue in queues for ready, _ in [*queue, *[(0, 0)] * (most - len(queue))]]
-    links = [[{Kind.H2D: PassLink(0, number, 0, 0)}] for number in [*[0] * ranks, *first]]
-    seconds = [None] * ranks + [[alone for _, alone in queue] for queue in queues]
-    clock = Clock(ranks, Rows(passes, passes, links, made_at, []), seconds, switches(ranks, costs))
+    seconds = [[0.0]] * ranks + [[alone for _, alone in queue] for queue in queues]
+    numbers = [*[0] * ranks, *first]
+    links = [[{Kind.H2D: PassLink(0, number, [0.0] * most, row)}] for number, row in zip(numbers, seconds, strict=True)]
+    clock = Clock(ranks, Rows(passes, passes, links, made_at, []), switches(ranks, costs))
     clock.follow(passes)
     return [
         list(zip(starts.values(), ends.values(), strict=True))
@@ -149,7 +150,7 @@ def test_copies_of_what_runs_again_are_of_its_checkpoint_and_r_waits() -> None:
     stage = replace(STAGE, recompute=1, checkpoint=0.5)
     schedule = Schedule("own", linear(1), 2, parse("F0 F1 D2H0 H2D0 R0 BW0 R1 BW1"))
     costs = Costs((stage,), copies=CopyCosts(1, 2))
-    assert [lane.seconds for lane in lane_rows(schedule, costs)] == [[0.5], [1.0]]
+    assert [end - start for _, start, end in simulate(schedule, costs).copies[0]] == [0.5, 1.0]
     assert schedule.rows[0].awaited == {Pass(Kind.R, 0): Pass(Kind.H2D, 0)}
     assert next(timed for timed in simulate(schedule, costs).ranks[0] if timed.work.kind is Kind.R).start == 3
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS, memory_size, positive_int
 from megatron.pipeline.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
 from megatron.pipeline.planning.document import GOAL, read_costs
+from megatron.pipeline.planning.every_batch import read_lengths
 from megatron.pipeline.planning.refusals import Bytes
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import Objective
@@ -131,6 +132,30 @@ def size_flags() -> Parser:
     flags = Parser(add_help=False)
     flags.add_argument("--pp", required=True, type=positive_int, metavar="P", help="pipeline ranks")
     flags.add_argument("--microbatches", required=True, type=positive_int, metavar="M", help="microbatches per iteration")
+    return flags
+
+
+def length_flags() -> Parser:
+    """Flags for microbatches of unequal lengths."""
+    flags = Parser(add_help=False)
+    flags.add_argument(
+        "--lengths",
+        type=file_of(read_lengths),
+        metavar="FILE",
+        help="plan for these microbatches: in every line the lengths of one's sequences, in tokens; or a list of such lists in "
+        "JSON. The costs are then those of one sequence as long as the mean microbatch",
+    )
+    flags.add_argument(
+        "--attention",
+        type=float,
+        metavar="SHARE",
+        help="with --lengths: share of F, at these costs, that is attention and grows with the square of a sequence (default: 0)",
+    )
+    flags.add_argument(
+        "--order",
+        choices=["given", "any"],
+        help="with --lengths: whether another order of the microbatches may be planned (default: given)",
+    )
     return flags
 
 

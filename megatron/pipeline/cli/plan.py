@@ -10,6 +10,7 @@ from megatron.pipeline.cli.arguments import (
     add_command,
     cost_flags,
     goal_flags,
+    length_flags,
     offload_flags,
     pass_flags,
     report_flags,
@@ -21,6 +22,7 @@ from megatron.pipeline.cli.summary import above_bound, check_output, put
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.planning.choose import best
 from megatron.pipeline.planning.document import choice_fields, report
+from megatron.pipeline.planning.every_batch import batch_fields, ordered
 from megatron.pipeline.schedule import families
 
 
@@ -46,7 +48,7 @@ def add(commands: Commands) -> None:
         "mpipe plan --schedule zb-v --pp 8 --microbatches 32 --cost F=1,B=1.2,W=0.8,comm=0.05",
         "mpipe plan --schedule auto --pp 8 --microbatches 32 --memory-limit 5 -o plan.json",
         epilog=bounds,
-        parents=[family, size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()],
+        parents=[family, size_flags(), length_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()],
     )
     parser.add_argument("--chunks", type=positive_int, metavar="V", help="model chunks per rank (default: the family's)")
     parser.add_argument("--splits", type=positive_int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
@@ -58,7 +60,11 @@ def run(options: argparse.Namespace) -> None:
     request = requested(options)
     with Progress("planning schedules") as progress:
         planned, choice = best(request, progress=progress)
+        if options.order == "any":
+            planned = ordered(request.of(planned.variant))
     data = report(planned)
+    if options.lengths:
+        data |= batch_fields(planned, request.of(planned.variant))
     table = ""
     if choice:
         data |= choice_fields(choice)

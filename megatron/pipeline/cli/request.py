@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 from megatron.pipeline.cli.arguments import StageList
 from megatron.pipeline.planning.costs import COPIES, CostFlags, costs_of, with_shards
 from megatron.pipeline.planning.document import Changes
 from megatron.pipeline.planning.refusals import check_limit, unit_of
 from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.costs import VocabularyCosts
+from megatron.pipeline.schedule.core.costs import Costs, VocabularyCosts
+from megatron.pipeline.schedule.core.loads import Load, loads_of
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
@@ -36,6 +38,7 @@ def requested(options: Namespace) -> Request:
         path = name.removeprefix(_FILE)
         raise ValueError(f"mpipe plan makes the schedules of families; for a file: mpipe simulate {path}, mpipe verify {path}")
     costs, vocabulary, offload = cost_flags_of(options), _vocabulary(options), _offload(options)
+    loads = _loads(given)
     if offload is None:
         _check_no_copies(options)
     if options.balance and options.costs and len(options.costs.stages) < 3:
@@ -46,11 +49,16 @@ def requested(options: Namespace) -> Request:
     unit = unit_of(options.costs)
     check_limit(options.memory_limit, unit)
     check_limit(options.host_memory_limit, unit, "--host-memory-limit")
+
+    def of_stages(placement: Placement) -> Costs:
+        found = with_shards(costs_of(costs, placement, copies=offload is not None), vocabulary, placement.ranks)
+        return replace(found, loads=loads) if loads else found
+
     return Request(
         name,
         options.pp,
         options.microbatches,
-        lambda placement: with_shards(costs_of(costs, placement, copies=offload is not None), vocabulary, placement.ranks),
+        of_stages,
         given.get("chunks") if name == given.get("schedule") else None,
         options.memory_limit,
         objective=options.objective,
@@ -66,6 +74,18 @@ def requested(options: Namespace) -> Request:
         bounded=True,
         unit=unit,
     )
+
+
+def _loads(given: dict[str, Any]) -> tuple[Load, ...]:
+    """The loads of unequal microbatches."""
+    count, lengths = given["microbatches"], given.get("lengths")
+    if not lengths:
+        if flags := [flag for flag in ("attention", "order") if given.get(flag)]:
+            raise ValueError(f"--{flags[0]} is of microbatches of unequal lengths: give --lengths, or leave it out")
+        return ()
+    if count != len(lengths):
+        raise ValueError(f"--lengths has {len(lengths)} microbatches: give --microbatches {len(lengths)}, not {count}")
+    return loads_of(lengths, attention=given["attention"] or 0.0)
 
 
 def changes(options: Namespace) -> Changes:

@@ -56,6 +56,8 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         rows.append(("even", "-" if split["even"] is None else f"{split['even']:g}", even))
         layers = f"by stage {' '.join(map(str, split['layers']))}; --pipeline-model-parallel-layout '{split['layout']}'"
         add("layers", sum(split["layers"]), layers)
+    if "batch" in data:
+        rows += _batch(data, unit)
     if "shielded" in data:
         stages = " ".join(map(str, data["shielded"]))
         add("shielded", len(data["shielded"]), f"stages whose B has weight gradients behind its collectives: {stages}")
@@ -77,6 +79,15 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     title = f"{data['schedule']}: {counted(data['pp'], 'rank')}{chunks}, {counted(data['microbatches'], 'microbatch')}{spread}"
     table = "\n".join(f"  {name:<12}{value:>{wide}}  {meaning}" for name, value, meaning in rows)
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
+
+
+def _batch(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
+    """Lines of a report about unequal microbatches."""
+    batch, kind, order = data["batch"], data["objective"], data["batch"]["order"]
+    holds, shorter = unit.amount(max(batch["of_equal_peaks"])), 1 - data[kind] / batch["of_equal"]
+    of_equal = f"{kind} of the order for equal microbatches, which holds {holds}; this one is {shorter:z.1%} shorter"
+    rows = [("of equal", f"{batch['of_equal']:g}", of_equal)]
+    return rows + ([("order", str(len(order)), f"of the microbatches: {' '.join(map(str, order))}")] if order else [])
 
 
 def _unit(data: dict[str, Any]) -> Unit:

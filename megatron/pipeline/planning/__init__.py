@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.pipeline.planning.compose import least_memory, solve
+from megatron.pipeline.planning.every_batch import ordered, pack
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.loads import loads_of
 from megatron.pipeline.schedule.core.schedule import Schedule
 
-__all__ = ["Planned", "Request", "Variant", "least_memory", "plan", "solve"]
+__all__ = ["Planned", "Request", "Variant", "least_memory", "loads_of", "ordered", "pack", "plan", "solve"]
 
 
 def plan(

@@ -218,7 +218,7 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
         moved = share_of(costs, placement, StageCosts.moved)
         times |= {"D2H": costs.copies.to_host * moved, "H2D": costs.copies.to_device * moved}
         found["copies"] = {name: getattr(costs.copies, name) for name in SHARED}
-    if len(set(stages)) == 1 and math.isclose(held["B"], 1.0) and stages[0].movable is None:
+    if len(set(stages)) == 1 and math.isclose(held["B"], 1.0) and stages[0].movable is None and not costs.loads:
         return found
     return found | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
 

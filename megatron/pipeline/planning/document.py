@@ -108,7 +108,7 @@ def _limits(planned: Planned) -> dict[str, Any]:
     """The limit, if there is one, and the least that could run a microbatch per the time it takes the busiest rank."""
     if planned.memory_limit is None:
         return {}
-    if planned.schedule.has_copies:
+    if planned.schedule.has_copies or planned.problem.costs.loads:  # of unequal microbatches none tells what the next would take
         return {"memory_limit": planned.memory_limit}
     least = smallest_sustaining_limit(with_own_passes(planned.schedule, planned.problem))
     return {"memory_limit": planned.memory_limit, "sustaining_limit": least}

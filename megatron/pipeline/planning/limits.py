@@ -46,7 +46,7 @@ def peaks_of_1f1b(costs: Costs, ranks: int, microbatches: int) -> tuple[float, .
     """
     costs = with_whole_vocabulary(costs, ranks).of_depth(ranks)
     placement = families.placement("1f1b", ranks)
-    fills = Problem(placement, min(microbatches, ranks), costs)  # rank r never holds more than p-r of them
+    fills = Problem(placement, microbatches, costs).first(ranks)  # rank r never holds more than p-r of them
     return tuple(activation_peaks(of_stages("1f1b", fills), costs))
 
 
@@ -76,7 +76,7 @@ def kept_limits(family: Family, problem: Problem, beside: Beside | None = None) 
         return given
     own = _own_limits(family, problem, beside)
     if family.keeps:
-        enough = replace(problem, microbatches=min(problem.microbatches, 4 * problem.ranks))
+        enough = problem.first(4 * problem.ranks)
         whole = activation_peaks(of_stages(family.name, enough), problem.costs)
         fits = all(peak + spreading(problem) <= limit * SLACK for peak, limit in zip(whole, own, strict=True))
         return None if fits else own
@@ -98,10 +98,14 @@ def _own_limits(family: Family, problem: Problem, beside: Beside | None) -> tupl
     """The limits that the family's name stands for."""
     ranks, amount = problem.ranks, family.memory or family.keeps
     assert amount is not None
-    full, peaks = (peaks_of_1f1b(problem.costs, ranks, number) for number in (ranks, problem.microbatches))
+    peaks = peaks_of_1f1b(problem.costs, ranks, problem.microbatches)
+    if problem.costs.loads:
+        full = max(peaks) * max(1.0, ranks / problem.microbatches)  # as if more were like these
+    else:
+        full = max(peaks_of_1f1b(problem.costs, ranks, ranks))
     share = amount(ranks) / ranks
     # With fewer microbatches than ranks 1F1B holds these at most, and an amount below its peak is still that share of p.
-    limit = min(amount(ranks) * max(full) / ranks, max(1.0, share) * max(peaks)) + spreading(problem)
+    limit = min(amount(ranks) * full / ranks, max(1.0, share) * max(peaks)) + spreading(problem)
     limits = [limit] * ranks
     if beside and share <= 1:
         fullest = max(peak + other for peak, other in zip(peaks, beside.stock, strict=True))
@@ -114,7 +118,7 @@ def least_limits(family: Family, problem: Problem) -> tuple[float, ...]:
     ranks, more = problem.ranks, spreading(problem)
     # B and W run as one where B would make activations again.
     grows = {stage for stage, cost in enumerate(problem.costs.stages) if cost.grows}
-    fused = replace(problem, microbatches=min(problem.microbatches, 4 * ranks), fused=problem.fused | grows)
+    fused = replace(problem.first(4 * ranks), fused=problem.fused | grows)
     if not family.keeps:
         return tuple(fused.microbatch_memory(rank) + more for rank in range(ranks))
     soonest = of_stages(family.name, replace(fused, limits=(0.0,) * ranks))
@@ -130,9 +134,10 @@ def spreading(problem: Problem) -> float:
 
 def largest_microbatch(problem: Problem) -> float:
     """The most that a rank can hold of one microbatch's stages."""
-    return max(stage.activation for stage in problem.costs.stages) * problem.placement.chunks
+    stages, loads = problem.costs.stages, problem.costs.largest
+    return max(stage.activation for stage in stages) * problem.placement.chunks * loads.memory
 
 
 def logits(problem: Problem) -> float:
     """Memory that a rank holds for its shard of the vocabulary: while one S runs, ``MOST_WAITING`` others wait for their T."""
-    return (MOST_WAITING + 1) * problem.costs.vocabulary.activation
+    return (MOST_WAITING + 1) * problem.costs.vocabulary.activation * problem.costs.largest.tokens

@@ -53,6 +53,7 @@ class Planned:
         variant: the family and the sizes that were asked for; for a schedule from a file its name.
         seconds: what planning took; None for a schedule from a file.
         split: of the layers over the stages, where that was planned too.
+        order: of the microbatches, where that was planned too: which of those given is in every place.
     """
 
     schedule: Schedule
@@ -60,6 +61,7 @@ class Planned:
     variant: Variant
     seconds: float | None = None
     split: Split | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def title(self) -> str:
@@ -117,12 +119,12 @@ class Planned:
     def communication(self) -> tuple[float, float]:
         """Seconds of all-to-alls of experts, a mean over ranks: those in which their rank computes nothing meanwhile, and all."""
         schedule, costs = self.schedule, self.schedule.costs(self.problem.costs)
-        lanes = cache(lambda stage, kind: costs.stages[stage].lanes(kind))
+        lanes = cache(lambda stage, kind, number: costs.of(number).stages[stage].lanes(kind))
         exposed = whole = 0.0
         for stages, timed in zip(schedule.placement.stages, self.timeline.ranks, strict=True):
             for work, start, end in timed:
                 if not (work.kind.is_of_vocabulary or work.kind.is_copy):
-                    computing, communicating = lanes(stages[work.chunk], work.kind)
+                    computing, communicating = lanes(stages[work.chunk], work.kind, work.microbatch if costs.loads else 0)
                     exposed += end - start - computing
                     whole += communicating
         return max(0.0, exposed) / schedule.ranks, whole / schedule.ranks

@@ -390,6 +390,11 @@ def attention_work(shape: Shape, causal: bool = False) -> Work:
     return Work(each, 2 * each, 0.0)
 
 
+def attention_share(shape: Shape) -> float:
+    """The share of a layer's F that grows with the square of a sequence: the ``attention`` of ``planning.loads_of``."""
+    return attention_work(shape).forward / layer_work(shape).forward
+
+
 def expert_work(shape: Shape) -> Work:
     """Operations of the experts of a layer that some tokens visit."""
     width = shape.experts.mean_visited_ffn if shape.experts else 0.0

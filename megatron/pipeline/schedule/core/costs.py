@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from math import lcm
 from typing import Any
 
 from megatron.pipeline.schedule.core import costs_fields
 from megatron.pipeline.schedule.core.braids import braid_seconds
 from megatron.pipeline.schedule.core.kinds import COPY_LANES, Lane
+from megatron.pipeline.schedule.core.loads import Load
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.reading import parse_json
@@ -39,6 +41,8 @@ class Costs:
     Attributes:
         unit: of memory; where it is not said, as in files of earlier releases, bytes if a stage has ``_FEWEST_BYTES`` or more.
         beside_communication: how many times as long a braid computes while its layers communicate.
+        loads: of every microbatch, where these are of unequal lengths: all else is then of a microbatch whose load is 1. Empty
+            where all are equal.
 
     Raises:
         ValueError: a time or size is negative or not finite, or more is kept for R, or moved, than F allocates.
@@ -50,6 +54,7 @@ class Costs:
     copies: CopyCosts = CopyCosts()
     unit: MemoryUnit | None = None
     beside_communication: float = 1.0
+    loads: tuple[Load, ...] = ()
 
     def __post_init__(self) -> None:
         if self.unit is None:
@@ -66,6 +71,9 @@ class Costs:
                 value = getattr(costs, field.name)
                 if not (value is None and field.default is None) and not 0 <= value < float("inf"):
                     raise ValueError(f"{field.name} of {of} must be a number of at least 0, got {value}")
+        for number, load in enumerate(self.loads):
+            if not all(0 < times < float("inf") for times in load):
+                raise ValueError(f"loads: those of microbatch {number} must be numbers above 0, got {tuple(load)}")
         self._check_parts_of_stages()
 
     def _check_parts_of_stages(self) -> None:
@@ -100,6 +108,37 @@ class Costs:
                 f"costs of {len(self.stages)} stages for a placement of {stages} ({placement.ranks} ranks with "
                 f"{placement.chunks} chunks each); give one StageCosts per stage"
             )
+
+    def check_microbatches(self, count: int) -> None:
+        """Raises:
+        ValueError: the costs are for another number of microbatches.
+        """
+        if self.loads and len(self.loads) != count:
+            raise ValueError(f"loads of {len(self.loads)} microbatches for {count}; give one for each, or none")
+
+    def of(self, microbatch: int) -> Costs:
+        """The costs of one microbatch (or slice)."""
+        if not self.loads:
+            return self
+        load = self.loads[microbatch]
+        if load not in self._of:
+            made = {stage: stage.times(load) for stage in dict.fromkeys(self.stages)}  # most are alike
+            stages, vocabulary = tuple(made[stage] for stage in self.stages), self.vocabulary.times(load)
+            self._of[load] = replace(self, stages=stages, hop=self.hop * load.tokens, vocabulary=vocabulary, loads=())
+        return self._of[load]
+
+    def each(self, value: Callable[[Costs], float], count: int) -> list[float]:
+        """A value of the costs of every microbatch (or slice), of which there are ``count``."""
+        return [value(self.of(number)) for number in range(count)] if self.loads else [value(self)] * count
+
+    @cached_property
+    def _of(self) -> dict[Load, Costs]:
+        return {}
+
+    @property
+    def largest(self) -> Load:
+        """The most that any microbatch takes of each."""
+        return Load(*map(max, zip(*self.loads, strict=True)))  # 1 where there are none
 
     def of_depth(self, stages: int) -> Costs:
         """The costs of the same model cut into another number of stages: those here are cut evenly, and joined in their order.
@@ -139,7 +178,10 @@ class Costs:
 
     def sliced(self, splits: int) -> Costs:
         """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
-        return self if splits == 1 else replace(self, stages=tuple(stage.share(splits) for stage in self.stages))
+        if splits == 1:
+            return self
+        loads = tuple(load for load in self.loads for _ in range(splits))
+        return replace(self, stages=tuple(stage.share(splits) for stage in self.stages), loads=loads)
 
     def seconds(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
         """Seconds of a pass; of a copy, with no other copy at the same time.
@@ -152,14 +194,15 @@ class Costs:
             return self.stages[stage].moved(recomputed) * float(getattr(self.copies, kind.row.seconds))
         return (self.vocabulary if kind.row.shard else self.stages[stage]).seconds(kind)
 
-    def braid(self, stage: int, kind: Kind, other: int) -> tuple[float, float]:
+    def braid(self, stage: int, kind: Kind, other: int, microbatches: tuple[int, int] = (0, 0)) -> tuple[float, float]:
         """Seconds of a braid: until its forward is over, and from then on.
 
         Args:
             stage: of its forward.
             kind, other: of its backward, and its stage.
+            microbatches: of its forward and of its backward.
         """
-        ours, theirs = self.stages[stage], self.stages[other]
+        ours, theirs = (self.of(at).stages[where] for at, where in zip(microbatches, (stage, other), strict=True))
         if not (ours.has_parts or theirs.has_parts):
             return ours.seconds(Kind.F), theirs.seconds(kind)
         output, whole = braid_seconds(ours.parts(Kind.F), theirs.parts(kind), self.beside_communication)
@@ -208,12 +251,13 @@ class Costs:
 
     def fields(self) -> dict[str, Any]:
         """Fields that ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary, copies and
-        ``beside_communication`` where they cost something."""
+        ``beside_communication`` where they cost something, ``loads`` where microbatches are unequal."""
         rows = [by_name(stage) for stage in self.stages]
         spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}
         copies = {} if self.copies == CopyCosts() else {"copies": asdict(self.copies)}
         beside = {} if self.beside_communication == 1 else {"beside_communication": self.beside_communication}
-        return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies | beside
+        loads = {"loads": [list(load) for load in self.loads]} if self.loads else {}
+        return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies | beside | loads
 
     def to_json(self) -> str:
         """One JSON object, ``{"hop": .., "unit": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
@@ -226,7 +270,8 @@ class Costs:
         ``hop`` is 0 where it is left out; for ``unit`` see the class. A stage must have ``forward``, ``backward`` and ``weight``;
         where ``retained`` is left out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
         ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
-        with its defaults; ``beside_communication`` is 1 where it is left out. ``of`` may say of which training they are; nothing
+        with its defaults; ``beside_communication`` is 1 where it is left out; ``loads`` has the numbers of a ``Load`` for every
+        microbatch. ``of`` may say of which training they are; nothing
         here reads it.
 
         Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from megatron.pipeline.schedule.core.loads import Load
 from megatron.pipeline.schedule.core.stage_costs import PARTS, CopyCosts, MemoryUnit, StageCosts, VocabularyCosts
 
 # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
@@ -24,7 +25,16 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
     """
     rows = data.get("stages") if isinstance(data, dict) else None
-    known = {"hop", "unit", "stages", "vocabulary", "copies", "beside_communication", "of"}  # of: of which training; no cost
+    known = {
+        "hop",
+        "unit",
+        "stages",
+        "vocabulary",
+        "copies",
+        "beside_communication",
+        "loads",
+        "of",
+    }  # of: of which training; no cost
     if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
         raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
     stages = []
@@ -39,7 +49,8 @@ def read(data: object, cut: bool) -> dict[str, Any]:
     if unit not in (None, *MemoryUnit):
         raise ValueError(f"unit: expected {' or '.join(MemoryUnit)}, what memory is counted in, got {unit!r}")
     numbers = {name: float(value) for name, value in shared.items()}
-    return {"stages": tuple(stages), "unit": unit and MemoryUnit(unit)} | numbers | _shared(data)
+    loads = _loads(data.get("loads", []))
+    return {"stages": tuple(stages), "unit": unit and MemoryUnit(unit), "loads": loads} | numbers | _shared(data)
 
 
 def is_cost(value: object) -> bool:
@@ -72,6 +83,14 @@ def _check_row(where: str, row: object, cut: bool) -> None:
     layers = row.get("layers")  # none on a stage that has the embedding or the output layer alone
     if layers and not is_layers(layers, cut):
         raise ValueError(f"{where}: layers must be a whole number from 0 to {MOST_LAYERS}, got {layers!r}")
+
+
+def _loads(rows: object) -> tuple[Load, ...]:
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == len(Load._fields) for row in rows):
+        raise ValueError(f"loads: expected [{', '.join(Load._fields)}] for every microbatch, got {rows!r:.40}")
+    for value in (value for row in rows for value in row):
+        _check_number("loads", value)
+    return tuple(Load(*map(float, row)) for row in rows)
 
 
 def _shared(data: dict[str, Any]) -> dict[str, Any]:

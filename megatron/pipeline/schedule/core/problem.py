@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron.pipeline.schedule.core.costs import Costs
@@ -59,7 +59,7 @@ class Problem:
     Attributes:
         placement: which stage each (rank, chunk) holds.
         microbatches: of one iteration, at least 1.
-        costs: of every stage, for a whole microbatch.
+        costs: of every stage, for a whole microbatch; with the loads of all, where microbatches are unequal.
         limits: the most activation memory that each rank may hold, in the costs' unit; None for any amount.
         objective: what is to be short.
         recompute: the stages that run R, for every microbatch.
@@ -95,6 +95,7 @@ class Problem:
         if self.microbatches < 1:
             raise ValueError(f"a schedule needs at least 1 microbatch, got {self.microbatches}")
         self.costs.check_placement(self.placement)
+        self.costs.check_microbatches(self.microbatches)
         stages = self.placement.last_stage + 1
         if self.limits is not None:
             per_rank(self.limits, self.placement.ranks)
@@ -124,9 +125,14 @@ class Problem:
     def value(self, timeline: Timeline | Lengths) -> float:
         return self.objective.length(timeline)
 
+    def first(self, count: int) -> Problem:
+        """The problem of no more than this many microbatches, for what the others do not change; all of them where they are
+        unequal."""
+        return self if self.costs.loads else replace(self, microbatches=min(self.microbatches, count))
+
     def microbatch_memory(self, rank: int) -> float:
-        """Memory of one microbatch on a rank when all its chunks have run F (and R), and B where that allocates: with that much
-        every problem can be planned. With several replicas each microbatch goes through one of them.
+        """Memory of the largest microbatch on a rank when all its chunks have run F (and R), and B where that allocates: with
+        that much every problem can be planned. With several replicas each microbatch goes through one of them.
 
         With recompute the least that is needed can be below this: see ``bound.least_limit``.
         """
@@ -134,7 +140,7 @@ class Problem:
         for stage in placement.stages[rank]:
             cost = self.costs.stages[stage]
             held[placement.replica(stage)] += cost.activation + (0.0 if stage in self.fused else cost.grows)
-        return max(held)
+        return max(held) * self.costs.largest.memory
 
 
 # Chunks hold fractions such as 1/3 whose float sums stray in the last bits: that is not a broken limit.

@@ -49,7 +49,12 @@ class Schedule:
         return self.placement.ranks
 
     def costs(self, costs: Costs) -> Costs:
-        """The costs of its passes: of slices where microbatches are cut, and of stages as they are shielded."""
+        """The costs of its passes: of slices where microbatches are cut, and of stages as they are shielded.
+
+        Raises:
+            ValueError: the costs are for another number of microbatches.
+        """
+        costs.check_microbatches(self.microbatches)
         return costs.shielded(self.shielded).sliced(self.splits)
 
     @property

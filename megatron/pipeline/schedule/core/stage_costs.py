@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron.pipeline.schedule.core.braids import Parts
+from megatron.pipeline.schedule.core.loads import Load
 from megatron.pipeline.schedule.core.passes import Kind
 
 # Times of a stage, and what the flags of mpipe call them.
@@ -28,6 +29,12 @@ NAMES = {
 # The parts of a forward, of a backward and of W, whose rest is attention.
 PARTS = tuple(name for name, short in NAMES.items() if "." in short)
 PARTS_OF = {whole: tuple(part for part in PARTS if NAMES[part][0] == NAMES[whole]) for whole in ("forward", "backward", "weight")}
+# By field, which part of a load it grows with.
+_LOAD_OF = {
+    **{part: whole for whole, parts in PARTS_OF.items() for part in (whole, *parts)},
+    **{"recompute": "forward", "behind": "weight", "fused": "fused", "saved": "saved"},
+    **dict.fromkeys(("activation", "retained", "checkpoint", "movable"), "memory"),
+}
 ALL_TO_ALL = {"forward": ("dispatch", "combine"), "backward": ("backward_combine", "backward_dispatch")}
 
 
@@ -172,6 +179,16 @@ class StageCosts:
         kept = replace(self, checkpoint=min(self.checkpoint, self.activation))
         return kept if like.grows else replace(kept, retained=min(kept.retained, kept.activation))
 
+    def times(self, load: Load) -> StageCosts:
+        """The costs of a microbatch of another load: parts keep their shares of the pass whose parts they are."""
+        backwards = self.backward + self.weight
+        by = load._asdict() | {
+            "fused": (load.backward * self.backward + load.weight * self.weight) / backwards if backwards else load.backward,
+            "saved": min(load.backward, load.weight),
+        }
+        given = ((name, getattr(self, name), by[of]) for name, of in _LOAD_OF.items())
+        return replace(self, **{name: value * times for name, value, times in given if value is not None})
+
     def share(self, parts: int) -> StageCosts:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: value / parts for name, value in values.items() if value is not None})
@@ -201,6 +218,10 @@ class VocabularyCosts:
         times = (self.ranks or ranks) / ranks
         shares = {name: times * getattr(self, name) for name in ("S", "T", "IF", "IB", "activation")}
         return replace(self, **shares, ranks=None)
+
+    def times(self, load: Load) -> VocabularyCosts:
+        """The costs of a microbatch of another load."""
+        return replace(self, **{name: load.tokens * value for name, value in asdict(self).items() if value and name != "ranks"})
 
     def seconds(self, kind: Kind) -> float:
         """Seconds of a pass of the vocabulary."""

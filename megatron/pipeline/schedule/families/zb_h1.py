@@ -37,7 +37,7 @@ def delayed_within_limits(problem: Problem, depth: int) -> Order:
     low, high = [0] * ranks, [depth * rank for rank in range(ranks)]
     if problem.limits is None:
         return delayed_weights(ranks, problem.microbatches, depth)
-    enough = min(problem.microbatches, 2 * depth * ranks)  # all is then held that ever is
+    enough = problem.first(2 * depth * ranks).microbatches  # all is then held that ever is
     lags = high
     while True:  # all ranks at once, since what each holds depends on its own lag alone
         schedule = Schedule("", problem.placement, enough, delayed_weights(ranks, enough, depth, lags))

@@ -178,7 +178,7 @@ def _moment(one: Transfer | Gathering, schedule: Schedule, ends: Sequence[Sequen
     if isinstance(one, Transfer):
         return ends[one.sender][one.producer]
     made = max(ends[rank][schedule.rows[rank].slots[work]] for rank, work in one.producers)
-    return made + (costs.exchange if one.after else 0)
+    return made + (costs.of(one.collective.microbatch).exchange if one.after else 0)
 
 
 class _OperationRows:

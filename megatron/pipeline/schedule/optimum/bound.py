@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import BRAIDED, Flow
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import Objective, Problem
@@ -46,7 +48,8 @@ def lower_bound(problem: Problem) -> float:
 
     At equal costs this is the span of ZB-H1 and ZB-V, and with their memory that of V-Half and, unless p = 2 modulo 3, of
     V-Min (Qi et al., "Zero Bubble Pipeline Parallelism" and "Pipeline Parallelism with Controllable Memory"): these are
-    optimal. It is loose where the limits hardly sustain the rate (``sustain``).
+    optimal. It is loose where the limits hardly sustain the rate (``sustain``), and where microbatches are unequal: of memory
+    only its area then counts. It is of the order of the microbatches that the problem has.
 
     With a spread vocabulary it is the larger of the bound without and of the work of the busiest rank. With braids it is that of
     every order with any braids: each pass computes on one lane of its rank, and communicates on another.
@@ -59,7 +62,8 @@ def lower_bound(problem: Problem) -> float:
     if problem.vocabulary:
         # Without them it is a schedule of the stages' passes; with them every rank has this much to do.
         stages = replace(problem, vocabulary=None)
-        return max(lower_bound(stages), max(rank_seconds(stages)) + problem.microbatches * problem.costs.vocabulary.total)
+        shards = math.fsum(problem.costs.each(lambda costs: costs.vocabulary.total, problem.microbatches))
+        return max(lower_bound(stages), max(rank_seconds(stages)) + shards)
     limits = [usable(problem, rank) for rank in range(problem.ranks)]
     if any(least_limit(problem, rank) > limit * (1 + SLACK) for rank, limit in enumerate(limits)):
         return math.inf
@@ -106,10 +110,10 @@ def _bound_of_braids(problem: Problem) -> float:
     """
     placement, costs = problem.placement, problem.costs
     bounds = [lower_bound(replace(problem, costs=costs.hidden(), overlap=False))]
-    plain = placement.replicas == problem.splits == 1 and not problem.recompute
+    plain = placement.replicas == problem.splits == 1 and not problem.recompute and not costs.loads
     for rank, stages in enumerate(placement.stages):
         there, back = _ways(problem, min(stages)) if plain and problem.objective is Objective.MAKESPAN else (0.0, 0.0)
-        communicating = sum(costs.communicating[stage] for stage in stages)
+        communicating = min(costs.each(lambda each: sum(each.communicating[stage] for stage in stages), problem.microbatches))  # noqa: B023
         bounds.append(there + problem.microbatches // placement.replicas * communicating + back)
         if plain:
             seconds, later = _with_forwards_alone(problem, rank)
@@ -186,7 +190,7 @@ def rank_seconds(problem: Problem) -> list[float]:
     """Seconds that every rank computes, in its stages' passes."""
     work: list[float] = [0.0] * problem.ranks
     for line in lines(problem):
-        work[line.rank] += line.count * line.seconds
+        work[line.rank] += float(line.between(0, line.count))
     return work
 
 
@@ -199,10 +203,16 @@ def least_limit(problem: Problem, rank: int) -> float:
     least = 0.0
     for stage, held in nested(problem, rank):
         if problem.placement.replica(stage) < problem.microbatches:
-            cost = problem.costs.stages[stage]
+            cost = _largest(problem, problem.placement.replica(stage)).stages[stage]
             again = cost.activation - cost.checkpoint if stage in problem.recompute else 0
             least = max(least, held * problem.splits + float(again) / problem.splits)
     return least
+
+
+def _largest(problem: Problem, replica: int) -> Costs:
+    """The costs of the microbatch that holds most, of those that go through a replica."""
+    costs, numbers = problem.costs, range(replica, problem.microbatches, problem.placement.replicas)
+    return costs.of(max(numbers, key=lambda number: costs.loads[number].memory)) if costs.loads and numbers else costs
 
 
 def _origins(work: list[float], followed: int) -> Sequence[int | None]:
@@ -213,23 +223,23 @@ def _origins(work: list[float], followed: int) -> Sequence[int | None]:
 
 
 def nested(problem: Problem, rank: int) -> Iterator[tuple[int, float]]:
-    """For every stage of a rank, what one microbatch (slice) holds there while it is between F and B of that stage.
+    """For every stage of a rank, what the largest microbatch (slice) holds there while it is between F and B of that stage.
 
     It occupies the stages before on the same rank as well: their B are still to come.
     """
     placement = problem.placement
     for replica in range(placement.replicas):
-        held = 0.0
+        held, costs = 0.0, _largest(problem, replica)
         for stage in sorted(placement.stages[rank]):
             if placement.replica(stage) == replica:
-                cost = problem.costs.stages[stage]
+                cost = costs.stages[stage]
                 held += float(cost.checkpoint if stage in problem.recompute else cost.activation) / problem.splits
                 yield stage, held
 
 
 def _rounds(problem: Problem, rank: int, limit: float, spans: Sequence[float]) -> float:
     """The span from which on microbatches can be between F and B of every stage, as many at once as the limit allows."""
-    if limit == math.inf:
+    if limit == math.inf or problem.costs.loads:
         return 0.0
     best = 0.0
     total, firsts = problem.microbatches * problem.splits, dict[int, float]()
@@ -277,25 +287,25 @@ def memory_time(problem: Problem) -> list[float]:
         level[stage] += max(line.change, 0.0)
         if line.kind.row.sends is Flow.ACTIVATION:
             way[stage] = level[stage]
-            held[line.rank] += line.count * way[stage] * spans[stage]
-        held[line.rank] += line.count * (level[stage] - way[stage]) * line.seconds
+            held[line.rank] += float(np.sum(line.memory * way[stage] * spans[stage]))
+        held[line.rank] += float(np.sum(line.memory * (level[stage] - way[stage]) * line.seconds))
         level[stage] += min(line.change, 0.0)
         if line.kind.row.sends is Flow.GRADIENT:
             way[stage] = 0.0
     return held
 
 
-def lifespans(problem: Problem) -> list[float]:
-    """For every stage, the least seconds from the start of F to the end of B: to the last stage and back.
+def lifespans(problem: Problem) -> list[Any]:
+    """For every stage, the least seconds from the start of F to the end of B: to the last stage and back. For every microbatch
+    (slice) of the stage, where these are unequal.
 
     The word is that of Qi et al., "Pipeline Parallelism with Controllable Memory", section 3.
     """
-    placement, costs = problem.placement, problem.costs.sliced(problem.splits)
+    placement = problem.placement
     seconds = {(line.stage, line.kind): line.seconds for line in lines(problem)}
-    spans: list[float] = []
+    hops = {line.stage: line.before[0][1] for line in lines(problem) if line.kind is Kind.F and line.before}
+    spans: list[Any] = []
     for stage in reversed(range(placement.last_stage + 1)):
-        inner = seconds.get((stage, Kind.R), 0.0) if placement.is_last(stage) else spans[-1]
-        if not placement.is_last(stage) and placement.home(stage)[0] != placement.home(stage + 1)[0]:
-            inner += 2 * float(costs.hop)
+        inner = seconds.get((stage, Kind.R), 0.0) if placement.is_last(stage) else spans[-1] + 2 * hops[stage + 1]
         spans.append(seconds[stage, Kind.F] + inner + seconds[stage, Kind.B])
     return spans[::-1]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.pipeline.schedule.core.costs import StageCosts
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.kinds import sources, stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import Problem
@@ -29,19 +29,40 @@ class Line:
     Attributes:
         stage, rank: where they run.
         kind: F, R, B (also for BW) or W.
-        seconds: of one pass.
-        change: the memory that a pass allocates when it starts (positive) or frees when it ends (negative).
+        seconds: of one pass; of every pass, where microbatches are unequal.
+        change: the memory that a pass allocates when it starts (positive) or frees when it ends (negative), where its load is 1.
         count: how many passes there are.
+        memory: the loads of all passes together, or of every pass where microbatches are unequal.
         before: the lines of which the k-th pass precedes the k-th of this one, as (index, seconds of the hop between).
     """
 
     stage: int
     rank: int
     kind: Kind
-    seconds: float
+    seconds: float | Times
     change: float
     count: int
-    before: tuple[tuple[int, float], ...] = ()
+    memory: float | Times
+    before: tuple[tuple[int, float | Times], ...] = ()
+
+    @property
+    def unequal(self) -> bool:
+        return isinstance(self.seconds, np.ndarray)
+
+    def between(self, low: Any, high: Any) -> Any:
+        """Seconds of the passes from number ``low`` on that are before number ``high``."""
+        if not self.unequal:
+            return (high - low) * self.seconds
+        return self._sums[np.minimum(high, self.count)] - self._sums[np.minimum(low, self.count)]
+
+    @cached_property
+    def _sums(self) -> Times:
+        return np.cumsum(np.append(0.0, self.seconds))
+
+
+def _at(each: float | Times, numbers: NDArray[np.int64]) -> float | Times:
+    """Values of passes: the same of all, or of those with these numbers, and 0 where there is none."""
+    return np.append(each, 0.0)[np.minimum(numbers, len(each))] if isinstance(each, np.ndarray) else each
 
 
 def lines(problem: Problem) -> tuple[Line, ...]:
@@ -68,17 +89,27 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
     forwards = ((stage, kind) for stage in stages for kind in chains[stage] if kind.is_forward)
     backwards = ((stage, kind) for stage in reversed(stages) for kind in chains[stage] if not kind.is_forward)
     for stage, kind in chain(forwards, backwards):
-        cost, (rank, chunk) = _leanest(costs.stages[stage]), placement.home(stage)
-        before: list[tuple[int, float]] = []
+        (rank, chunk), replica = placement.home(stage), placement.replica(stage)
+        count = len(range(replica, total, placement.replicas))
+
+        def each(value: Callable[[Costs], float], replica: int = replica) -> float | Times:
+            if not costs.loads:
+                return float(value(costs))
+            return np.array(costs.each(value, total), float)[replica :: placement.replicas]
+
+        def least_seconds(costs: Costs, stage: int = stage, kind: Kind = kind) -> float:
+            return _least_seconds(_leanest(costs.stages[stage]), kind)
+
+        before: list[tuple[int, float | Times]] = []
         for source in sources(placement, None)[kind, rank, chunk]:
             its_stage = placement.stage(*source.homes[0])
             needed = next(known[its_stage, other] for other in source.kinds if (its_stage, other) in known)
-            before.append((needed, source.hops * float(costs.hop)))
-        change = cost.allocated(kind, stage in problem.recompute)
+            before.append((needed, source.hops * each(lambda costs: costs.hop)))
+        change = _leanest(costs.stages[stage]).allocated(kind, stage in problem.recompute)
         own = Kind(kind.row.replaces[0]) if kind.row.replaces else kind
         known[stage, own] = len(made)
-        count = len(range(placement.replica(stage), total, placement.replicas))
-        made.append(Line(stage, rank, own, float(_least_seconds(cost, kind)), float(change), count, tuple(before)))
+        memory = np.array([load.memory for load in costs.loads[replica :: placement.replicas]]) if costs.loads else count
+        made.append(Line(stage, rank, own, each(least_seconds), float(change), count, memory, tuple(before)))
     return tuple(made)
 
 
@@ -97,12 +128,17 @@ def _least_seconds(cost: StageCosts, kind: Kind) -> float:
 
 def backwards_in_time(forward: Sequence[Line]) -> list[Line]:
     """The same lines, of schedules that run from the end to the start: what was freed is allocated."""
-    after: list[list[tuple[int, float]]] = [[] for _ in forward]
+
+    def turned(each: float | Times) -> float | Times:
+        return each[::-1] if isinstance(each, np.ndarray) else each
+
+    after: list[list[tuple[int, float | Times]]] = [[] for _ in forward]
     for index, line in enumerate(forward):
         for other, hop in line.before:
-            after[other].append((len(forward) - 1 - index, hop))
+            after[other].append((len(forward) - 1 - index, turned(hop)))
     return [
-        replace(line, change=-line.change, before=tuple(next_)) for line, next_ in zip(forward[::-1], after[::-1], strict=True)
+        replace(line, seconds=turned(line.seconds), change=-line.change, before=tuple(next_))
+        for line, next_ in zip(forward[::-1], after[::-1], strict=True)
     ]
 
 
@@ -137,7 +173,8 @@ class Earliest:
       lines before it and, if memory has to be freed, the cheapest passes that free it.
     * T is the origin, where U = 0, or the earliest moment when a stage frees memory for the first time.
 
-    These are facts about numbers of passes, so they hold for every schedule that runs lines in order.
+    These are facts about numbers of passes, so they hold for every schedule that runs lines in order. Where microbatches are
+    unequal, memory tells nothing here: passes that free it are not counted by one size.
 
     Args:
         problem: what is planned.
@@ -153,7 +190,8 @@ class Earliest:
         for index, line in enumerate(lines):
             self.of_rank[line.rank].append(index)
             self._of_stage.setdefault(line.stage, []).append(index)
-        self._limits = [usable(problem, rank) for rank in range(problem.ranks)]
+        unequal = any(line.unequal for line in lines)
+        self._limits = [math.inf if unequal else usable(problem, rank) for rank in range(problem.ranks)]
         self._zero = [np.array([0.0 if o in (None, rank) else -np.inf for o in origins]) for rank in range(problem.ranks)]
         self._numbers = np.array(numbers)
         self._counts = np.append(self._numbers, max(line.count for line in lines))
@@ -176,10 +214,10 @@ class Earliest:
 
     def _need(self, index: int, ancestors: list[int]) -> _StartNeed:
         line, numbers = self.lines[index], self._numbers
-        work: Times = numbers * line.seconds
+        work: Times = line.between(0, numbers)
         for other in ancestors:
             turns = (self.lines[other].kind is Kind.F) != (line.kind is Kind.F)
-            work = work + ((self._turn if turns else numbers) + 1) * self.lines[other].seconds
+            work = work + self.lines[other].between(0, (self._turn if turns else numbers) + 1)
         limit = self._limits[line.rank]
         if line.change <= 0 or limit == math.inf:
             return _StartNeed(work, None, ())
@@ -195,7 +233,7 @@ class Earliest:
             for other in self._of_stage[stage]:
                 if other not in done:
                     level += self.lines[other].change
-                    seconds += self.lines[other].seconds
+                    seconds += self.lines[other].between(0, 1)
                     if level < least - SLACK * held:
                         frees.append((other, least - level))
                         freed += least - level
@@ -213,7 +251,7 @@ class Earliest:
         for index, (line, need, absent) in enumerate(zip(self.lines, self._needs, self._absent, strict=True)):
             start = self.starts[index]
             for other, hop in line.before:
-                ready = self.starts[other] + (self.lines[other].seconds + hop)
+                ready = self.starts[other] + (_at(self.lines[other].seconds, self._numbers) + _at(hop, self._numbers))
                 if self._splits > 1 and (self.lines[other].kind is Kind.F) != (line.kind is Kind.F):
                     ready = ready[:, self._turned]
                 np.maximum(start, ready, out=start)
@@ -222,8 +260,8 @@ class Earliest:
             moment, most = moments[line.rank]
             ahead = need.work - most
             np.maximum(start, np.where(ahead > SLACK * need.work, ahead + moment, -np.inf).max(axis=0), out=start)
-            if line.seconds:
-                own = self._numbers * line.seconds
+            if np.any(line.seconds):
+                own = line.between(0, self._numbers)
                 start -= own
                 np.maximum.accumulate(start, axis=1, out=start)
                 start += own
@@ -280,9 +318,9 @@ class Earliest:
             freeing = False
             for index in self._of_stage[stage]:
                 line = self.lines[index]
-                freeing = freeing or line.change < 0
+                freeing = freeing or line.change < 0 or line.unequal
                 if freeing:
-                    seconds = seconds + counts[index] * line.seconds
+                    seconds = seconds + line.between(0, counts[index])
                     room = room - counts[index] * line.change
                 else:
                     stack.append(index)
@@ -300,7 +338,7 @@ class Earliest:
             number = counts[deepest] - (counts[stack[depth + 1]] if depth + 1 < len(stack) else 0)
             merged: list[tuple[float, float]] = []
             for index in stack[: depth + 1]:
-                size, work = self.lines[index].change, self.lines[index].seconds
+                size, work = self.lines[index].change, self.lines[index].between(0, 1)
                 while merged and work * merged[-1][0] >= merged[-1][1] * size:
                     size, work = size + merged[-1][0], work + merged.pop()[1]
                 merged.append((size, work))
@@ -324,7 +362,7 @@ class Earliest:
             line = self.lines[index]
             if line.count:
                 at = int(self._position(np.array(line.count - 1)))
-                ends.append(float(self.starts[index][origin, at]) + (line.count - int(self._numbers[at])) * line.seconds)
+                ends.append(float(self.starts[index][origin, at]) + float(line.between(int(self._numbers[at]), line.count)))
         return max(ends)
 
 
@@ -338,6 +376,8 @@ def usable(problem: Problem, rank: int) -> float:
 
 def unit(problem: Problem, rank: int) -> float:
     """The size of which all that a rank holds is a multiple; 0 if there is none such, or nothing is held."""
+    if problem.costs.loads:
+        return 0.0
     sizes = []
     for stage in problem.placement.stages[rank]:
         cost = _leanest(problem.costs.stages[stage])

@@ -111,7 +111,6 @@ class TrafficNetwork(Network):
         super().__init__()
         self.traffic, self._blocks = traffic, transport is not None and transport.line is None
         self._costs = costs.sliced(traffic.splits) if costs else None
-        self.hop, self._exchange = (costs.hop, costs.exchange) if costs else (0.0, 0.0)
         self.passes: list[int] = []
         self._row_ends: list[int] = []
         self._waits: dict[int, End] = {}  # events at which a row has waited, and where it stands
@@ -135,7 +134,7 @@ class TrafficNetwork(Network):
 
     def _add_row(self, rank: int, lines: _Lines | None) -> None:
         """Add what a rank's compute stream runs."""
-        now, over, hop, blocks = self.add(), lines.over if lines else {}, self.hop, self._blocks
+        now, over, blocks = self.add(), lines.over if lines else {}, self._blocks
         rest: dict[Pass, float] = {}  # seconds of a braid, after its forward
         # Steps that add nothing. What a blocking rank waits for, it has waited for where it posted it.
         nothing: set[type] = set() if lines else {Copy, Validate, Wait if blocks else Copy, Copy if self._costs else Compute}
@@ -152,6 +151,7 @@ class TrafficNetwork(Network):
                     continue
                 sends = kind is Send
                 ends = self.ends(rank, ~step.peer) if sends else self.ends(~rank, step.peer)
+                hop = 0.0 if sends and not blocks else self.hop(step)
                 done = START if sends and not blocks else self.add(now if blocks else START, START, hop)
                 ends.append((now, done, (rank, place, False)))
                 if blocks:
@@ -175,10 +175,14 @@ class TrafficNetwork(Network):
             lines.start(now)
         self._row_ends.append(now)
 
+    def hop(self, step: Send | Receive) -> float:
+        """Seconds of a message."""
+        return self._costs.of(step.message.microbatch).hop if self._costs else 0.0
+
     def _gathering(self, collective: Collective) -> list[int]:
         """The event that all ranks have joined a collective, and those that have."""
         if collective not in self._joined:
-            self._joined[collective] = [self.add(seconds=self._exchange)]
+            self._joined[collective] = [self.add(seconds=self._costs.of(collective.microbatch).exchange if self._costs else 0.0)]
         return self._joined[collective]
 
     def _wait(self, now: int, needed: int, rank: int, place: int) -> int:
@@ -191,8 +195,9 @@ class TrafficNetwork(Network):
         (work, backward), placement = step, self.traffic.placement
         stage = placement.stage(rank, work.chunk)
         if backward is None:
-            return rest.pop(work) if work in rest else self._costs.seconds(work.kind, stage)
-        seconds, rest[backward] = self._costs.braid(stage, backward.kind, placement.stage(rank, backward.chunk))
+            return rest.pop(work) if work in rest else self._costs.of(work.microbatch).seconds(work.kind, stage)
+        other, numbers = placement.stage(rank, backward.chunk), (work.microbatch, backward.microbatch)
+        seconds, rest[backward] = self._costs.braid(stage, backward.kind, other, numbers)
         return seconds
 
     def swapped(self) -> Iterator[str]:
@@ -278,7 +283,7 @@ class _Lines:
                 sender, receiver = self._way(place)
                 ends = network.ends(rank, ~receiver) if sender == rank else network.ends(~rank, sender)
                 ends.append((begun, done, (rank, place, False)))
-            network.seconds[done] = network.hop
+            network.seconds[done] = max(network.hop(self._row[place]) for place in places)
             self._last[communicator] = done
             for place in places:
                 self.over[self._row[place].message] = done

@@ -20,13 +20,14 @@ class Arrays(NamedTuple):
 
     Attributes:
         home: int[S], the rank of every stage.
-        hops: float[5, S], see ``orders.hops_of``.
+        hops: float[5, S, M], see ``orders.hops_of``.
         counts: int[S], how many microbatches go through a stage.
         replica: int[S], the model that a stage belongs to; its microbatch k is number k * replicas + replica.
         replicas: how many models there are.
-        seconds: float[5, S].
+        seconds: float[5, S, M].
         before: int[5, S], the kind that precedes on the stage, -1 for none, -2 where the stage has no such passes.
-        allocated: float[5, S], by a pass when it starts (positive) or ends (negative).
+        allocated: float[5, S, M], by a pass when it starts (positive) or ends (negative).
+        together: float[5, S, M + 1], by the first k passes.
         lengths: int[P], how many passes a rank has.
         lines, first: the (kind, stage) of every rank's passes: those of a rank are ``lines[first[rank] : first[rank + 1]]``.
     """
@@ -39,6 +40,7 @@ class Arrays(NamedTuple):
     seconds: Array
     before: Array
     allocated: Array
+    together: Array
     lengths: Array
     lines: Array
     first: Array
@@ -102,7 +104,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         spare: float[P], for how many seconds each rank may be idle; changed.
         from_zero: whether a rank's time before its first pass counts too.
     """
-    home, hops, counts, replica, replicas, seconds, before, allocated, lengths, lines, first = arrays
+    home, hops, counts, replica, replicas, seconds, before, allocated, together, lengths, lines, first = arrays
     ends, done, length, free, clock, held = progress
     stages = home.shape[0]
     remaining = lengths.sum()
@@ -136,7 +138,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
             for line in range(mine.shape[0]):
                 kind, stage = mine[line, 0], mine[line, 1]
                 index = done[kind, stage]
-                if index >= counts[stage] or now + seconds[kind, stage] > deadline:
+                if index >= counts[stage] or now + seconds[kind, stage, index] > deadline:
                     continue
                 target = targets[kind, stage, index]
                 if target >= best_target:
@@ -145,7 +147,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
                     last = POST if before[POST, stage] != -2 else UP  # of a microbatch on the stage
                     if target > turn or index - done[UP, stage] >= caps[stage] or index - done[last, stage] >= quotas[stage]:
                         continue
-                takes = allocated[kind, stage]
+                takes = allocated[kind, stage, index]
                 if takes > 0 and takes + kept > room:
                     continue
                 ready = _arrival(kind, stage, index, hops, before, ends)
@@ -153,7 +155,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
                     continue
                 if takes > 0:
                     if oldest < 0:
-                        oldest, reserved = _reserve(mine, counts, replica, replicas, allocated, done)
+                        oldest, reserved = _reserve(mine, counts, replica, replicas, allocated, together, done)
                     own = index * replicas + replica[stage] == oldest
                     if (reserved if own else takes + reserved) > room:
                         continue
@@ -165,7 +167,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
             if best < 0 or best_ready <= now * (1 + SLACK):
                 break
             horizon, deadline = now * (1 + SLACK), best_ready * (1 + SLACK)
-            kept = max(0.0, allocated[best, best_stage])
+            kept = max(0.0, allocated[best, best_stage, done[best, best_stage]])
         if chosen < 0:
             clock[rank] = soonest  # infinite if the rank has to wait for a result that is not made yet
             continue
@@ -175,7 +177,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
 
         index = done[chosen, chosen_stage]
         begin = max(now, chosen_ready)
-        end = begin + seconds[chosen, chosen_stage]
+        end = begin + seconds[chosen, chosen_stage, index]
         late += begin - max(free[rank], chosen_ready)
         if from_zero or length[rank] > 0:
             spare[rank] -= begin - free[rank]
@@ -186,13 +188,13 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         order[rank, length[rank], 1] = chosen_stage
         order[rank, length[rank], 2] = index
         length[rank] += 1
-        held[rank] += allocated[chosen, chosen_stage]
+        held[rank] += allocated[chosen, chosen_stage, index]
         done[chosen, chosen_stage] += 1
         free[rank] = end
         clock[rank] = end
         remaining -= 1
         neighbour = chosen_stage + (chosen == DOWN) - (chosen == UP)
-        if neighbour != chosen_stage and 0 <= neighbour < stages and hops[chosen, neighbour] >= 0:
+        if neighbour != chosen_stage and 0 <= neighbour < stages and hops[chosen, neighbour, index] >= 0:
             waiting = home[neighbour]  # the rank that may wait for the result
             if clock[waiting] > free[waiting]:
                 clock[waiting] = max(free[waiting], now)
@@ -207,27 +209,29 @@ def _arrival(kind: int, stage: int, index: int, hops: Array, before: Array, ends
         ready = ends[before[kind, stage], stage, index]
         if ready < 0:
             return -1.0
-    if hops[kind, stage] < 0:
+    if hops[kind, stage, index] < 0:
         return ready
     made = ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
-    return max(ready, made + hops[kind, stage]) if made >= 0 else -1.0
+    return max(ready, made + hops[kind, stage, index]) if made >= 0 else -1.0
 
 
 @compiled
-def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocated: Array, done: Array) -> tuple[Any, float]:
+def _reserve(
+    mine: Array, counts: Array, replica: Array, replicas: int, allocated: Array, together: Array, done: Array
+) -> tuple[Any, float]:
     """The oldest microbatch that still allocates on a rank, and the memory it needs there beyond what older ones will free."""
     first, model = np.int64(2**62), np.int64(0)  # of the oldest: its number within its replica, and which that is
     for line in range(mine.shape[0]):
         kind, stage = mine[line, 0], mine[line, 1]
         older = done[kind, stage] < first or (done[kind, stage] == first and replica[stage] < model)
-        if older and allocated[kind, stage] > 0 and done[kind, stage] < counts[stage]:
+        if older and allocated[kind, stage, 0] > 0 and done[kind, stage] < counts[stage]:
             first, model = done[kind, stage], replica[stage]
     reserved = 0.0
     for line in range(mine.shape[0]):
         kind, stage = mine[line, 0], mine[line, 1]
         edge = min(counts[stage], first + (replica[stage] < model))
-        reserved -= allocated[kind, stage] * min(done[kind, stage], edge)
+        reserved -= together[kind, stage, min(done[kind, stage], edge)]
         belongs = edge < counts[stage] and replica[stage] == model
-        if belongs and allocated[kind, stage] > 0 and done[kind, stage] <= edge:
-            reserved += allocated[kind, stage]
+        if belongs and allocated[kind, stage, edge] > 0 and done[kind, stage] <= edge:
+            reserved += allocated[kind, stage, edge]
     return first * replicas + model, reserved

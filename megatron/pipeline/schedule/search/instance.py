@@ -83,6 +83,8 @@ class Instance:
 
     Attributes:
         arrays: all of them, as the compiled loops take them.
+        mean_seconds, mean_hops, mean_allocated: float[5, S], means over microbatches.
+        begins: float[M], how many mean microbatches are before each.
     """
 
     def __init__(self, problem: Problem, backwards: bool = False) -> None:
@@ -90,21 +92,45 @@ class Instance:
         placement, stages = problem.placement, range(problem.placement.last_stage + 1)
         self.home = home = np.array([placement.home(stage)[0] for stage in stages])
         self.replica = np.array([placement.replica(stage) for stage in stages])
-        self.hops = hops_of(placement, problem.costs.hop)
-        self.counts = np.array([len(range(first, problem.microbatches, placement.replicas)) for first in self.replica.tolist()])
-        self.seconds, self.allocated = np.zeros((2, KINDS, len(stages)))
+        unequal, numbers = bool(problem.costs.loads), range(problem.microbatches)
+        own = [numbers[first :: placement.replicas] for first in self.replica.tolist()]
+        self.counts = np.array(list(map(len, own)))
+        costs = [problem.costs.of(number) for number in numbers] if unequal else [problem.costs]
+        own = [each[::-1] if backwards else each for each in own] if unequal else [range(1)] * len(stages)
+        self.seconds, self.allocated = np.zeros((2, *self.shape))
         self.before = np.full((KINDS, len(stages)), -2)
+        messages = np.zeros(self.shape[1:])
         slot_of = slots(backwards)
-        for stage, cost in zip(stages, problem.costs.stages, strict=True):
-            recomputed = stage in problem.recompute
+        for stage, count in zip(stages, self.counts.tolist(), strict=True):
+            recomputed, each = stage in problem.recompute, [costs[number] for number in own[stage]]
+            messages[stage, :count] = [cost.hop for cost in each]
             kinds = stage_kinds(recomputed, stage in problem.fused)
             last = -1
             for kind in reversed(kinds) if backwards else kinds:
                 slot = slot_of[kind]
-                self.seconds[slot, stage] = cost.seconds(kind)
-                self.allocated[slot, stage] = cost.allocated(kind, recomputed) * (-1 if backwards else 1)
+                self.seconds[slot, stage, :count] = [cost.stages[stage].seconds(kind) for cost in each]
+                allocated = [cost.stages[stage].allocated(kind, recomputed) for cost in each]
+                self.allocated[slot, stage, :count] = np.array(allocated, float) * (-1 if backwards else 1)
                 self.before[slot, stage] = last
                 last = slot
+        self.hops = hops_of(placement, messages)
+        many = self.shape[2]
+        together = np.zeros((KINDS, len(stages), many + 1))
+        if unequal:
+            np.cumsum(self.allocated, axis=2, out=together[:, :, 1:])
+            self.mean_seconds, self.mean_allocated, self.mean_hops = (
+                each.sum(axis=2) / np.maximum(self.counts, 1) for each in (self.seconds, self.allocated, self.hops)
+            )
+            each = self.seconds.sum(axis=(0, 1))
+            self.begins = (each.cumsum() - each) / (each.mean() or 1.0)
+        else:
+            self.mean_seconds, self.mean_allocated, self.mean_hops = (
+                self.seconds[:, :, 0],
+                self.allocated[:, :, 0],
+                self.hops[:, :, 0],
+            )
+            together += self.mean_allocated[:, :, None] * np.arange(many + 1)
+            self.begins = np.arange(many)
         self.lengths = np.zeros(placement.ranks, np.int64)
         np.add.at(self.lengths, home, (self.before != -2).sum(axis=0) * self.counts)
         stage_of, kind_of = np.nonzero((self.before != -2).T)
@@ -113,7 +139,7 @@ class Instance:
         first = np.searchsorted(home[stage_of][by_rank], np.arange(placement.ranks + 1))
         self.arrays = engine.Arrays(
             home, self.hops, self.counts, self.replica, placement.replicas, self.seconds, self.before, self.allocated,
-            self.lengths, lines, first,
+            together, self.lengths, lines, first,
         )  # fmt: skip
 
     @cached_property
@@ -158,22 +184,22 @@ class Instance:
         """For how many seconds each rank can be idle in a plan of a value, float[P]."""
         if self.backwards:
             longest = np.inf
+        return longest * (1 + 1000 * engine.SLACK) - self.work
+
+    @cached_property
+    def work(self) -> Array:
+        """Seconds of all passes of every rank, float[P]."""
         work = np.zeros(len(self.lengths))
-        np.add.at(work, self.home, self.seconds.sum(axis=0) * self.counts)
-        return longest * (1 + 1000 * engine.SLACK) - work
+        np.add.at(work, self.home, self.mean_seconds.sum(axis=0) * self.counts)
+        return work
 
     def replay(self, order: Array) -> Plan | None:
         """The earliest times of an order; None if it cannot finish."""
         ends = np.empty(self.shape)
-        span, makespan = replay(order, self.lengths, self._seconds_of_all, self.hops, self.before, ends)
+        span, makespan = replay(order, self.lengths, self.seconds, self.hops, self.before, ends)
         if span < 0:
             return None
         return Plan(span if self.problem.objective is Objective.SPAN else makespan, span, makespan, order, ends)
-
-    @cached_property
-    def _seconds_of_all(self) -> Array:
-        """Seconds of every pass, float[5, S, M]."""
-        return np.repeat(self.seconds[:, :, None], self.shape[2], axis=2)
 
     def sorted(self, targets: Array) -> Plan | None:
         """Every rank runs its passes in the order of their targets, without regard to memory; None if they cannot finish."""
@@ -191,8 +217,8 @@ class Instance:
 
     def within(self, plan: Plan, limits: Array) -> bool:
         """Tell whether no rank of a plan ever holds more than its limit."""
-        kind, stage, _ = np.moveaxis(plan.order, 2, 0)
-        held = np.where(kind < 0, 0.0, self.allocated[kind, stage]).cumsum(axis=1).max(axis=1, initial=0.0)
+        kind, stage, index = np.moveaxis(plan.order, 2, 0)
+        held = np.where(kind < 0, 0.0, self.allocated[kind, stage, index]).cumsum(axis=1).max(axis=1, initial=0.0)
         return bool((held <= limits * (1 + engine.SLACK)).all())
 
     def read(self, passes: Order) -> Plan | None:

@@ -48,9 +48,9 @@ class PairingPolicy(NamedTuple):
 def paired(problem: Problem) -> Order | None:
     """The shortest order of braids within the problem's limits that is found: of a grid of policies, and of changes to the best.
 
-    None for what braids do not go with, and where the limits have no room for a microbatch on every stage.
+    None for what braids do not go with, for unequal microbatches, and where the limits have no room for one on every stage.
     """
-    if problem.recompute or problem.splits > 1 or problem.placement.replicas > 1:
+    if problem.recompute or problem.splits > 1 or problem.placement.replicas > 1 or problem.costs.loads:
         return None
     trials = _PairingTrials(problem)
     last = problem.placement.last_stage

@@ -53,8 +53,6 @@ def rounds(instance: Instance, limits: Array, longest: float = np.inf, few: bool
     if not can_be_in_rounds(instance):
         return
     line, stages = len(instance.home) == len(limits), len(instance.home)
-    work = np.zeros(len(limits))
-    np.add.at(work, instance.home, instance.seconds.sum(axis=0) * instance.counts)
     constructions = [(instance.seconds, True)]
     if not line and (np.ptp(instance.seconds, axis=1) > SLACK * instance.seconds.max(axis=1)).any():
         # The rounds of a V wait for each other less where all stages are taken to be equal.
@@ -62,7 +60,7 @@ def rounds(instance: Instance, limits: Array, longest: float = np.inf, few: bool
     every = itertools.product((1.0,) if few else (1.0, 0.0), (True, False), (True, False), (True, False) if line else (False,))
     for (seconds, real), (afford, eager, behind, dense) in itertools.product(constructions, every):
         arrays = instance.arrays._replace(seconds=seconds)
-        spare = longest * (1 + SLACK) - work if real else np.full(len(work), np.inf)
+        spare = longest * (1 + SLACK) - instance.work if real else np.full(len(limits), np.inf)
         plan = _construct(instance, arrays, limits, RoundChoices(eager, behind, dense, afford), spare)
         if plan is not None:
             longest = min(longest, plan.span * _NEAR)

@@ -49,7 +49,7 @@ class State(NamedTuple):
     def of(instance: Instance, spare: Array) -> State:
         ranks, most = len(instance.lengths), int(instance.lengths.max())
         free, held, idle, kept = np.zeros((4, ranks))
-        np.maximum.at(kept, instance.home, instance.allocated[UP])
+        np.maximum.at(kept, instance.home, instance.allocated[UP].max(axis=1))
         return State(
             ends=np.full(instance.shape, -1.0),
             order=np.full((ranks, most, 3), -1, np.int32),
@@ -66,17 +66,18 @@ class State(NamedTuple):
 @compiled
 def _arrives(arrays: Any, state: Any, kind: int, stage: int) -> float:
     """When the input of the next F or B of a stage arrives from another rank; 0 if it needs none, -1 if it is not made yet."""
-    hop = arrays.hops[kind, stage]
+    index = state.done[kind, stage]
+    hop = arrays.hops[kind, stage, index]
     if hop < 0:
         return 0.0
-    made = state.ends[kind, stage - 1 if kind == DOWN else stage + 1, state.done[kind, stage]]
+    made = state.ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
     return made + hop if made >= 0 else -1.0
 
 
 @compiled
 def _takes(arrays: Any, state: Any, kind: int, stage: int) -> float:
     """The memory without which the next pass of a stage does not run."""
-    allocated = arrays.allocated[kind, stage]
+    allocated = arrays.allocated[kind, stage, min(state.done[kind, stage], state.ends.shape[2] - 1)]
     return float(allocated + state.kept[arrays.home[stage]] if kind == DOWN else allocated)
 
 
@@ -96,11 +97,11 @@ def _run(arrays: Any, limits: Array, state: Any, kind: int, stage: int) -> bool:
         state.most[0] = max(state.most[0], state.idle[rank])
         if state.idle[rank] > state.spare[rank]:
             return False
-    state.free[rank] = state.ends[kind, stage, index] = begin + arrays.seconds[kind, stage]
+    state.free[rank] = state.ends[kind, stage, index] = begin + arrays.seconds[kind, stage, index]
     state.order[rank, place, 0], state.order[rank, place, 1], state.order[rank, place, 2] = kind, stage, index
     state.length[rank] += 1
     state.done[kind, stage] += 1
-    state.held[rank] += arrays.allocated[kind, stage]
+    state.held[rank] += arrays.allocated[kind, stage, index]
     if kind == UP and arrays.before[POST, stage] != -2:
         state.waiting[rank, state.due[rank, 1]] = stage
         state.due[rank, 1] += 1
@@ -132,11 +133,11 @@ def _run_after_weights(
     while state.held[rank] + takes > limits[rank] * (1 + SLACK):
         if not _weight(arrays, limits, state, rank):
             return False
-    if arrays.hops[kind, stage] >= 0:
+    if arrays.hops[kind, stage, 0] >= 0:
         arrives = _arrives(arrays, state, kind, stage)
         while state.due[rank, 0] < state.due[rank, 1]:
             due = state.waiting[rank, state.due[rank, 0]]
-            if arrives < state.free[rank] + arrays.seconds[POST, due]:
+            if arrives < state.free[rank] + arrays.seconds[POST, due, state.done[POST, due]]:
                 break
             _weight(arrays, limits, state, rank)
         slack = choices.afford * (max(state.most[0], before[-1] - before[rank]) - state.idle[rank])
@@ -162,16 +163,19 @@ def line_in_rounds(  # noqa: PLR0912 - numba compiles it as a whole
             return False
     # How many more F a rank runs before its first B: those that end (or with ``eager``, begin) before the gradient is there.
     more = state.more
-    made = state.free[ranks - 1] + seconds[UP, ranks - 1]
+    made = state.free[ranks - 1] + seconds[UP, ranks - 1, 0]
     for rank in range(ranks - 2, -1, -1):
-        clock, held, arrives = state.free[rank], state.held[rank], made + hops[UP, rank]
-        while 1 + more[rank] < many and held + _takes(arrays, state, DOWN, rank) <= limits[rank] * (1 + SLACK):
-            if clock >= arrives or (not choices.eager and clock + seconds[DOWN, rank] > arrives):
+        clock, held, arrives = state.free[rank], state.held[rank], made + hops[UP, rank, 0]
+        while 1 + more[rank] < many:
+            index = 1 + more[rank]
+            if held + (allocated[DOWN, rank, index] + state.kept[rank]) > limits[rank] * (1 + SLACK):
                 break
-            held += allocated[DOWN, rank]
-            clock += seconds[DOWN, rank]
+            if clock >= arrives or (not choices.eager and clock + seconds[DOWN, rank, index] > arrives):
+                break
+            held += allocated[DOWN, rank, index]
+            clock += seconds[DOWN, rank, index]
             more[rank] += 1
-        made = max(clock, arrives) + seconds[UP, rank]
+        made = max(clock, arrives) + seconds[UP, rank, 0]
     for rank in range(1, ranks):
         while more[rank] > 0 and more[rank] >= more[rank - 1] and 1 + more[rank] < many:
             more[rank] -= 1
@@ -207,15 +211,17 @@ def line_in_rounds(  # noqa: PLR0912 - numba compiles it as a whole
 def _has_time(arrays: Any, limits: Array, state: Any, rank: int, afford: float) -> bool:
     """Tell whether a rank that is far ahead of the next one should run an F before the gradient of its next B can come."""
     seconds, allocated = arrays.seconds, arrays.allocated
-    comes = state.free[rank + 1] + seconds[DOWN, rank + 1] + seconds[UP, rank + 1] + arrays.hops[UP, rank]
+    down, up, post = state.done[DOWN, rank], state.done[UP, rank], state.done[POST, rank]
+    after = min(state.done[DOWN, rank + 1], state.ends.shape[2] - 1)
+    comes = state.free[rank + 1] + seconds[DOWN, rank + 1, after] + seconds[UP, rank + 1, up] + arrays.hops[UP, rank, up]
     if state.free[rank] >= comes:
         return False
     weights, held = 0, state.held[rank] + _takes(arrays, state, DOWN, rank)
     due = state.due[rank, 1] - state.due[rank, 0]
     while held > limits[rank] * (1 + SLACK) and weights < due:
-        held += allocated[POST, rank]
+        held += allocated[POST, rank, post + weights]
         weights += 1
-    if state.free[rank] + seconds[DOWN, rank] + weights * seconds[POST, rank] <= comes:
+    if state.free[rank] + seconds[DOWN, rank, down] + weights * seconds[POST, rank, min(post, state.ends.shape[2] - 1)] <= comes:
         return True
     return bool(comes - state.free[rank] > afford * (state.most[0] - state.idle[rank]))
 
@@ -237,9 +243,12 @@ def v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
             return False
     # While the first microbatch climbs the V, more of them follow, as long as time and what is needed below leave room.
     for rank in range(ranks - 2, -1, -1):
-        arrives = state.ends[DOWN, last - rank - 1, 0] + hops[DOWN, last - rank]
-        microbatch = allocated[DOWN, rank] + allocated[DOWN, last - rank]
-        while state.done[DOWN, rank] < many and state.free[rank] + seconds[DOWN, rank] <= arrives:
+        arrives = state.ends[DOWN, last - rank - 1, 0] + hops[DOWN, last - rank, 0]
+        while state.done[DOWN, rank] < many:
+            index = state.done[DOWN, rank]
+            if state.free[rank] + seconds[DOWN, rank, index] > arrives:
+                break
+            microbatch = allocated[DOWN, rank, index] + allocated[DOWN, last - rank, index]
             most = min(state.held[rank] + microbatch * (rank + 1), microbatch * many)  # no more than all microbatches hold
             if most + state.kept[rank] > limits[rank] * (1 + SLACK):
                 break

@@ -117,7 +117,7 @@ def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: 
     step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // steps)
     sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
     unit = step if long else chunk
-    whole = sizes <= {0.0, chunk} and min(most) >= max(unit, microbatch)
+    whole = not problem.costs.loads and sizes <= {0.0, chunk} and min(most) >= max(unit, microbatch)
     if whole:
         most = _whole_units(most, unit)
     thorough = problem.ranks * microbatch * np.arange(1, 3 * _THOROUGH + 1) / _THOROUGH if in_rounds else np.zeros(0)
@@ -146,7 +146,7 @@ def _whole_units(amounts: Array, unit: float) -> Array:
 def _room(instance: Instance, limits: ArrayLike | None) -> Array:
     """The memory that every rank can use: its limit if it has one, or what all microbatches hold at once if that is less."""
     everything = np.zeros(len(instance.lengths))
-    held = np.maximum(instance.allocated, 0).sum(axis=0)
+    held = np.maximum(instance.mean_allocated, 0).sum(axis=0)
     np.add.at(everything, instance.home, held * instance.counts)
     return np.minimum(everything, np.inf if limits is None else limits)
 
@@ -317,15 +317,19 @@ def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal
 
 
 def _cut_down(problem: Problem) -> Problem:
-    """A long problem with fewer microbatches, enough that its start and its end do not overlap; a short one as it is."""
+    """A long problem with fewer microbatches, enough that its start and its end do not overlap; one that is short, or has no
+    middle that repeats, as it is."""
     enough = problem.placement.replicas * (_ROUNDS * problem.ranks + 8)
-    long = 3 * problem.microbatches * (problem.placement.last_stage + 1) // problem.placement.replicas > _WHOLE
+    long = (
+        not problem.costs.loads
+        and 3 * problem.microbatches * (problem.placement.last_stage + 1) // problem.placement.replicas > _WHOLE
+    )
     return replace(problem, microbatches=enough) if long and problem.microbatches > enough + problem.ranks else problem
 
 
 def _repeated(small: Instance, plan: Plan, whole: Instance, block: int) -> Array:
     """The times of a plan as targets for more microbatches: the ``block`` microbatches in its middle are repeated."""
-    begin = plan.ends - small.seconds[:, :, None]
+    begin = plan.ends - small.seconds
     few, many = small.shape[2], whole.shape[2]
     first = (few - block) // 2
     period = (begin[DOWN, 0, first + block] - begin[DOWN, 0, first]) / block
@@ -346,7 +350,7 @@ def _improve(instance: Instance, plan: Plan, limits: Array, tries: int, goal: fl
     period, unit = period_and_unit(instance)
     best = current = plan
     for number in range(tries if best.value > goal else 0):
-        begin = current.ends - instance.seconds[:, :, None]
+        begin = current.ends - instance.seconds
         window = (0.0, 0.3, 0.6)[generator.integers(3)] * unit
         in_order = bool(generator.integers(2))
         noise = np.zeros(instance.shape) if number < 2 else _noise(generator, instance.shape, period)

@@ -58,8 +58,8 @@ def _seeds(instance: Instance, limits: Array) -> Iterator[Seed]:
     one_home = len(set(instance.home.tolist())) == len(instance.home)
     for lag, pause, steps in itertools.product(_LAGS, _PAUSES, _STEPS[:1] if one_home else _STEPS):
         offsets = block(instance, steps, pause * unit, lag * period, unit)
-        targets = offsets[:, :, None] + np.arange(instance.shape[2]) * period
-        held = offsets[UP] + instance.seconds[UP] - offsets[DOWN] + instance.seconds[POST]
+        targets = offsets[:, :, None] + instance.begins * period
+        held = offsets[UP] + instance.mean_seconds[UP] - offsets[DOWN] + instance.mean_seconds[POST]
         if one_home:
             yield from _linear(instance, limits, targets, unit)
         else:
@@ -72,7 +72,7 @@ def _seeds(instance: Instance, limits: Array) -> Iterator[Seed]:
 def period_and_unit(instance: Instance) -> tuple[float, float]:
     """Seconds of one microbatch on the busiest rank, and the average seconds of one of its passes."""
     work = np.zeros(len(instance.lengths))
-    np.add.at(work, instance.home, instance.seconds.sum(axis=0))
+    np.add.at(work, instance.home, instance.mean_seconds.sum(axis=0))
     period = float(work.max()) or 1.0
     return period, period / max(1.0, float((instance.before != -2).sum()) / len(work))
 
@@ -83,20 +83,20 @@ def block(instance: Instance, steps: tuple[float, ...], pause: float, lag: float
     offsets = np.zeros((5, stages))
     now = 0.0
     for stage in range(stages):
-        if instance.hops[DOWN, stage] < 0:
+        if instance.mean_hops[DOWN, stage] < 0:
             now = 0.0
         offsets[DOWN, stage] = now
-        step = instance.seconds[DOWN, stage] + max(0.0, instance.hops[UP, stage])
+        step = instance.mean_seconds[DOWN, stage] + max(0.0, instance.mean_hops[UP, stage])
         turn = stage + 1 == stages or instance.home[stage + 1] == instance.home[stage]
         now += step if turn else max(step, steps[0 if 2 * stage < stages else 1] * unit)
     for stage in reversed(range(stages)):
-        if instance.hops[UP, stage] < 0:
-            now = offsets[DOWN, stage] + instance.seconds[DOWN, stage] + pause
-        now += instance.seconds[MID, stage]
+        if instance.mean_hops[UP, stage] < 0:
+            now = offsets[DOWN, stage] + instance.mean_seconds[DOWN, stage] + pause
+        now += instance.mean_seconds[MID, stage]
         offsets[UP, stage] = now
-        offsets[MID, stage] = now - instance.seconds[MID, stage]
-        offsets[POST, stage] = now + instance.seconds[UP, stage] + lag
-        step = instance.seconds[UP, stage] + max(0.0, instance.hops[DOWN, stage])
+        offsets[MID, stage] = now - instance.mean_seconds[MID, stage]
+        offsets[POST, stage] = now + instance.mean_seconds[UP, stage] + lag
+        step = instance.mean_seconds[UP, stage] + max(0.0, instance.mean_hops[DOWN, stage])
         turn = stage == 0 or instance.home[stage - 1] == instance.home[stage]
         now += step if turn else max(step, steps[2 if 2 * stage >= stages else 3] * unit)
     return offsets
@@ -140,14 +140,14 @@ def _packed(instance: Instance) -> Array:
     offsets[DOWN] = np.cumsum([0, *forward])
     offsets[UP] = (offsets[DOWN, -1] + middle[path[0]] + np.cumsum([0, *back]))[::-1]
     offsets[MID], offsets[POST] = offsets[UP] - 0.5, offsets[UP] + 1
-    return offsets[:, :, None] + slots * np.arange(instance.shape[2])
+    return offsets[:, :, None] + slots * instance.begins
 
 
 def _linear(instance: Instance, limits: Array, targets: Array, unit: float) -> Iterator[Seed]:
     """One stage per rank: caps by how many microbatches more than the next rank each rank may run forward."""
     ranks = len(limits)
     behind = np.arange(len(instance.home))[::-1]
-    sizes = instance.allocated[DOWN]
+    sizes = instance.mean_allocated[DOWN]
     room = [limits[rank] / size for rank, size in zip(instance.home, sizes, strict=True) if size > 0]
     for depth in (1.0, 2.0, 1.5, *({min(room) / ranks} if room else ()), 3.0):
         yield Seed(targets, np.maximum(1, np.floor(1 + depth * behind)).astype(np.int64), None)
@@ -157,7 +157,7 @@ def _linear(instance: Instance, limits: Array, targets: Array, unit: float) -> I
 
 def _shares(instance: Instance, held: Array, limits: Array) -> Array:
     """Quotas that divide a rank's memory among its stages in proportion to their lifespans; at least one microbatch each."""
-    size = np.maximum(instance.allocated[DOWN], 1e-300)
+    size = np.maximum(instance.mean_allocated[DOWN], 1e-300)
     wanted = np.zeros(len(limits))
     np.add.at(wanted, instance.home, held * size)
     scale = limits / np.maximum(wanted, 1e-300)

@@ -31,7 +31,7 @@ def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 
 def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
-    order, ends, starts = plan.order.copy(), plan.ends.copy(), plan.ends - instance.seconds[:, :, None]
+    order, ends, starts = plan.order.copy(), plan.ends.copy(), plan.ends - instance.seconds
     by_start = instance.numbers[np.argsort(starts.ravel()[instance.numbers], kind="stable")]
     places = np.zeros((2, len(order)), np.int64)
     if not _squeeze(instance.arrays, limits, order, ends, by_start, *np.zeros((2, *order.shape[:2])), *places):
@@ -61,21 +61,21 @@ def _squeeze(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
         seen: int[P], zeros: how many passes of every rank have had their turn, so that the next is most often at that place.
         gap: int[P], zeros: the place behind the last idle time of every rank before the pass whose turn it is.
     """
-    home, hops, _, _, _, seconds, before, allocated, lengths, _, _ = arrays
+    home, hops, _, _, _, seconds, before, allocated, _, lengths, _, _ = arrays
     stages, many = ends.shape[1], ends.shape[2]
     moved = 0
     for rank in range(lengths.shape[0]):
         _account(order[rank], 0, lengths[rank], held[rank], idle[rank], allocated, ends, seconds)
     for number in by_start:
         kind, stage, index = number // (stages * many), number // many % stages, number % many
-        rank, takes, row = home[stage], allocated[kind, stage], order[home[stage]]
-        start = ends[kind, stage, index] - seconds[kind, stage]
+        rank, takes, row = home[stage], allocated[kind, stage, index], order[home[stage]]
+        start = ends[kind, stage, index] - seconds[kind, stage, index]
         slot, seen[rank] = seen[rank], seen[rank] + 1
         ready = ends[kind, stage, index - 1] if index > 0 else 0.0
         if before[kind, stage] >= 0:
             ready = max(ready, ends[before[kind, stage], stage, index])
-        if hops[kind, stage] >= 0:
-            ready = max(ready, ends[kind, stage - 1 if kind == DOWN else stage + 1, index] + hops[kind, stage])
+        if hops[kind, stage, index] >= 0:
+            ready = max(ready, ends[kind, stage - 1 if kind == DOWN else stage + 1, index] + hops[kind, stage, index])
         slack = SLACK * (1 + start)
         if ready >= start - slack:
             continue
@@ -88,9 +88,12 @@ def _squeeze(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
         gap[rank] = behind
         if behind < slot:
             last, last_stage, last_index = row[behind]
-            if ends[last, last_stage, last_index] - seconds[last, last_stage] < ready + seconds[kind, stage] - slack:
+            if (
+                ends[last, last_stage, last_index] - seconds[last, last_stage, last_index]
+                < ready + seconds[kind, stage, index] - slack
+            ):
                 continue  # no idle time to move into: the common case, which has to be quick
-        place = _first_from(row, slot, ready + seconds[kind, stage] - slack, ends, seconds)
+        place = _first_from(row, slot, ready + seconds[kind, stage, index] - slack, ends, seconds)
         while place < slot and ends[row[place, 0], row[place, 1], row[place, 2]] <= ready + slack:
             place += 1  # passes of no duration, which it may need
         if idle[rank, slot] - (idle[rank, place - 1] if place else 0.0) <= slack:
@@ -103,22 +106,23 @@ def _squeeze(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
                 place = full + 2
         while place < slot:
             begin = ready if place == 0 else max(ready, ends[row[place - 1, 0], row[place - 1, 1], row[place - 1, 2]])
-            after = ends[row[place, 0], row[place, 1], row[place, 2]] - seconds[row[place, 0], row[place, 1]]
-            if begin + seconds[kind, stage] <= after + slack:
+            other, its_stage, its_index = row[place]
+            after = ends[other, its_stage, its_index] - seconds[other, its_stage, its_index]
+            if begin + seconds[kind, stage, index] <= after + slack:
                 break
             place += 1
         if place >= slot:
             begin = ready if slot == 0 else max(ready, ends[row[slot - 1, 0], row[slot - 1, 1], row[slot - 1, 2]])
             if begin < start - slack:
                 moved += 1
-                ends[kind, stage, index] = begin + seconds[kind, stage]
+                ends[kind, stage, index] = begin + seconds[kind, stage, index]
                 _account(row, slot, min(slot + 2, lengths[rank]), held[rank], idle[rank], allocated, ends, seconds)
             continue
         moved += 1
-        for other in range(slot, place, -1):
-            row[other, 0], row[other, 1], row[other, 2] = row[other - 1, 0], row[other - 1, 1], row[other - 1, 2]
+        for at in range(slot, place, -1):
+            row[at, 0], row[at, 1], row[at, 2] = row[at - 1, 0], row[at - 1, 1], row[at - 1, 2]
         row[place, 0], row[place, 1], row[place, 2] = kind, stage, index
-        ends[kind, stage, index] = begin + seconds[kind, stage]
+        ends[kind, stage, index] = begin + seconds[kind, stage, index]
         _account(row, place, min(slot + 2, lengths[rank]), held[rank], idle[rank], allocated, ends, seconds)
     return moved
 
@@ -130,7 +134,7 @@ def _first_from(row: Array, length: int, time: float, ends: Array, seconds: Arra
     while low < high:
         middle = (low + high) // 2
         kind, stage, index = row[middle]
-        if ends[kind, stage, index] - seconds[kind, stage] < time:
+        if ends[kind, stage, index] - seconds[kind, stage, index] < time:
             low = middle + 1
         else:
             high = middle
@@ -156,7 +160,7 @@ def _account(row: Array, begin: int, end: int, held: Array, idle: Array, allocat
         free = ends[row[begin - 1, 0], row[begin - 1, 1], row[begin - 1, 2]]
     for place in range(begin, end):
         kind, stage, index = row[place]
-        level += allocated[kind, stage]
-        waited += max(0.0, ends[kind, stage, index] - seconds[kind, stage] - free)
+        level += allocated[kind, stage, index]
+        waited += max(0.0, ends[kind, stage, index] - seconds[kind, stage, index] - free)
         free = ends[kind, stage, index]
         held[place], idle[place] = level, waited

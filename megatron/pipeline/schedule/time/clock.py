@@ -28,14 +28,12 @@ class Clock:
         self,
         ranks: int,
         rows: Rows,
-        seconds_of: Sequence[Sequence[float] | None] | None = None,
         switches: Mapping[int, Switch] | None = None,
     ) -> None:
         """
         Args:
             ranks: how many of the rows are ranks; rows of copies follow.
             rows: their links are used, and what is there from the start.
-            seconds_of: durations by slot, of the rows whose passes do not take what their links say.
             switches: by row, of rows whose passes take longer while others behind their switch run.
         """
         count = len(rows.links)
@@ -44,7 +42,7 @@ class Clock:
         self.starts: list[dict[Pass, float]] = [{} for _ in range(count)]
         self.ends: list[dict[Pass, float]] = [{} for _ in range(count)]
         self._ranks, self._links, self._made_at = ranks, rows.links, list(rows.made_at)
-        self._seconds_of, self._switches = seconds_of, switches or {}
+        self._switches = switches or {}
         self._parts: dict[int, list[float]] = {}  # by number of a result that every rank has a part in: when parts were made
         self._blocked: dict[int, set[tuple[int, float]]] = {}  # by number of a result: (row that waits, seconds it travels there)
         self._moments: list[tuple[float, int]] = []  # a heap of (moment, row): when the row chooses, if it is free
@@ -82,23 +80,22 @@ class Clock:
         _, needed, hop, _, _ = self._links[row][work.chunk][work.kind]
         made = self._made_at[needed + work.microbatch]
         if made is None:
-            self._blocked.setdefault(needed + work.microbatch, set()).add((row, hop))
+            self._blocked.setdefault(needed + work.microbatch, set()).add((row, hop[work.microbatch]))
             return math.inf
-        arrived: float = made + hop
+        arrived: float = made + hop[work.microbatch]
         if arrived > self.now:
             self.look(row, arrived)
         return arrived
 
     def seconds(self, row: int, work: Pass) -> float:
-        return self._links[row][work.chunk][work.kind].seconds
+        return self._links[row][work.chunk][work.kind].seconds[work.microbatch]
 
     def _start(self, row: int, works: Sequence[Pass], now: float) -> None:
         links, starts, ends = self._links[row], self.starts[row], self.ends[row]
-        own_seconds = self._seconds_of[row] if self._seconds_of else None
         elapsed: float = 0
         end = now
         for work in works:
-            seconds = own_seconds[len(starts)] if own_seconds else links[work.chunk][work.kind].seconds
+            seconds = links[work.chunk][work.kind].seconds[work.microbatch]
             starts[work] = end
             if row in self._switches:
                 self._change(row, now, seconds)

@@ -29,13 +29,13 @@ class PassLink(NamedTuple):
     """Needs and results of the passes of one kind on one rank and chunk.
 
     What passes make for each other has numbers, one after another for the microbatches: ``made + microbatch`` is made, and
-    ``needed + microbatch`` is needed and arrives ``hop`` after it was made.
+    ``needed + microbatch`` is needed and arrives ``hop[microbatch]`` after it was made. ``seconds`` are by microbatch, too.
     """
 
     made: int
     needed: int
-    hop: float
-    seconds: float
+    hop: list[float]
+    seconds: list[float]
     is_part: bool = False  # what is made is there once all ranks have made it
 
 
@@ -59,25 +59,17 @@ class Rows(NamedTuple):
 
 
 class LaneRow(NamedTuple):
-    """The passes of one lane of a rank, in the order in which they run, with the seconds that each takes alone."""
+    """The passes of one lane of a rank, in the order in which they run; what they take alone depends on R."""
 
     rank: int
     lane: Lane
     passes: Sequence[Pass]
-    seconds: list[float]
 
 
-def lane_rows(schedule: Schedule, costs: Costs) -> list[LaneRow]:
+def lane_rows(schedule: Schedule) -> list[LaneRow]:
     """All lanes that a schedule uses: both directions of every rank."""
-    taken = cache(costs.seconds)
-
-    def of(rank: int, lane: Lane) -> LaneRow:
-        row, stages = schedule.rows[rank], schedule.placement.stages[rank]
-        passes = row.lanes.get(lane, [])
-        seconds = [taken(work.kind, stages[work.chunk], row.has(Kind.R, work)) for work in passes]
-        return LaneRow(rank, lane, passes, seconds)
-
-    return [of(rank, lane) for rank in range(schedule.ranks if schedule.has_copies else 0) for lane in COPY_LANES]
+    ranks = range(schedule.ranks if schedule.has_copies else 0)
+    return [LaneRow(rank, lane, schedule.rows[rank].lanes.get(lane, [])) for rank in ranks for lane in COPY_LANES]
 
 
 def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -> Rows:
@@ -87,7 +79,7 @@ def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -
         costs: without them nothing takes time.
         with_lanes: whether lanes have rows. Without them passes on lanes take no time, and nothing waits for them.
     """
-    lanes = lane_rows(schedule, costs) if costs and with_lanes else []
+    lanes = lane_rows(schedule) if costs and with_lanes else []
     table = _Table(schedule, costs, bool(lanes))
     keyed = [_keyed(row, row.passes, row.awaited if lanes else {}) for row in schedule.rows]
     keyed += [_keyed(schedule.rows[lane.rank], lane.passes, {}) for lane in lanes]
@@ -143,6 +135,8 @@ class _Table:
         self._stages, self._slices = schedule.placement.stages, schedule.slices
         self._begins: dict[Hashable, int] = {}
         self._nothing, self._unused = 0, self._slices
+        self._braid = cache(costs.braid) if costs else None
+        self._at_once: list[float] = [0] * self._slices
         self.made_at: list[Any] = [0] * self._slices + [None] * self._slices
 
     def of_rank(self, rank: int) -> list[dict[Any, PassLink]]:
@@ -161,42 +155,50 @@ class _Table:
         """The links of a braid: the wait for what its backward needs, the time until its forward is over and its output leaves,
         and the rest."""
         first, second = _half(forward, backward), _half(backward, forward)
-        if first in links[forward.chunk]:
-            return
-        seconds: tuple[float, float] = (0, 0)
-        if self._costs:
-            stages = self._stages[rank]
-            seconds = self._costs.braid(stages[forward.chunk], backward.kind, stages[backward.chunk])
-        whole = links[backward.chunk][backward.kind]
-        links[backward.chunk]["gradient", backward.kind] = whole._replace(made=self._unused, seconds=0, is_part=False)
-        links[forward.chunk][first] = links[forward.chunk][forward.kind]._replace(seconds=seconds[0])
-        links[backward.chunk][second] = whole._replace(needed=self._nothing, hop=0, seconds=seconds[1])
+        if first not in links[forward.chunk]:
+            whole, at_once = links[backward.chunk][backward.kind], self._at_once
+            links[backward.chunk]["gradient", backward.kind] = whole._replace(made=self._unused, seconds=at_once, is_part=False)
+            links[forward.chunk][first] = links[forward.chunk][forward.kind]._replace(seconds=[*at_once])
+            links[backward.chunk][second] = whole._replace(needed=self._nothing, hop=at_once, seconds=[*at_once])
+        if self._costs and self._braid:
+            stages, numbers = self._stages[rank], (forward.microbatch, backward.microbatch)
+            halves = links[forward.chunk][first].seconds, links[backward.chunk][second].seconds
+            loads = numbers if self._costs.loads else (0, 0)
+            seconds = self._braid(stages[forward.chunk], backward.kind, stages[backward.chunk], loads)
+            for half, number, taken in zip(halves, numbers, seconds, strict=True):
+                half[number] = taken
 
     def of_lane(self, lane: LaneRow) -> list[dict[Any, PassLink]]:
         """By chunk and key, the links of a lane's row."""
         links = [dict[Any, PassLink]() for _ in self._stages[lane.rank]]
-        for kind, _, chunk in lane.passes:
+        assert self._costs, "without costs there are no lanes"
+        for work in lane.passes:
+            kind, microbatch, chunk = work
+            stage = self._stages[lane.rank][chunk]
             if kind not in links[chunk]:
-                stage = self._stages[lane.rank][chunk]
                 done = self._number(("done", kind), stage)
                 name: Hashable = ("started", kind) if kind.row.starts else needed_on_own_rank(kind)
-                links[chunk][kind] = PassLink(done, self._number(name, stage), 0, 0)
+                links[chunk][kind] = PassLink(done, self._number(name, stage), self._at_once, [*self._at_once])
+            recomputed = self._schedule.rows[lane.rank].has(Kind.R, work)
+            links[chunk][kind].seconds[microbatch] = self._costs.of(microbatch).seconds(kind, stage, recomputed)
         return links
 
     def _wait(self, kind: Kind, rank: int, chunk: int) -> PassLink:
         """Link of the wait for a pass that has been started on a lane."""
-        return PassLink(self._unused, self._number(("done", kind), self._stages[rank][chunk]), 0, 0)
+        at_once = self._at_once
+        return PassLink(self._unused, self._number(("done", kind), self._stages[rank][chunk]), at_once, at_once)
 
     def _link(self, kind: Kind, rank: int, chunk: int) -> PassLink:
         schedule, costs, stage = self._schedule, self._costs, self._stages[rank][chunk]
+        made, needed, hop, seconds = self._unused, self._nothing, self._at_once, self._at_once
         if kind.row.lane:
             if not self._has_lanes:
-                return PassLink(self._unused, self._nothing, 0, 0)
+                return PassLink(made, needed, hop, seconds)
             if kind.row.starts:
-                return PassLink(self._number(("started", kind), stage), self._nothing, 0, 0)
-            return PassLink(self._unused, self._number(("done", kind), stage), 0, 0)
-        seconds = costs.seconds(kind, stage) if costs else 0
-        made, needed, hop = self._unused, self._nothing, 0.0
+                return PassLink(self._number(("started", kind), stage), needed, hop, seconds)
+            return PassLink(made, self._number(("done", kind), stage), hop, seconds)
+        if costs:
+            seconds = costs.each(lambda costs: costs.seconds(kind, stage), self._slices)
         if kind in REMOTE:
             made = self._number(REMOTE[kind].kinds, None if kind.row.shard else stage, REMOTE[kind].ahead)
         for source in schedule.sources[kind, rank, chunk]:
@@ -204,7 +206,9 @@ class _Table:
                 home, its_chunk = source.homes[0]
                 its_stage = None if source.need.where is Where.ALL else self._stages[home][its_chunk]
                 needed = self._number(source.kinds, its_stage, REMOTE[source.kinds[0]].ahead) - source.need.delay
-                hop = source.hops * costs.hop + source.exchanges * costs.exchange if costs else 0
+                if costs:
+                    hops, exchanges = source.hops, source.exchanges
+                    hop = costs.each(lambda costs: hops * costs.hop + exchanges * costs.exchange, self._slices)  # noqa: B023
         return PassLink(made, needed, hop, seconds, is_part=kind.row.shard and kind in REMOTE)
 
     def _number(self, name: Hashable, stage: int | None, ahead: int = 0) -> int:

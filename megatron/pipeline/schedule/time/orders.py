@@ -22,6 +22,7 @@ from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, Kind, Where
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import SLACK, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Lengths
 from megatron.pipeline.schedule.time.replay import Stuck
@@ -44,12 +45,17 @@ def slots(backwards: bool = False) -> dict[Kind, int]:
     return {kind: POST - slot if backwards else slot for kind, slot in found.items()}
 
 
-def hops_of(placement: Placement, hop: float) -> Array:
-    """Seconds until a pass has what the stage before (DOWN) or behind (UP) made, ``float[5, S]``; -1 where it needs nothing."""
-    hops = np.full((KINDS, placement.last_stage + 1), -1.0)
+def hops_of(placement: Placement, messages: Array) -> Array:
+    """Seconds until a pass has what the stage before (DOWN) or behind (UP) made, ``float[5, S, M]``; -1 where it needs nothing.
+
+    Args:
+        messages: float[S, M], seconds of a message of the M microbatches that go through a stage.
+    """
+    hops = np.full((KINDS, *messages.shape), -1.0)
     for stage in range(1, placement.last_stage + 1):
         if not placement.is_first(stage):
-            hops[DOWN, stage] = hops[UP, stage - 1] = hop if placement.home(stage)[0] != placement.home(stage - 1)[0] else 0
+            far = placement.home(stage)[0] != placement.home(stage - 1)[0]
+            hops[DOWN, stage] = hops[UP, stage - 1] = messages[stage] if far else 0
     return hops
 
 
@@ -65,15 +71,16 @@ class Orders:
         costs, slot = schedule.costs(costs), slots()
         self._tables = [
             {
-                (kind, chunk): (slot[kind], stage, costs.seconds(kind, stage))
+                (kind, chunk): (slot[kind], stage, costs.each(lambda costs: costs.seconds(kind, stage), schedule.slices))  # noqa: B023
                 for kind in slot
                 for chunk, stage in enumerate(stages)
             }
             for stages in schedule.placement.stages
         ]
-        self._hops = hops_of(schedule.placement, costs.hop)
-        self._before = np.full(self._hops.shape, -1)  # what precedes a pass on its own rank is never late
-        self._ends, self._seconds = np.empty((2, *self._hops.shape, schedule.slices))
+        shape, messages = (KINDS, len(costs.stages)), costs.each(lambda costs: costs.hop, schedule.slices)
+        self._hops = hops_of(schedule.placement, np.tile(np.array(messages, float), (shape[1], 1)))
+        self._before = np.full(shape, -1)  # what precedes a pass on its own rank is never late
+        self._ends, self._seconds = np.empty((2, *self._hops.shape))
         self._known: list[dict[int, tuple[_Row, Array, Array]]] = [{} for _ in schedule.passes]
 
     def lengths(self, schedule: Schedule) -> Lengths:
@@ -102,10 +109,60 @@ class Orders:
             passes = [(slot, stage, work.microbatch) for (slot, stage, _), work in zip(made, row, strict=True)]
             if len(known) * len(self._known) > _KEPT:
                 known.clear()
-            seconds = np.array([each[2] for each in made], dtype=float)
+            seconds = np.array([each[2][work.microbatch] for each, work in zip(made, row, strict=True)], dtype=float)
             # With the row, so that no other gets its id.
             found = known[id(row)] = row, np.array(passes, np.int32).reshape(-1, 3), seconds
         return found[1:]
+
+
+class Reordered:
+    """Replays one schedule with its microbatches in other orders.
+
+    Args:
+        schedule: of whole microbatches on one model, for which ``can_be_compiled``.
+    """
+
+    def __init__(self, schedule: Schedule, problem: Problem) -> None:
+        costs, placement, slot = schedule.costs(problem.costs), schedule.placement, slots()
+        each = [costs.of(number) for number in range(schedule.microbatches)]
+        kinds = [kind for kind in STAGE_KINDS if any(kind in row.kinds for row in schedule.rows)]
+        stages = range(len(costs.stages))
+        self._seconds, self._changes = (
+            np.array([[[value(cost, kind, stage) for cost in each] for stage in stages] for kind in kinds], float)
+            for value in (
+                lambda cost, kind, stage: cost.stages[stage].seconds(kind),
+                lambda cost, kind, stage: cost.stages[stage].allocated(kind, stage in problem.recompute),
+            )
+        )
+        self._hops = hops_of(placement, np.tile([cost.hop for cost in each], (len(stages), 1)))
+        self._before = np.full(self._hops.shape[:2], -1)
+        self._lengths = np.array(list(map(len, schedule.passes)))
+        self._order = np.zeros((len(self._lengths), self._lengths.max(), 3), np.int32)
+        self._filled = np.arange(self._order.shape[1]) < self._lengths[:, None]
+        number = {kind: place for place, kind in enumerate(kinds)}
+        passes = [
+            (number[kind], slot[kind], placement.stages[rank][chunk], microbatch)
+            for rank, row in enumerate(schedule.passes)
+            for kind, microbatch, chunk in row
+        ]
+        self._kind, its_slot, self._stage, self._place = np.array(passes).T
+        self._order[self._filled] = np.stack((its_slot, self._stage, self._place), axis=1)
+        self._at = its_slot, self._stage, self._place
+        self._taken, self._ends = np.zeros((2, *self._hops.shape))
+        self._held, self._limits = np.zeros(self._filled.shape), problem.limits and np.array(problem.limits) * SLACK
+        self.size = len(passes)
+
+    def lengths(self, order: Array) -> tuple[Lengths, float]:
+        """Those with microbatch ``order[k]`` in the place of the k-th, and how many times their limits ranks hold at most; at
+        least 1."""
+        which, excess = (self._kind, self._stage, order[self._place]), 1.0
+        if self._limits is not None:
+            self._held[self._filled] = self._changes[which]
+            excess = max(excess, float((self._held.cumsum(axis=1).max(axis=1) / self._limits).max()))
+        self._taken[self._at] = self._seconds[which]
+        hops = np.take(self._hops, order, axis=2)
+        span, makespan = replay(self._order, self._lengths, self._taken, hops, self._before, self._ends)
+        return Lengths(span, makespan, 0.0), excess
 
 
 def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Array, ends: Array) -> tuple[float, float]:
@@ -115,7 +172,7 @@ def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Ar
         order: int[P, N, 3], the (kind, stage, microbatch) of every rank's passes.
         lengths: int[P], how many of the N a rank has.
         seconds: float[5, S, M], of these passes.
-        hops: float[5, S], see ``hops_of``.
+        hops: float[5, S, M], see ``hops_of``.
         before: int[5, S], the kind that must precede on the stage; negative if none must.
         ends: float[5, S, M]; -1 for passes that are not in the order.
     """
@@ -150,11 +207,11 @@ def _replay(
                 if before[kind, stage] >= 0 and ends[before[kind, stage], stage, index] < 0:
                     break
                 # No function for what ``engine`` and ``squeeze`` need too: a call counts references to arrays, and takes longer.
-                if hops[kind, stage] >= 0:
+                if hops[kind, stage, index] >= 0:
                     made = ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
                     if made < 0:
                         break
-                    start = max(start, made + hops[kind, stage])
+                    start = max(start, made + hops[kind, stage, index])
                 if position[rank] == 0:
                     begun[rank] = start
                 free[rank] = start + seconds[kind, stage, index]

@@ -49,11 +49,8 @@ class Replay(NamedTuple):
     ends: list[list[float]]
 
 
-def replay(schedule: Schedule, rows: Rows, seconds_of: Sequence[Sequence[float] | None] | None = None) -> Replay:
+def replay(schedule: Schedule, rows: Rows) -> Replay:
     """Run every row's passes in their order, each as soon as it can.
-
-    Args:
-        seconds_of: durations by slot, of the rows whose passes do not take what their links say.
 
     Raises:
         Stuck: a pass precedes what it needs on its own rank, or waits for one that waits for it.
@@ -61,22 +58,19 @@ def replay(schedule: Schedule, rows: Rows, seconds_of: Sequence[Sequence[float] 
     for rank, own in enumerate(schedule.rows):
         if (misplaced := own.first_before_its_need()) is not None:
             raise Stuck(rank, misplaced[0], (rank, misplaced[1]))
-    run, blocked = advance(rows, schedule.ranks, seconds_of)
+    run, blocked = advance(rows, schedule.ranks)
     if blocked:
         raise _first_stuck(schedule, rows, run, blocked)
     return run
 
 
-def advance(
-    rows: Rows, parts_of_all: int, seconds_of: Sequence[Sequence[float] | None] | None = None
-) -> tuple[Replay, dict[int, list[int]]]:
+def advance(rows: Rows, parts_of_all: int) -> tuple[Replay, dict[int, list[int]]]:
     """Run every row as far as it gets.
 
     Times follow from the order alone, so rows need not take turns: each runs until it needs a result that does not exist yet.
 
     Args:
         parts_of_all: how many parts make a result that every rank has a part in.
-        seconds_of: as in ``replay``.
 
     Returns:
         The times of what ran, and by number of a result that is never made the rows that wait for it.
@@ -90,7 +84,7 @@ def advance(
     while runnable:
         row = runnable.pop()
         passes, linked, starts, ends, now = rows.passes[row], rows.links[row], run.starts[row], run.ends[row], free[row]
-        first, own_seconds = len(ends), seconds_of[row] if seconds_of else None
+        first = len(ends)
         for slot in range(first, len(passes)):
             kind, microbatch, chunk = passes[slot]
             made, needed, hop, seconds, is_part = linked[chunk][kind]
@@ -98,11 +92,9 @@ def advance(
             if ready is None:
                 blocked.setdefault(needed + microbatch, []).append(row)
                 break
-            if own_seconds:
-                seconds = own_seconds[slot]
-            arrived = ready + hop
+            arrived = ready + hop[microbatch]
             start = arrived if arrived > now else now
-            now = start + seconds
+            now = start + seconds[microbatch]
             starts.append(start)
             ends.append(now)
             if is_part:

@@ -54,10 +54,9 @@ def _with_lanes(schedule: Schedule, costs: Costs) -> Timeline:
     """With a row for every lane behind those of the ranks."""
     ranks = schedule.ranks
     rows = rows_of(schedule, costs, with_lanes=True)
-    seconds = [*[None] * ranks, *(lane.seconds for lane in rows.lanes)]
-    starts, ends = replay(schedule, rows, seconds)[1:]
+    starts, ends = replay(schedule, rows)[1:]
     if schedule.has_copies and costs.copies.disturb_each_other:
-        clock = Clock(ranks, rows, seconds, switches(ranks, costs.copies))
+        clock = Clock(ranks, rows, switches(ranks, costs.copies))
         clock.follow(rows.passes)
         starts, ends = ([list(row.values()) for row in table] for table in (clock.starts, clock.ends))
     timed = list(map(_timed, rows.works, starts, ends))
@@ -94,9 +93,15 @@ def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """For each rank, what every pass allocates (positive) or frees (negative), in the costs' unit."""
     costs.check_placement(schedule.placement)
     costs = schedule.costs(costs)
-    allocated = cache(costs.allocated)
+    unequal = bool(costs.loads)
+    allocated = cache(lambda number, *of: costs.of(number).allocated(*of))
     changes: list[list[float]] = []
     for stages, row in zip(schedule.placement.stages, schedule.rows, strict=True):
         again = {(microbatch, chunk) for kind, microbatch, chunk in row.passes if kind is R} if R in row.kinds else ()
-        changes.append([allocated(kind, stages[chunk], (microbatch, chunk) in again) for kind, microbatch, chunk in row.passes])
+        changes.append(
+            [
+                allocated(microbatch if unequal else 0, kind, stages[chunk], (microbatch, chunk) in again)
+                for kind, microbatch, chunk in row.passes
+            ]
+        )
     return changes

@@ -161,8 +161,8 @@ class Rank:
         for slot, work in enumerate(self._passes):
             if work.kind is not Kind.F:
                 continue
-            stage, recomputed = costs.stages[stages[work.chunk]], work[1:3] in again
-            size = float(stage.moved(recomputed))
+            its_costs, recomputed = costs.of(work.microbatch), work[1:3] in again
+            size = float(its_costs.stages[stages[work.chunk]].moved(recomputed))
             after = uses.get(work[1:3])
             if after is None or not size:
                 continue  # an evaluation has no backward
@@ -170,7 +170,7 @@ class Rank:
             made.append(slot)
             needed.append(after)
             sizes.append(size)
-            taken.append([costs.seconds(kind, stages[work.chunk], recomputed) for kind in (Kind.D2H, Kind.H2D)])
+            taken.append([its_costs.seconds(kind, stages[work.chunk], recomputed) for kind in (Kind.D2H, Kind.H2D)])
         self.sizes: Floats = np.array(sizes, dtype=np.float64)
         self.made, self.needed = np.array(made, dtype=np.int64), np.array(needed, dtype=np.int64)
         seconds = np.array(taken, dtype=np.float64).reshape(-1, 2) / costs.copies.slowest

@@ -116,8 +116,6 @@ class _Insertion:
         self._trains = any(not work.kind.is_forward for work in schedule.passes[0])
         self._embedded = 0  # microbatches that the first stage has begun
         self._together: list[float] = []  # interlaced: when all ranks run S of each microbatch, as far as that is known
-        stages = [sum(costs.stages[stage].total for stage in row) for row in schedule.placement.stages]
-        self._interval = max(stages) + costs.vocabulary.total + costs.exchange
         placement = schedule.placement
         self._first, self._last = placement.home(0), placement.home(placement.last_stage)
 
@@ -158,7 +156,10 @@ class _Insertion:
         Between two of these moments every rank has the time for its passes of one microbatch, so that no rank stands still.
         """
         if self._schedule.vocabulary is Vocabulary.INTERLACED:
-            before = self._together[-1] + self._interval if self._together else 0.0
+            costs, rows = self._costs.of(len(self._together)), self._schedule.placement.stages
+            stages = max(sum(costs.stages[stage].total for stage in row) for row in rows)
+            interval = stages + costs.vocabulary.total + costs.exchange
+            before = self._together[-1] + interval if self._together else 0.0
             self._together.append(max(end + self._costs.exchange, before))
             self._look_at_all(self._together[-1])
 
@@ -186,10 +187,13 @@ class _Insertion:
 
     def _stages(self, rank: int) -> Iterator[Pass]:
         """The rank's next pass of a stage; if that is a forward, then the first backward after it, which may run before it."""
+        chunks = set[int]()  # whose next forward may wait: a shorter one behind it may not run before it
         for work in self._remaining[rank]:
-            yield work
+            if work.kind is not Kind.F or work.chunk not in chunks:
+                yield work
             if work.kind is not Kind.F:
                 return
+            chunks.add(work.chunk)
 
     def _fits(self, rank: int, work: Pass, now: float) -> bool:
         """Tell whether a pass ends before all ranks have to run the next S together."""

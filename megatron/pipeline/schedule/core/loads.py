@@ -1,0 +1,68 @@
+"""Loads: what the passes of each microbatch take, where microbatches are of unequal lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Load(NamedTuple):
+    """What one microbatch takes, as multiples of the costs of every stage.
+
+    Attributes:
+        forward: of the seconds of F and R.
+        backward: of those of B.
+        weight: of those of W.
+        memory: of what its activations hold.
+        tokens: of the seconds of its messages, and of the passes of the vocabulary with what these hold.
+    """
+
+    forward: float = 1
+    backward: float = 1
+    weight: float = 1
+    memory: float = 1
+    tokens: float = 1
+
+
+def load_of(sequences: Iterable[int], tokens: float, attention: float = 0.0) -> Load:
+    """The load of a microbatch, by a cost of tokens: linear, and quadratic within each sequence where attention is.
+
+    W, memory and messages are linear. B of attention takes twice its F, and of all else as long as F.
+
+    Args:
+        sequences: their lengths in tokens.
+        tokens: of the one sequence of the microbatch whose load is 1.
+        attention: the share of that microbatch's F that is attention of its queries and keys.
+    """
+    lengths = list(sequences)
+    linear, squares = sum(lengths) / tokens, sum(length**2 for length in lengths) / tokens**2
+    forward = (1 - attention) * linear + attention * squares
+    return Load(forward, (forward + attention * squares) / (1 + attention), linear, linear, linear)
+
+
+def loads_of(microbatches: Sequence[Sequence[int]], tokens: float | None = None, attention: float = 0.0) -> tuple[Load, ...]:
+    """The loads of microbatches: see ``load_of``.
+
+    Args:
+        microbatches: the lengths of the sequences of each, in tokens.
+        tokens: of the microbatch whose costs are known; by default the mean of these.
+        attention: see ``load_of``.
+
+    Raises:
+        ValueError: there is no microbatch, a length is not a whole number of at least 1, or a number is out of range.
+    """
+    for number, sequences in enumerate(microbatches):
+        if not sequences or not all(type(length) is int and length >= 1 for length in sequences):
+            raise ValueError(
+                f"microbatch {number} has sequences of {list(sequences)} tokens: give whole numbers of at least 1, one or more"
+            )
+    if not microbatches:
+        raise ValueError("no microbatch: give the lengths of the sequences of each")
+    if tokens is None:
+        tokens = sum(map(sum, microbatches)) / len(microbatches)
+    if not (0 < tokens < float("inf") and 0 <= attention <= 1):
+        raise ValueError(
+            f"costs of a microbatch of {tokens:g} tokens with a share of {attention:g} for attention: give tokens above 0, "
+            "and a share from 0 to 1"
+        )
+    return tuple(load_of(sequences, tokens, attention) for sequences in microbatches)
