@@ -172,9 +172,9 @@ class Holding:
 
     @classmethod
     def of(cls, args: Namespace) -> Holding:
-        """From Megatron-LM's flags after ``validate``."""
+        """From Megatron-LM's flags after ``validate``; those of kernels may be missing."""
         modules = args.recompute_modules or ("core_attn",)
-        fused = args.cross_entropy_fusion_impl if args.cross_entropy_loss_fusion else None
+        fused = getattr(args, "cross_entropy_loss_fusion", False) and getattr(args, "cross_entropy_fusion_impl", "native")
         return cls(
             number=number_bytes(args),
             tensor=args.tensor_model_parallel_size,
@@ -212,8 +212,9 @@ class Holding:
 
 def fuses_attention(args: Namespace) -> bool:
     """Tell whether attention is one kernel: megatron-core's own (``local``) is not, nor what ``--attention-backend`` names."""
-    backend = getattr(args.attention_backend, "name", args.attention_backend)  # under mpipe launch a member of an enumeration
-    return args.transformer_impl != "local" and backend not in ("unfused", "local")
+    backend = getattr(args, "attention_backend", None)
+    name = getattr(backend, "name", backend)  # under mpipe launch it is a member of an enumeration
+    return args.transformer_impl != "local" and name not in ("unfused", "local")
 
 
 def fuses_softmax(args: Namespace) -> bool:
@@ -228,7 +229,7 @@ def fuses_softmax(args: Namespace) -> bool:
 
 
 def _deferred_logits(args: Namespace) -> int:
-    if not args.defer_embedding_wgrad_compute:
+    if not getattr(args, "defer_embedding_wgrad_compute", False):
         return 0
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return min(args.wgrad_deferral_limit or microbatches, microbatches)
