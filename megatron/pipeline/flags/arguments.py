@@ -14,11 +14,10 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron.pipeline.flags import fork_flags, support, upstream
+from megatron.pipeline.flags import fork_flags, recipes, support, upstream
 from megatron.pipeline.flags.flags import add_flags
 from megatron.pipeline.schedule.core.reading import content_of
 
-_TESTS = "MODEL_ARGS"  # of a file of Megatron-LM's functional tests, which has more than flags, and some of them twice
 # Flags of Megatron-LM that change nothing here.
 _NOT_NEEDED = {
     "use-legacy-models": "models are always megatron-core's",
@@ -31,7 +30,7 @@ def parse(argv: Sequence[str], predicts: bool = False) -> argparse.Namespace:
     """Read the command line; ``--config FILE`` supplies values that the command line's own flags override.
 
     Args:
-        predicts: take all flags of Megatron-LM's releases, which ``upstream.settle`` then reads, and files with MODEL_ARGS.
+        predicts: take all flags of Megatron-LM's releases, which ``upstream.settle`` then reads, and the files of ``recipes``.
 
     Raises:
         ValueError: an unknown flag or key (with the closest known one), a value of the wrong type, an unreadable file.
@@ -110,8 +109,11 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool) -> 
     """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
     try:
         text = content_of(path)
-        tests = predicts and _TESTS in text
-        content = yaml.load(text, yaml.SafeLoader if tests else _Loader)
+        if predicts and path.endswith(".sh"):
+            return recipes.of_script(text, parser)
+        content = yaml.load(text, yaml.SafeLoader if predicts and recipes.TESTS in text else _Loader)
+        if predicts and isinstance(content, dict):
+            content = recipes.flags_in(content)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
     except RecursionError:
@@ -121,8 +123,6 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool) -> 
         raise ValueError(f"--config {path}{where}: {error.problem}") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
-    if tests and isinstance(content, dict):
-        content = content.get(_TESTS, content)
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
     fork_flags.refuse(f"--{_key(str(name))}" for name in content)
