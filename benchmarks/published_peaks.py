@@ -3,8 +3,8 @@
     python benchmarks/published_peaks.py FOLDER            prints the table of docs/model.md, and every case that is off by more
     python benchmarks/published_peaks.py FOLDER --write    writes that table into docs/model.md
 
-FOLDER has files ``peaks_*.json``: a list of {"case", "gpu", "world", "measured", "allocated", "args"}: a test, its GPU, the number of
-its ranks, bytes at most and after the first steps, of the last rank, and its flags without dashes, true for a switch.
+FOLDER has files ``peaks_*.json``: a list of {"case", "gpu", "world", "measured", "allocated", "args"}: a test, its GPU, how many
+ranks, bytes at most and after the first steps, of the last rank, and its flags without dashes, true for a switch.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ def last_rank(flags: Sequence[str], world: int, gpu: str) -> RankMemory:
 def row_of(name: str, found: Sequence[Case]) -> list[str]:
     known = [case for case in found if case.predicted is not None]
     errors = sorted(abs(case.error) for case in known)
-    pairs = [pair for pair in combinations(known, 2) if max(a.measured for a in pair) > (1 + APART) * min(a.measured for a in pair)]
-    inverted = sum((a.measured - b.measured) * (a.predicted - b.predicted) < 0 for a, b in pairs)  # type: ignore[operator]
+    by_size = sorted(known, key=lambda case: case.measured)
+    pairs = [(a, b) for a, b in combinations(by_size, 2) if b.measured > (1 + APART) * a.measured]
+    inverted = sum(a.measured * (1 + a.error) > b.measured * (1 + b.error) for a, b in pairs)
     return [
         name,
         str(len(found)),

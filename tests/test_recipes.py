@@ -14,22 +14,53 @@ from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.shape.gpt import Shape
 
 # Sizes of published models, and billions of parameters; DeepSeek-V3's with the layer of multi-token prediction.
-LLAMA = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336)
-QWEN = dict(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
-DEEPSEEK = dict(hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128, intermediate_size=18432)
-LATENT = dict(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_nextn_predict_layers=1)
+LLAMA = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+}
+QWEN = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+DEEPSEEK = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+}
+LATENT = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_nextn_predict_layers": 1,
+}
 MODELS: list[tuple[dict[str, Any], float]] = [
-    (dict(model_type="llama", vocab_size=128256) | LLAMA, 8.03),
-    (dict(model_type="mixtral", vocab_size=32000, num_local_experts=8, num_experts_per_tok=2) | LLAMA, 46.7),
+    ({"model_type": "llama", "vocab_size": 128256} | LLAMA, 8.03),
+    ({"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2} | LLAMA, 46.7),
     (
-        dict(model_type="qwen3_moe", vocab_size=151936, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
-        | dict(intermediate_size=6144, decoder_sparse_step=1)
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": 151936,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        }
+        | {"intermediate_size": 6144, "decoder_sparse_step": 1}
         | QWEN,
         30.5,
     ),
     (
-        dict(model_type="deepseek_v3", vocab_size=129280, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048)
-        | dict(n_shared_experts=1, first_k_dense_replace=3)
+        {
+            "model_type": "deepseek_v3",
+            "vocab_size": 129280,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+        }
+        | {"n_shared_experts": 1, "first_k_dense_replace": 3}
         | DEEPSEEK
         | LATENT,
         685.0,
@@ -61,7 +92,9 @@ def of_file(file: Path, flags: str) -> Prediction:
     return predicted(["--config", str(file), *flags.split()])
 
 
-@pytest.mark.parametrize(("config", "billions"), MODELS, ids=lambda value: str(value["model_type"]) if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    ("config", "billions"), MODELS, ids=lambda value: str(value["model_type"]) if isinstance(value, dict) else ""
+)
 def test_a_config_of_hugging_face_is_the_model(config: dict[str, Any], billions: float, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config | {"architectures": ["X"], "tie_word_embeddings": False, "torch_dtype": "bfloat16"}))

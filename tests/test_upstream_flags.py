@@ -15,12 +15,15 @@ from megatron.pipeline.flags.upstream import left, table
 from megatron.pipeline.flags.validation_latent import check_trained
 
 OURS = {option for action in actions().values() for option in action.option_strings}
-MODEL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 4 --pipeline-schedule stock"
+MODEL = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 4 --pipeline-schedule stock"
+)
 LINE = f"{MODEL} --tokenizer-type NullTokenizer --vocab-size 50256 --pipeline-model-parallel-size 4 --global-batch-size 32 --bf16"
 # What Megatron-LM's functional tests give beside the model.
 HARMLESS = (
-    "--log-params-norm --log-num-zeros-in-grad --log-timers-to-tensorboard --vocab-file ${DATA}/vocab.json --merge-file merges.txt "
-    "--async-save --use-persistent-ckpt-worker --dist-ckpt-strictness log_all --ckpt-format torch --deterministic-mode "
+    "--log-params-norm --log-num-zeros-in-grad --log-timers-to-tensorboard --vocab-file ${DATA}/vocab.json "
+    "--merge-file merges.txt --async-save --use-persistent-ckpt-worker "
+    " --dist-ckpt-strictness log_all --ckpt-format torch --deterministic-mode "
     "--attention-softmax-in-fp32 --lr-decay-samples 1000 --decoupled-lr 2e-4 --train-samples 100 --manual-gc --no-mmap-bin-files "
     "--cuda-graph-impl none --data-path ${DATA}/text --eval-iters 10"
 )
@@ -96,7 +99,9 @@ def test_vocabularies(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows("--tokenizer-type HuggingFaceTokenizer --tokenizer-model some/other --vocab-size 1000") == 1024
     unknown = f"{MODEL} --global-batch-size 4 --tokenizer-type SentencePieceTokenizer --tokenizer-model some.model"
     assert main(["memory", *unknown.split()]) == 0
-    assert "--tokenizer-model some.model: not known here, and taken as 131072 tokens: give --vocab-size" in capsys.readouterr().err
+    assert (
+        "--tokenizer-model some.model: not known here, and taken as 131072 tokens: give --vocab-size" in capsys.readouterr().err
+    )
 
 
 def test_unknown_to_all_releases(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +114,12 @@ def test_files_of_functional_tests(tmp_path: Path) -> None:
     """Their flags stand under MODEL_ARGS, some of them twice, and lists are text."""
     keys = LINE.replace("--bf16", "").split()
     lines = [f"  {name}: {value}" for name, value in zip(keys[::2], keys[1::2], strict=True)]
-    lines += ["  --bf16: true", "  --hidden-size: 512", "  --log-params-norm: true", '  --hierarchical-context-parallel-sizes: "[2 2]"']
+    lines += [
+        "  --bf16: true",
+        "  --hidden-size: 512",
+        "  --log-params-norm: true",
+        '  --hierarchical-context-parallel-sizes: "[2 2]"',
+    ]
     file = tmp_path / "model_config.yaml"
     file.write_text("\n".join(["ENV_VARS:", "  NCCL_ALGO: Ring", "MODEL_ARGS:", *lines, "METRICS: [lm loss]"]))
     assert allocated(f"--config {file}") == allocated(LINE)
@@ -117,6 +127,6 @@ def test_files_of_functional_tests(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["--log-params-norm", "--attention-backend unfused", "--cross-entropy-loss-fusion"])
 def test_training_refuses_what_it_refused(flag: str) -> None:
-    with pytest.raises(ValueError, match=flag.split()[0]) as refusal:
+    with pytest.raises(ValueError, match=flag.split(maxsplit=1)[0]) as refusal:
         check_trained(parse([*LINE.split(), *flag.split()]))
     assert "mpipe launch" in str(refusal.value)

@@ -171,8 +171,8 @@ def output_retained(shape: Shape) -> float:
 def output_temporary(shape: Shape) -> float:
     """Bytes of 16-bit logits, and later of their gradient, in addition to that softmax; a float32 model has only one of them.
 
-    Megatron-core's fused cross entropy makes more copies in float32. Deferred weight gradients keep the output layer's input, of all ranks, and
-    the gradient of its output.
+    Megatron-core's fused cross entropy makes more copies in float32. Deferred weight gradients keep the output layer's input, of
+    all ranks, and the gradient of its output.
     """
     held = shape.holding
     each = (held.number if held.number < held.logits_kept else 0) + SINGLE * held.logits_copies

@@ -35,7 +35,8 @@ def of_model(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in known["kinds"]:
         raise ValueError(f"model_type {kind}: known are {', '.join(known['kinds'])}: give the model's flags instead")
     flags = {flag: config[name] for name, flag in known["names"].items() if config.get(name) is not None}
-    flags |= known["always"] | known["kinds"][kind] | {"untie-embeddings-and-output-weights": not config.get("tie_word_embeddings")}
+    flags |= known["always"] | known["kinds"][kind]
+    flags["untie-embeddings-and-output-weights"] = not config.get("tie_word_embeddings")
     if "num-experts" in flags:
         flags |= known["experts"]
         dense = config.get("first_k_dense_replace") or 0
@@ -49,9 +50,9 @@ def of_model(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_script(text: str, parser: argparse.ArgumentParser) -> list[str]:
-    """The flags in a shell script, of those that a parser knows, with values of variables that the script or the environment sets.
+    """The flags in a shell script that a parser knows, with the values of variables that the script, or the environment, sets.
 
-    Nothing is run: what a command would print, and arithmetic, are unknown. The last value of a flag counts, as in a command line.
+    Nothing is run: what a command would print, and arithmetic, are unknown. The last value counts, as in a command line.
 
     Raises:
         ValueError: a flag that this project reads has a value that is unknown; or quotes do not match.

@@ -55,7 +55,9 @@ def words(text: str) -> list[str]:
 def unknown(parser: argparse.ArgumentParser, name: str) -> str:
     """Words about a flag that no release has, with the nearest of those that one has."""
     releases = sorted({row[end] for row in table("upstream") for end in ("since", "until")})
-    near = difflib.get_close_matches(f"--{name.partition('=')[0].lstrip('-').replace('_', '-')}", parser._option_string_actions, n=1)
+    near = difflib.get_close_matches(
+        f"--{name.partition('=')[0].lstrip('-').replace('_', '-')}", parser._option_string_actions, n=1
+    )
     meant = f"; did you mean {near[0]}?" if near else "; --help lists ours"
     return f"unknown flag {name}: no Megatron-LM from {releases[0]} to {releases[-1]} has it{meant}"
 

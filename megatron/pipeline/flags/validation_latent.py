@@ -39,6 +39,6 @@ def check_trained(args: Namespace) -> None:
         if of_flag(flags[0].lstrip("-")):
             raise ValueError(unsupported(flags[0]))
         raise ValueError(
-            f"{flags[0]} is for mpipe memory, costs and tune, and this project's pretrain_gpt.py has no such choice: leave it out, "
-            "or take mpipe launch, which runs Megatron-LM's own script with it"
+            f"{flags[0]} is for mpipe memory, costs and tune, and this project's pretrain_gpt.py has no such choice: leave it "
+            "out, or take mpipe launch, which runs Megatron-LM's own script with it"
         )
