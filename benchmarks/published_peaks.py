@@ -56,7 +56,8 @@ def case_of(row: Mapping[str, Any]) -> Case:
     allocated, it has that power of two of times as many with which the state is nearest to what was allocated.
     """
     flags = [word for name, value in row["args"].items() if value not in (False, None) for word in _words(name, value)]
-    own, words, found = row["world"], "", []
+    own, words = row["world"], ""
+    found: list[tuple[float, float]] = []
     world = own
     while world <= own * MOST_REPLICAS and not (found and found[-1][0] < row["allocated"]):
         try:

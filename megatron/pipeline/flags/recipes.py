@@ -71,7 +71,8 @@ def of_script(text: str, parser: argparse.ArgumentParser) -> list[str]:
         action = parser._option_string_actions.get(name) if name.startswith("--") else None
         if action is None:
             continue
-        most = {None: 1, "?": 1, "*": len(words), "+": len(words)}.get(action.nargs, action.nargs)
+        number: Any = action.nargs  # which argparse's types take for a word
+        most = {None: 1, "?": 1, "*": len(words), "+": len(words)}.get(number, number)
         given = [value] if value else []
         for other in words[index + 1 : index + 1 + int(most or 0) - len(given)]:
             if other.startswith("--") or re.fullmatch(r"[()|&;<>]+", other):

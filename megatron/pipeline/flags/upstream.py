@@ -83,7 +83,7 @@ def settle(args: Namespace) -> list[str]:
             given[f"{action.option_strings[0][2:]}={' '.join(map(str, values))}"] = True
     effects = table("effects")
     for name, value in given.items():
-        alike = next((row for pattern, row in effects["as"].items() if fnmatch(name, pattern)), {})
+        alike: Any = next((row for pattern, row in effects["as"].items() if fnmatch(name, pattern)), {})
         new = alike if isinstance(alike, dict) else {alike: _typed(name, value, alike)}
         # A value of a flag of ours is replaced; another flag says nothing where that of ours is given.
         free = [dest for dest in new if "=" in name or getattr(args, dest) == actions()[dest].default]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron.pipeline.flags.flags import Role, flag_of, given, neutral
-from megatron.pipeline.flags.support import of_flag, unsupported
+from megatron.pipeline.flags.support import unsupported
 
 
 def check_latent(args: Namespace) -> None:
@@ -36,9 +36,4 @@ def check_trained(args: Namespace) -> None:
         ValueError: one is given; says what trains it.
     """
     if flags := given(args, *neutral(Role.PREDICTED)):
-        if of_flag(flags[0].lstrip("-")):
-            raise ValueError(unsupported(flags[0]))
-        raise ValueError(
-            f"{flags[0]} is for mpipe memory, costs and tune, and this project's pretrain_gpt.py has no such choice: leave it "
-            "out, or take mpipe launch, which runs Megatron-LM's own script with it"
-        )
+        raise ValueError(unsupported(flags[0]))
