@@ -1,8 +1,8 @@
 """What torch allocates at most, predicted and measured: functional tests of Megatron-LM on 8 A100s.
 
 Numbers are ``mem-max-allocated-bytes`` of the golden values (dev container) in Megatron-LM's tests/functional_tests/test_cases at
-commit d98e8a64, of the rank that logs: the last. A case with ``--attention-backend unfused`` has its layers ``local`` here. Flags
-that change no memory are left out, and the tokenizer is replaced by its size.
+commit d98e8a64, of the rank that logs: the last. Flags that change no memory are left out. ``benchmarks/published_peaks.py`` has
+all of a folder.
 """
 
 from __future__ import annotations
@@ -17,27 +17,36 @@ from megatron.pipeline.costmodel.memory import predict
 
 BASE = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 4 --global-batch-size 32 "
-    "--train-iters 50 --lr 1e-4 --tokenizer-type NullTokenizer --vocab-size 50257 --pipeline-schedule stock --transformer-impl"
+    "--train-iters 50 --lr 1e-4 --vocab-file gpt2 --pipeline-schedule stock --attention-softmax-in-fp32 --transformer-impl"
 )
 PP4, TP2 = "--pipeline-model-parallel-size 4", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+UNFUSED = "transformer_engine --attention-backend unfused"
 UNTIED, SHARDED = "--untie-embeddings-and-output-weights", "--use-distributed-optimizer --overlap-grad-reduce"
 PEAKS = {
-    "gpt3_mcore_te_tp1_pp4_disable_bias_linear": (f"local --bf16 {PP4} --disable-bias-linear", 2685510144),
+    "gpt3_mcore_te_tp1_pp4_disable_bias_linear": (f"{UNFUSED} --bf16 {PP4} --disable-bias-linear", 2685510144),
     "gpt3_mcore_te_tp1_pp4_resume_torch_dist_swiglu": (f"transformer_engine --bf16 {PP4} --swiglu", 2194839040),
     "gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce": (
-        f"local --bf16 {PP4} {SHARDED} --num-layers-per-virtual-pipeline-stage 1",
+        f"{UNFUSED} --bf16 {PP4} {SHARDED} --num-layers-per-virtual-pipeline-stage 1",
         3912607232,
     ),
-    "gpt3_mcore_te_tp2_pp2": (f"local --bf16 {TP2}", 1900158464),
+    "gpt3_mcore_te_tp2_pp2": (f"{UNFUSED} --bf16 {TP2}", 1900158464),
+    "gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion": (
+        f"transformer_engine --bf16 {TP2} --cross-entropy-loss-fusion",
+        2245028864,
+    ),
+    "gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute": (
+        f"{UNFUSED} --bf16 {TP2} --defer-embedding-wgrad-compute --wgrad-deferral-limit 2",
+        2340560384,
+    ),
     "gpt3_mcore_te_tp2_pp2_mla": (
-        f"local --bf16 {TP2} --num-layers 4 --sequence-parallel {UNTIED} --multi-latent-attention --q-lora-rank 192 "
+        f"{UNFUSED} --bf16 {TP2} --num-layers 4 --sequence-parallel {UNTIED} --multi-latent-attention --q-lora-rank 192 "
         "--kv-lora-rank 64 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
         1216200192,
     ),
     "gpt3_mcore_tp2_pp2_uninstall_te": (f"local --fp16 {TP2} --no-masked-softmax-fusion", 2086473728),
     "gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel": (
-        f"local --bf16 {TP2} --sequence-parallel --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 1 "
-        "--moe-router-pre-softmax --disable-bias-linear",
+        f"local --attention-backend unfused --bf16 {TP2} --sequence-parallel --num-experts 4 --expert-model-parallel-size 2 "
+        "--moe-router-topk 1 --moe-router-pre-softmax --disable-bias-linear",
         2067487488,
     ),
     "gpt3_7b_tp1_pp4_memory_speed": (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
-from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.cli.memory import predicted, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device
@@ -50,6 +50,7 @@ def run(options: argparse.Namespace) -> None:
     gpu = device.read(options.gpu)
     prediction = predicted(options.flags, options.data_parallel_size)
     args, layers, placement = prediction.args, prediction.layers, prediction.schedule.placement
+    say_not_modelled(args)
     costs = costs_of(args, placement, layers, gpu, options.gpus_per_node)
     data: dict[str, Any] = costs.fields() | {"of": described(args, "priced" if shares_layers(args) else "none")}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"

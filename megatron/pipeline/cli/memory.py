@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, predict, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.flags import STOCK_1F1B, Role, neutral
+from megatron.pipeline.flags.upstream import settle
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -113,9 +115,11 @@ def run(options: argparse.Namespace) -> None:
     limit = options.gpu_memory * GIB
     fits = prediction.fullest.total <= usable(limit)
     remedies = [] if fits else list(_remedies(flags, world, usable(limit)))
+    say_not_modelled(prediction.args)
     contents = report(prediction) | {
         "gpu_memory": limit,
         "fits": fits,
+        "not_modelled": prediction.args.not_modelled,
         "baseline": baseline and report(baseline),
         "warning": warning,
         "remedies": [{"flags": remedy, "bytes": needed} for remedy, needed in remedies],
@@ -149,7 +153,7 @@ def predicted(
         from megatron.pipeline.model.layout import decoder_layers
         from megatron.pipeline.session.memory import largest_iteration
         from megatron.pipeline.session.planning import plan_pipeline
-        from megatron.pipeline.session.tokenizer import build_tokenizer, padded_vocab_size
+        from megatron.pipeline.session.tokenizer import padded_vocab_size, vocabulary_size
 
         args = read_flags(flags, changes)
         model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
@@ -159,7 +163,7 @@ def predicted(
         validate(args, world_size, elsewhere=True)
         whole = max(microbatch_counts(args))
         _fewer_microbatches(args)
-        args.vocab_size = build_tokenizer(args).vocab_size
+        args.vocab_size = vocabulary_size(args)
         args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
         pipeline = plan_pipeline(args, measure=False, evaluates=False)
         schedule = largest_iteration(args, pipeline)
@@ -179,10 +183,16 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
     """
     from megatron.pipeline.flags.arguments import parse
 
-    args = parse(flags)
+    args = parse(flags, predicts=True)
+    args.not_modelled = settle(args)
     vars(args).update(neutral(Role.FILES), **changes)
-    args.mock_data = args.mock_data or not any(getattr(args, name) for name in neutral(Role.DATA))
     return args
+
+
+def say_not_modelled(args: Namespace) -> None:
+    """One line on stderr about flags that matter, and that a prediction leaves out."""
+    if args.not_modelled:
+        print(f"mpipe: not in this prediction: {'; '.join(args.not_modelled)}", file=sys.stderr)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.pipeline.cli import tune_measure
 from megatron.pipeline.cli.arguments import Commands, add_command, count, names, whole_numbers
-from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags
+from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.costmodel import device
@@ -102,6 +102,7 @@ def run(options: argparse.Namespace) -> None:
     cluster = _cluster(options)
     with quietly():
         base = base_flags(flags, cluster.device)
+        say_not_modelled(base)
         sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
         layouts = Layouts(base, cluster, LayoutChoices(*sizes, options.schedules))
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
@@ -199,7 +200,7 @@ def base_flags(flags: list[str], gpu: Device | None = None) -> Namespace:
     """The flags that a search begins with. Layers are those of GPUs, unless those that were measured do not fuse attention."""
     import megatron.core  # noqa: F401 - if it is not installed, say that before anything about the flags
 
-    from megatron.pipeline.session.tokenizer import build_tokenizer
+    from megatron.pipeline.session.tokenizer import vocabulary_size
 
     base = read_flags(flags)
     if not base.global_batch_size:
@@ -208,7 +209,7 @@ def base_flags(flags: list[str], gpu: Device | None = None) -> Namespace:
     layers = gpu.layers if gpu else ()
     unfused = bool(layers) and not any(layer.fused for layer in layers)
     base.transformer_impl = base.transformer_impl or (LOCAL if unfused else "transformer_engine")
-    base.vocab_size = build_tokenizer(base).vocab_size
+    base.vocab_size = vocabulary_size(base)
     return base
 
 

@@ -114,8 +114,8 @@ def layer_checkpoint(shape: Shape) -> float:
 
     ``core_attn`` is what attention makes of queries and keys, ``layernorm`` the outputs of norms that are modules of their own
     (megatron-core's ``transformer_layer.py``), ``mlp`` and ``moe`` all within these, ``moe_act`` the outputs of the activation
-    functions of experts that some tokens visit (``moe/experts.py``), and ``mla_up_proj`` queries, keys and values, which are made
-    from narrow vectors (``multi_latent_attention.py``). ``shared_experts`` are taken to be kept.
+    functions of experts that some tokens visit (``moe/experts.py``), ``shared_experts`` all within those that every token passes,
+    and ``mla_up_proj`` queries, keys and values, which are made from narrow vectors (``multi_latent_attention.py``).
     """
     held = shape.holding
     routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
@@ -123,6 +123,7 @@ def layer_checkpoint(shape: Shape) -> float:
     cut = {"mlp": matrices * (shape.ffn - routed), "moe": matrices * routed + 2 * _dispatched(shape)}
     if "moe" not in held.recomputed:
         cut["moe_act"] = shape.experts.mean_visited_ffn if shape.experts else 0.0
+        cut["shared_experts"] = matrices * (routed - cut["moe_act"])
     if shape.latent:
         cut["mla_up_proj"] = shape.queries + shape.keys_and_values
     gone = shape.tokens * held.number * held.of_cut_layers * sum(cut[name] for name in held.recomputed & cut.keys())
@@ -157,8 +158,9 @@ def exchanged_bytes(shape: Shape) -> float:
 
 
 def output_activation(shape: Shape) -> float:
-    """Bytes that megatron-core's output layer keeps until its backward: its input, and the softmax in float32."""
-    return hidden_bytes(shape) + SINGLE * shape.tokens * shape.vocabulary * shape.holding.of_cut_layers
+    """Bytes that megatron-core's output layer keeps until its backward: its input, and the softmax, in float32 unless fused."""
+    held = shape.holding
+    return hidden_bytes(shape) + held.logits_kept * shape.tokens * shape.vocabulary * held.of_cut_layers
 
 
 def output_retained(shape: Shape) -> float:
@@ -167,9 +169,16 @@ def output_retained(shape: Shape) -> float:
 
 
 def output_temporary(shape: Shape) -> float:
-    """Bytes of 16-bit logits, and later of their gradient, in addition to that softmax; a float32 model has only one of them."""
-    number = shape.holding.number
-    return number * shape.tokens * shape.vocabulary * shape.holding.of_cut_layers if number < SINGLE else 0.0
+    """Bytes of 16-bit logits, and later of their gradient, in addition to that softmax; a float32 model has only one of them.
+
+    Megatron-core's fused cross entropy makes more copies in float32. Deferred weight gradients keep the output layer's input, of
+    all ranks, and the gradient of its output.
+    """
+    held = shape.holding
+    each = (held.number if held.number < held.logits_kept else 0) + SINGLE * held.logits_copies
+    waiting = held.deferred_logits * held.number
+    inputs = waiting * shape.tokens * shape.hidden / held.context
+    return (each + waiting) * shape.tokens * shape.vocabulary * held.of_cut_layers + inputs
 
 
 def shard_activation(shape: Shape, rows: int) -> float:

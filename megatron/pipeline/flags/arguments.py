@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron.pipeline.flags import fork_flags, support
+from megatron.pipeline.flags import fork_flags, recipes, support, upstream
 from megatron.pipeline.flags.flags import add_flags
 from megatron.pipeline.schedule.core.reading import content_of
 
@@ -26,24 +26,33 @@ _NOT_NEEDED = {
 }
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], predicts: bool = False) -> argparse.Namespace:
     """Read the command line; ``--config FILE`` supplies values that the command line's own flags override.
+
+    Args:
+        predicts: take all flags of Megatron-LM's releases, which ``upstream.settle`` then reads, and the files of ``recipes``.
 
     Raises:
         ValueError: an unknown flag or key (with the closest known one), a value of the wrong type, an unreadable file.
     """
     parser = _parser()
-    args, unknown = parser.parse_known_args(with_config(parser, argv))
+    if predicts:
+        upstream.add_upstream(parser)
+        argv = upstream.in_words(parser, argv)
+    args, unknown = parser.parse_known_args(with_config(parser, argv, predicts))
+    if unknown and predicts:
+        raise ValueError(upstream.unknown(parser, unknown[0]))
     if unknown:
         raise ValueError(_unknown(unknown[0], parser))
     return args
 
 
-def with_config(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+def with_config(parser: argparse.ArgumentParser, argv: Sequence[str], predicts: bool = False) -> list[str]:
     """Put the flags in ``--config FILE`` before those of the command line, which so win.
 
     Args:
         parser: knows all flags that may be keys of the file.
+        predicts: as in ``parse``.
 
     Raises:
         ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a flag is one of an
@@ -53,7 +62,7 @@ def with_config(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
     finder.add_argument("--config")
     config = finder.parse_known_args(argv)[0].config
     fork_flags.refuse(argv)
-    return [*(_read_config(parser, config) if config else []), *argv]
+    return [*(_read_config(parser, config, predicts) if config else []), *argv]
 
 
 class _Loader(yaml.SafeLoader):
@@ -96,10 +105,15 @@ def _parser() -> _FlagParser:
     return parser
 
 
-def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
+def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool) -> list[str]:
     """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
     try:
-        content = yaml.load(content_of(path), _Loader)
+        text = content_of(path)
+        if predicts and path.endswith(".sh"):
+            return recipes.of_script(text, parser)
+        content = yaml.load(text, yaml.SafeLoader if predicts and recipes.TESTS in text else _Loader)
+        if predicts and isinstance(content, dict):
+            content = recipes.flags_in(content)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
     except RecursionError:
@@ -117,7 +131,8 @@ def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
     for name, value in content.items():
         key = _key(str(name))
         if key not in known or key == "config":
-            raise ValueError(f"--config {path}: {_unknown(str(name), parser)}")
+            words = upstream.unknown(parser, str(name)) if predicts else _unknown(str(name), parser)
+            raise ValueError(f"--config {path}: {words}")
         near = Path(path).parent / str(value)  # mpipe tune writes the costs next to the configuration
         is_near = key == "pipeline-costs" and near.is_file()
         tokens += _tokens(path, *known[key], near if is_near else value)
@@ -138,7 +153,7 @@ def _tokens(path: str, option: str, action: argparse.Action, value: Any) -> list
         raise ValueError(f"--config {path}: {option} takes one value, got {value!r}")
     if isinstance(value, list):
         return [option, *map(str, value)]
-    return [option, *str(value).split()] if action.nargs else [f"{option}={value}"]
+    return [option, *upstream.words(str(value))] if action.nargs else [f"{option}={value}"]
 
 
 def _unknown(name: str, parser: argparse.ArgumentParser) -> str:

@@ -263,6 +263,15 @@ MEGATRON = {
         predicted("--qk-pos-emb-head-dim", "width of their part with the position", positive_int),
         predicted("--v-head-dim", "width of a head's values", positive_int),
     ],
+    "kernels": [
+        predicted("--attention-backend", "kernels of attention", ["auto", "flash", "fused", "unfused", "local"], "auto"),
+        predicted("--attention-softmax-in-fp32", "softmax in float32; no bytes, where attention is fused"),
+        predicted("--cross-entropy-loss-fusion", "cross entropy in one kernel"),
+        predicted("--cross-entropy-fusion-impl", "whose", ["native", "te"], "native"),
+        predicted("--defer-embedding-wgrad-compute", "the output layer's weight gradients after all backwards"),
+        predicted("--wgrad-deferral-limit", "for this number of microbatches; 0 for all", whole, 0),
+        predicted("--grad-reduce-in-bf16", "gradients in bfloat16"),
+    ],
     "mixture of experts": [
         add("--num-experts", "experts of a layer, which replace its MLP", positive_int),
         layout("--expert-model-parallel-size", "ranks that share the experts of a layer", positive_int, 1),

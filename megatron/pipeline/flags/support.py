@@ -150,7 +150,22 @@ FEATURES = (
     Feature(
         "activations in host memory, by module", _on("fine_grained_activation_offloading"), _NO, _NO, "--offload, by schedule"
     ),
-    Feature("deferred embedding gradients", _on("defer_embedding_wgrad_compute"), _NO, _NO, "--vocab-parallel"),
+    Feature(
+        "deferred embedding gradients",
+        _on("defer_embedding_wgrad_compute"),
+        _NO,
+        _NO,
+        "--vocab-parallel",
+        ("wgrad_deferral_limit",),
+    ),
+    Feature(
+        "choice of kernels: attention, cross entropy, sums of gradients",
+        {"attention_backend": ("flash", "fused", "unfused", "local")},
+        _NO,
+        _WARNS,
+        "mpipe tune and mpipe memory predict it",
+        ("attention_softmax_in_fp32", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "grad_reduce_in_bf16"),
+    ),
     Feature("delayed weight gradients", _on("delay_wgrad_compute"), _NO, _NO, "W passes are that"),
     Feature("dropout", {"hidden_dropout": (), "attention_dropout": ()}, _YES, _YES, "launch: not in slices, nor with passes R"),
     Feature("packed sequences (--sft)", _on("sft", "dataloader_inter_document_masking"), _NO, _WARNS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from argparse import Namespace
+from collections.abc import Sequence
 
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -38,22 +39,22 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> None:
     Raises:
         ValueError: the flags contradict each other; the message has the numbers and what to change.
     """
-    _check_required(args)
+    _check_required(args, () if elsewhere else ("train_iters", "lr"))
     _check_platform(args, elsewhere)
     world_size = rehearsed_ranks(args, world_size)
     _check_parallel_sizes(args, world_size)
     _check_model(args)
-    check_experts(args, world_size)
+    check_experts(args, world_size, elsewhere)
     check_prediction(args)
     _check_batch(args)
-    _check_learning_rate(args)
     _check_precision(args)
     _check_recompute(args)
-    check_data(args)
-    check_checkpoints(args)
     check_new_flags(args)
     check_overlap(args)
     if not elsewhere:
+        _check_learning_rate(args)
+        check_data(args)
+        check_checkpoints(args)
         check_packages(args)
 
 
@@ -116,8 +117,8 @@ def batch_size_steps(args: Namespace) -> list[tuple[int, int]]:
     return steps
 
 
-def _check_required(args: Namespace) -> None:
-    required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
+def _check_required(args: Namespace, further: Sequence[str]) -> None:
+    required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", *further)
     missing = [flag_of(name) for name in required if getattr(args, name) is None]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file")
@@ -319,7 +320,7 @@ def _check_precision(args: Namespace) -> None:
     if args.fp16_lm_cross_entropy and not args.fp16:
         raise ValueError("--fp16-lm-cross-entropy needs --fp16")
     if args.bf16:
-        args.accumulate_allreduce_grads_in_fp32 = True
+        args.accumulate_allreduce_grads_in_fp32 = not args.grad_reduce_in_bf16
     if args.fp16 and args.loss_scale is None:
         args.check_for_nan_in_loss_and_grad = False  # a dynamic loss scale learns from gradients that overflow
 

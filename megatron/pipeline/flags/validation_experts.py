@@ -11,13 +11,18 @@ from megatron.pipeline.flags.flags import flag_of, given, switched_on
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
 
-def check_experts(args: Namespace, world_size: int) -> None:
+def check_experts(args: Namespace, world_size: int, elsewhere: bool = False) -> None:
     """Check the experts' flags; sets ``moe_ffn_hidden_size`` and ``expert_tensor_parallel_size`` where they were left open.
+
+    Args:
+        elsewhere: as in ``validation.validate``: what trains wrongly, or does nothing, is predicted all the same.
 
     Raises:
         ValueError: they contradict each other, or the number of ranks; says what to change.
     """
     experts, parallel = args.num_experts, args.expert_model_parallel_size
+    if experts is None and elsewhere:
+        return
     if experts is None:
         sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
         if flags := given(

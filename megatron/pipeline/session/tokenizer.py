@@ -6,15 +6,18 @@ import importlib.util
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.patches import compat
 
+from megatron.pipeline.flags import upstream
 from megatron.pipeline.flags.flags import TOKENIZERS
 
 # megatron-core's name for each, which is that of its package but for huggingface's.
 _NULL = "null-text"
+_USUAL = 131072
 _LIBRARIES = dict(zip(TOKENIZERS[1:], (_NULL, "huggingface", "sentencepiece", "tiktoken"), strict=True))
 
 
@@ -77,6 +80,29 @@ def build_tokenizer(args: Namespace) -> Any:
     except Exception as error:  # each library has its own errors, assertions among them, for a file it cannot read
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"--tokenizer-model {args.tokenizer_model}: not readable as {args.tokenizer_type} ({reason})") from None
+
+
+def vocabulary_size(args: Namespace) -> int:
+    """Number of tokens, for a prediction: the tokenizer's own, where it is here, or what it is known to have.
+
+    An unknown vocabulary is taken as ``_USUAL``, and added to ``args.not_modelled``.
+
+    Raises:
+        ValueError: no flag says anything of a vocabulary.
+    """
+    kind = args.tokenizer_type
+    if args.vocab_size and kind != "NullTokenizer":
+        return int(args.vocab_size)
+    if kind is None:
+        raise ValueError("missing --tokenizer-type: NullTokenizer needs --vocab-size, ByteLevelTokenizer nothing else")
+    if kind in ("ByteLevelTokenizer", "NullTokenizer") or (args.tokenizer_model and Path(args.tokenizer_model).exists()):
+        return int(build_tokenizer(args).vocab_size)
+    named = f"{kind} {args.tokenizer_model}"
+    size = next((size for pattern, size in upstream.table("vocabularies").items() if fnmatch(named, pattern)), None)
+    if size is None:
+        note = f"not known here, and taken as {_USUAL} tokens: give --vocab-size"
+        args.not_modelled.append(f"--tokenizer-type {named.replace(' ', ' --tokenizer-model ', 1)}: {note}")
+    return size or _USUAL
 
 
 def padded_vocab_size(vocab_size: int, args: Namespace) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 HALF, SINGLE = 2, 4  # bytes of a number in fp16 or bf16, and in float32
-_FUSED_KEYS = 4096  # the most that megatron-core's kernel of softmax takes
+_FUSED_KEYS = {"local": 4096, "transformer_engine": 16384}  # the most that the kernels of softmax take
 
 
 class Work(NamedTuple):
@@ -143,6 +143,8 @@ class Holding:
         sequence_parallel: norms and dropout are cut along the sequence over the former as well.
         attention_matrices: attention is not fused and keeps what it makes of every query and key.
         wide_softmax: that attention's softmax is not fused either: it keeps its probabilities in float32, and a copy in 16 bits.
+        logits_kept, logits_copies: bytes of each logit that cross entropy keeps, and copies in float32 that it makes beside it.
+        deferred_logits: microbatches whose gradients of logits wait for the output layer's W.
         fused_norms: a norm is one module with the linear layer behind it, where one layer reads it: Transformer Engine's.
         hidden_masks, attention_masks: there is dropout of hidden states, and of attention probabilities.
         recomputed: what B makes again in every layer, by the names of ``--recompute-modules``.
@@ -157,6 +159,9 @@ class Holding:
     sequence_parallel: bool = False
     attention_matrices: bool = False
     wide_softmax: bool = False
+    logits_kept: int = SINGLE
+    logits_copies: int = 0
+    deferred_logits: int = 0
     fused_norms: bool = False
     hidden_masks: bool = True
     attention_masks: bool = True
@@ -167,15 +172,19 @@ class Holding:
 
     @classmethod
     def of(cls, args: Namespace) -> Holding:
-        """From Megatron-LM's flags after ``validate``: megatron-core's own layers (``local``) do not fuse attention."""
+        """From Megatron-LM's flags after ``validate``; those of kernels may be missing."""
         modules = args.recompute_modules or ("core_attn",)
+        fused = getattr(args, "cross_entropy_loss_fusion", False) and getattr(args, "cross_entropy_fusion_impl", "native")
         return cls(
             number=number_bytes(args),
             tensor=args.tensor_model_parallel_size,
             context=args.context_parallel_size,
             sequence_parallel=args.sequence_parallel,
-            attention_matrices=args.transformer_impl == "local",
+            attention_matrices=not fuses_attention(args),
             wide_softmax=not fuses_softmax(args),
+            logits_kept=number_bytes(args) if fused == "te" else SINGLE,
+            logits_copies=2 if fused == "native" else 0,  # its compiled steps write nothing in place
+            deferred_logits=_deferred_logits(args),
             fused_norms=args.transformer_impl != "local",
             hidden_masks=args.hidden_dropout > 0,
             attention_masks=args.attention_dropout > 0,
@@ -201,12 +210,29 @@ class Holding:
         return 1 / (self.context * self.tensor)
 
 
+def fuses_attention(args: Namespace) -> bool:
+    """Tell whether attention is one kernel: megatron-core's own (``local``) is not, nor what ``--attention-backend`` names."""
+    backend = getattr(args, "attention_backend", None)
+    name = getattr(backend, "name", backend)  # under mpipe launch it is a member of an enumeration
+    return args.transformer_impl != "local" and name not in ("unfused", "local")
+
+
 def fuses_softmax(args: Namespace) -> bool:
     """Tell whether a kernel scales, masks and takes the softmax at once, of attention that is not fused.
 
-    megatron-core's ``fused_softmax.py`` has one for up to 4096 keys; ours of context parallelism has none.
+    megatron-core's ``fused_softmax.py`` has one for up to 4096 keys; ours of context parallelism has none. Transformer Engine's
+    does not depend on ``--no-masked-softmax-fusion``.
     """
-    return bool(args.masked_softmax_fusion and args.context_parallel_size == 1 and args.seq_length <= _FUSED_KEYS)
+    local = args.transformer_impl == "local"
+    taken = args.seq_length <= _FUSED_KEYS["local" if local else "transformer_engine"]
+    return taken and (not local or bool(args.masked_softmax_fusion and args.context_parallel_size == 1))
+
+
+def _deferred_logits(args: Namespace) -> int:
+    if not getattr(args, "defer_embedding_wgrad_compute", False):
+        return 0
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    return min(args.wgrad_deferral_limit or microbatches, microbatches)
 
 
 def number_bytes(args: Namespace) -> int:

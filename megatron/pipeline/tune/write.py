@@ -26,6 +26,7 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
         OSError: a file cannot be written.
     """
     from megatron.pipeline.flags.arguments import parse
+    from megatron.pipeline.flags.upstream import left
 
     changes: dict[str, Any] = SEARCHED | dict(result.candidate.changes)
     if not result.candidate.is_stock:
@@ -34,7 +35,10 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
         changes["pipeline_costs"] = costs.name
         if result.memory_limit is not None:
             changes["pipeline_memory_limit"] = f"{result.memory_limit / 2**30:.4f}GiB"
-    config = as_config(vars(parse(flags)) | changes)
+    args = parse(flags, predicts=True)
+    if without := left(args):
+        head += f"\nWithout flags of Megatron-LM that pretrain_gpt.py does not have: {' '.join(without)}"
+    config = as_config(vars(args) | changes)
     config["pipeline-schedule"] = changes["pipeline_schedule"]  # even our default: mpipe launch has another
     comment = "".join(f"# {line}\n" for line in head.splitlines())
     write_text(path, f"{comment}\n{yaml.safe_dump(config, sort_keys=False)}")

@@ -1,0 +1,110 @@
+"""All flags of Megatron-LM's releases, for commands that predict: a training's line is taken as it is.
+
+``upstream.json`` has the flags by release (``scripts/upstream_flags.py`` writes it), and ``effects.json`` what those mean that
+this project has not: nothing for a prediction, the same as others, or more or less than is predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.pipeline.flags.flags import actions
+
+_MARK = "upstream:"  # before the names of such flags in a namespace
+_OFF = {"none", "None", "0", "False"}
+
+
+def add_upstream(parser: argparse.ArgumentParser) -> None:
+    """Add to a parser the flags, and to its own flags the names and values, that it lacks; their values are not checked."""
+    known = parser._option_string_actions
+    for row in table("upstream"):
+        own = next((known[name] for name in row["names"] if name in known), None)
+        if own is not None:
+            for name in row["names"]:
+                known.setdefault(name, own)
+            own.choices = own.choices and list(dict.fromkeys([*own.choices, *row.get("choices", ())]))
+            continue
+        takes: dict[str, Any] = {"action": "store_true"} if row.get("nargs") == 0 else {"nargs": row.get("nargs")}
+        parser.add_argument(*row["names"], dest=_MARK + row["names"][0][2:], default=argparse.SUPPRESS, **takes)
+
+
+def in_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """A command line whose lists, as ``"[a b]"`` or ``"a b"``, are words, where the flag before takes several."""
+    found: list[str] = []
+    several = False
+    for token in argv:
+        if token.startswith("--"):
+            several = getattr(parser._option_string_actions.get(token), "nargs", None) not in (None, 0)
+        found += words(token) if several else [token]
+    return found
+
+
+def words(text: str) -> list[str]:
+    return re.sub(r"^\[(.*)\]$", r"\1", text.strip()).replace(",", " ").split() if re.match(r"\[|\S+\s", text) else [text]
+
+
+def unknown(parser: argparse.ArgumentParser, name: str) -> str:
+    """Words about a flag that no release has, with the nearest of those that one has."""
+    releases = sorted({row[end] for row in table("upstream") for end in ("since", "until")})
+    near = difflib.get_close_matches(
+        f"--{name.partition('=')[0].lstrip('-').replace('_', '-')}", parser._option_string_actions, n=1
+    )
+    meant = f"; did you mean {near[0]}?" if near else "; --help lists ours"
+    return f"unknown flag {name}: no Megatron-LM from {releases[0]} to {releases[-1]} has it{meant}"
+
+
+def left(args: Namespace) -> list[str]:
+    """The flags in a namespace that this project has not."""
+    return [f"--{name.removeprefix(_MARK)}" for name in vars(args) if name.startswith(_MARK)]
+
+
+def settle(args: Namespace) -> list[str]:
+    """Read such flags as this project's own where they are alike, and take them out of a namespace.
+
+    Returns:
+        For every feature that matters and is not modelled, its flags, and how far off the prediction is.
+
+    Raises:
+        ValueError: a value is none of the flag that it is read as.
+    """
+    given = {name.removeprefix(_MARK): vars(args).pop(name) for name in list(vars(args)) if name.startswith(_MARK)}
+    for dest, action in actions().items():
+        values = getattr(args, dest) if isinstance(getattr(args, dest), list) else [getattr(args, dest)]
+        if action.choices and any(value is not None and value not in action.choices for value in values):
+            given[f"{action.option_strings[0][2:]}={' '.join(map(str, values))}"] = True
+    effects = table("effects")
+    for name, value in given.items():
+        alike: Any = next((row for pattern, row in effects["as"].items() if fnmatch(name, pattern)), {})
+        new = alike if isinstance(alike, dict) else {alike: _typed(name, value, alike)}
+        # A value of a flag of ours is replaced; another flag says nothing where that of ours is given.
+        free = [dest for dest in new if "=" in name or getattr(args, dest) == actions()[dest].default]
+        vars(args).update({dest: new[dest] for dest in free})
+    notes = []
+    for row in effects["differs"]:
+        on = [name for name, value in given.items() if str(value) not in _OFF | set(row.get("unless", ()))]
+        if found := [f"--{name.replace('=', ' ')}" for name in on if any(fnmatch(name, pattern) for pattern in row["flags"])]:
+            notes.append(f"{', '.join(found)}: {row['effect']}")
+    return notes
+
+
+def _typed(name: str, value: str, dest: str) -> Any:
+    read = actions()[dest].type
+    last = value.rpartition(":")[2]  # of --step-batch-size-schedule the largest batch
+    try:
+        return read(last) if callable(read) else last
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise ValueError(f"--{name}: {error}") from None
+
+
+@cache
+def table(name: str) -> Any:
+    return json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))

@@ -1,0 +1,132 @@
+"""A line of Megatron-LM's as it is: every flag of its releases is ignored, modelled, or said to be left out of a prediction."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.flags import actions
+from megatron.pipeline.flags.upstream import left, table
+from megatron.pipeline.flags.validation_latent import check_trained
+
+OURS = {option for action in actions().values() for option in action.option_strings}
+MODEL = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 4 --pipeline-schedule stock"
+)
+LINE = f"{MODEL} --tokenizer-type NullTokenizer --vocab-size 50256 --pipeline-model-parallel-size 4 --global-batch-size 32 --bf16"
+# What Megatron-LM's functional tests give beside the model.
+HARMLESS = (
+    "--log-params-norm --log-num-zeros-in-grad --log-timers-to-tensorboard --vocab-file ${DATA}/vocab.json "
+    "--merge-file merges.txt --async-save --use-persistent-ckpt-worker "
+    " --dist-ckpt-strictness log_all --ckpt-format torch --deterministic-mode "
+    "--attention-softmax-in-fp32 --lr-decay-samples 1000 --decoupled-lr 2e-4 --train-samples 100 --manual-gc --no-mmap-bin-files "
+    "--cuda-graph-impl none --data-path ${DATA}/text --eval-iters 10"
+)
+
+
+def allocated(flags: str) -> list[float]:
+    return [rank.allocated for rank in predicted(flags.split(), world_size=8).ranks]
+
+
+def test_every_flag_is_in_one_class() -> None:
+    """Of flags that are not ours; a row of the table that stands for none is a mistake."""
+    effects, rows = table("effects"), [row for row in table("upstream") if not OURS & set(row["names"])]
+    matters = {flag for row in effects["differs"] for flag in row["flags"]}
+    listed = {*effects["nothing"]["flags"], *effects["as"], *matters}
+    for row in rows:
+        name = row["names"][0][2:]
+        found = [pattern for pattern in listed if fnmatch(name, pattern)]
+        assert len(found) == 1 or (not found and row["group"] in effects["nothing"]["groups"]), (name, found)
+    names = {name[2:] for row in rows for name in row["names"]}
+    assert [one for one in listed if "=" not in one and not any(fnmatch(name, one) for name in names)] == []
+    assert {row["group"] for row in rows} >= set(effects["nothing"]["groups"])
+
+
+def test_every_flag_is_read() -> None:
+    for row in table("upstream"):
+        if not OURS & set(row["names"]):
+            number = row.get("nargs", 1)
+            values = ["1"] * (number if isinstance(number, int) else 3 if number != "?" else 1)
+            assert left(parse([row["names"][-1], *values], predicts=True)) == [row["names"][0]]
+
+
+def test_what_changes_nothing_is_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert allocated(f"{LINE} {HARMLESS}") == allocated(f"{LINE} --train-iters 50 --lr 1e-4")
+    assert main(["memory", *f"{LINE} {HARMLESS}".split(), "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_what_matters_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--tp-comm-overlap --cuda-graph-impl local --optimizer dist_muon --num-distributed-optimizer-instances 1"
+    assert main(["memory", *f"{LINE} {flags}".split()]) == 0
+    [line] = capsys.readouterr().err.splitlines()
+    for words in ("--tp-comm-overlap: time up to", "--cuda-graph-impl: memory", "--optimizer dist_muon: state"):
+        assert words in line
+    assert "instances" not in line
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
+        ("--quick-geglu --ffn-hidden-size 1024", "--swiglu --ffn-hidden-size 1024"),
+        ("--attention-backend flash", "--attention-backend auto"),
+        ("--expert-tensor-parallel-size 4", ""),
+        ("--moe-layer-recompute --num-experts 4", "--recompute-granularity selective --recompute-modules moe --num-experts 4"),
+    ],
+)
+def test_flags_that_are_as_others(one: str, other: str) -> None:
+    assert allocated(f"{LINE} {one}") == allocated(f"{LINE} {other}")
+
+
+def test_the_largest_batch_of_a_schedule_counts() -> None:
+    flags = LINE.replace("--global-batch-size 32", "--step-batch-size-schedule").split()
+    flags.insert(flags.index("--step-batch-size-schedule") + 1, "0:64 200B:128")
+    assert predicted(flags, world_size=8).microbatches == 16
+
+
+def test_vocabularies(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(flags: str) -> int:
+        return int(predicted(f"{MODEL} --global-batch-size 4 {flags}".split()).args.padded_vocab_size)
+
+    assert rows("--vocab-file vocab.json") == 50304
+    assert rows("--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B") == 128256
+    assert rows("--tokenizer-type HuggingFaceTokenizer --tokenizer-model some/other --vocab-size 1000") == 1024
+    unknown = f"{MODEL} --global-batch-size 4 --tokenizer-type SentencePieceTokenizer --tokenizer-model some.model"
+    assert main(["memory", *unknown.split()]) == 0
+    assert (
+        "--tokenizer-model some.model: not known here, and taken as 131072 tokens: give --vocab-size" in capsys.readouterr().err
+    )
+
+
+def test_unknown_to_all_releases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", *LINE.split(), "--log-param-norms"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown flag --log-param-norms: no Megatron-LM from 0.16 to 0.19 has it; did you mean --log-params-norm?" in error
+
+
+def test_files_of_functional_tests(tmp_path: Path) -> None:
+    """Their flags stand under MODEL_ARGS, some of them twice, and lists are text."""
+    keys = LINE.replace("--bf16", "").split()
+    lines = [f"  {name}: {value}" for name, value in zip(keys[::2], keys[1::2], strict=True)]
+    lines += [
+        "  --bf16: true",
+        "  --hidden-size: 512",
+        "  --log-params-norm: true",
+        '  --hierarchical-context-parallel-sizes: "[2 2]"',
+    ]
+    file = tmp_path / "model_config.yaml"
+    file.write_text("\n".join(["ENV_VARS:", "  NCCL_ALGO: Ring", "MODEL_ARGS:", *lines, "METRICS: [lm loss]"]))
+    assert allocated(f"--config {file}") == allocated(LINE)
+
+
+@pytest.mark.parametrize("flag", ["--log-params-norm", "--attention-backend unfused", "--cross-entropy-loss-fusion"])
+def test_training_refuses_what_it_refused(flag: str) -> None:
+    with pytest.raises(ValueError, match=flag.split(maxsplit=1)[0]) as refusal:
+        check_trained(parse([*LINE.split(), *flag.split()]))
+    assert "mpipe launch" in str(refusal.value)
