@@ -127,7 +127,8 @@ def test_a_stock_that_cannot_interleave_is_told(capsys: pytest.CaptureFixture[st
     [
         (
             BATCH,
-            "give --gpus N and --gpu NAME; known GPUs are A100-40GB, A100-80GB, B200, H100-80GB, H200 and files of --measure",
+            "give --gpus N and --gpu NAME; known GPUs are A100-40GB, A100-80GB, B200, B300, GB200, GB300, H100-80GB, H20, H200, "
+            "MI300X, MI355X and files of --measure",
         ),
         ([*BATCH, *FOUR, "--rehearsed", "configs/none.json"], "configs/none.json"),
         ([*BATCH, "--gpus", "4"], "give --gpu NAME; known GPUs are"),
