@@ -5,8 +5,8 @@
 
 FOLDER has throughput*.json: lists of rows with release, model, gpu, precision, gpus, gbs, mbs, seq, tp, pp, cp, vp, ep (all as
 NVIDIA's pages of performance name them), and tokens and tflops, each per second and GPU. Schedules are megatron-core's; tokens go
-to experts by DeepEP or HybridEP. Pages say nothing of recomputation, so memory is not limited. Of DeepSeek-V3, operations for each
-token tell whether there is a layer of multi-token prediction.
+to experts by DeepEP or HybridEP. Pages say nothing of recomputation, so memory is not limited. Of DeepSeek-V3, operations for
+each token tell whether there is a layer of multi-token prediction.
 """
 
 from __future__ import annotations

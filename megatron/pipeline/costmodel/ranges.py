@@ -1,4 +1,4 @@
-"""How sure a prediction is: what was published or measured over what was predicted, by the class of a training.
+"""Uncertainty of predictions: what was published or measured over what was predicted, by the class of a training.
 
 ``ranges.json`` has the table, with what each row was learnt from and when; benchmarks/published_throughput.py writes those of
 throughputs.
