@@ -167,7 +167,8 @@ class Device:
             raise ValueError(f"the name of a device must be up to 80 printable characters of ASCII, got {self.name!r}")
         for name in ("memory", "bandwidth", "to_host", "to_device"):
             _positive(f"the {name} of a device", getattr(self, name))
-        for one in (self, *self.precisions):
+        products: tuple[Device | Precision, ...] = (self, *self.precisions)
+        for one in products:
             whose = "a device" if one is self else f"products in {one.name}"
             _positive(f"the peak of {whose}", one.peak)
             if not 0 < one.efficiency <= 1:

@@ -213,13 +213,13 @@ def state_bytes(args: Namespace, count: Parameters) -> float:
     moments = float(2 * SINGLE if args.optimizer == "adam" else SINGLE * (args.sgd_momentum > 0))
     copy: float = SINGLE if weight < SINGLE else 0
     if getattr(args, "use_precision_aware_optimizer", False):
-        moments = _bytes(args.exp_avg_dtype) + _bytes(args.exp_avg_sq_dtype)
-        copy = _bytes(args.main_params_dtype)
+        moments = _bytes(args, "exp_avg") + _bytes(args, "exp_avg_sq")
+        copy = _bytes(args, "main_params")
         if args.bf16 and copy == SINGLE and not (quantized and quantized.kept):
             copy = gpt.HALF
     here = 1 - args.optimizer_offload_fraction if getattr(args, "optimizer_cpu_offload", False) else 1.0
     undo = moments + SINGLE if args.post_validation and args.post_validation_copy == "device" else 0
-    weights = count.total * weight
+    weights: float = count.total * weight
     if quantized:
         weights += count.quantized * (quantized.recipe.weight - (weight if quantized.kept else 0))
     return weights + count.total * gradient_bytes(args) + (here * (moments + copy) + undo) * optimizer_parameters(args, count)
@@ -227,7 +227,7 @@ def state_bytes(args: Namespace, count: Parameters) -> float:
 
 def step_bytes(args: Namespace, count: Parameters) -> float:
     """Bytes that the optimizer's step makes: gradients in float32, where they are not and are to be."""
-    wide = not getattr(args, "use_precision_aware_optimizer", False) or _bytes(args.main_grads_dtype) == SINGLE
+    wide = not getattr(args, "use_precision_aware_optimizer", False) or _bytes(args, "main_grads") == SINGLE
     return SINGLE * optimizer_parameters(args, count) if gradient_bytes(args) < SINGLE and wide else 0.0
 
 
@@ -238,8 +238,9 @@ def gathered_bytes(args: Namespace, count: Parameters) -> float:
     return weight - fewer * count.quantized / count.total
 
 
-def _bytes(kind: Any) -> int:
-    """Bytes of a number by the name that a flag has for it, or of the type that Megatron-LM makes of that."""
+def _bytes(args: Namespace, name: str) -> int:
+    """Bytes of one of the optimizer's numbers, by our flag, or by the torch type that Megatron-LM makes of its own."""
+    kind: Any = getattr(args, f"{name}_dtype", None) or getattr(args, name)
     return int(getattr(kind, "itemsize", 0) or _NUMBERS[kind])
 
 
