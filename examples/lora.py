@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from own_training_loop import build, plan, run, wrap
@@ -54,11 +55,11 @@ def main(schedule: str) -> None:
     pipeline = plan(schedule)
     models = build(pipeline)
     adapt(models)
-    chunks = wrap(pipeline, models)
+    chunks = wrap(models)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), chunks)
     for _ in range(5):
         losses, _ = run(chunks, batches(4, seed=0), optimizer)
-    if losses:  # on the rank that has the last stage
+    if parallel_state.is_pipeline_last_stage():
         planned = [stage.weight / stage.backward for stage in pipeline.plans.planned_costs.stages]
         print(f"loss {torch.stack(losses).mean():.4f}; W is planned to take {max(planned):.0%} of B")
 

@@ -8,55 +8,54 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import LayerType
 from random_tokens import BATCH, CUDA, LENGTH, VOCABULARY, batches, draw, start
 
 from megatron.pipeline import install
-from megatron.pipeline.model.boundary import BoundaryModules
-from megatron.pipeline.model.layout import PlacementLayout
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 
 def plan(schedule: str, **options: Any) -> Pipeline:
     """The pipeline, in megatron-core's place, and the process groups of its placement."""
-    loop = install(schedule, **options)  # all that a schedule with one chunk per rank needs; the rest here is for a V
+    loop = install(schedule, **options)  # all that it takes
     pipeline = loop.pipeline(torch.distributed.get_world_size())
-    ranks, chunks = pipeline.placement.ranks, pipeline.placement.chunks
-    parallel_state.initialize_model_parallel(1, ranks, chunks if chunks > 1 else None)
+    chunks = pipeline.placement.chunks
+    parallel_state.initialize_model_parallel(1, pipeline.placement.ranks, chunks if chunks > 1 else None)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     return pipeline
 
 
-def place(pipeline: Pipeline, config: TransformerConfig) -> list[dict[str, Any]]:
-    """Tell a configuration which layers each stage has; returns how to build each chunk of this rank."""
-    placement, rank = pipeline.placement, parallel_state.get_pipeline_model_parallel_rank()
-    if config.num_layers % placement.depth:
-        raise ValueError(f"{config.num_layers} layers, {placement.depth} stages: take a number of layers that these divide")
-    layers = [[LayerType.decoder] * (config.num_layers // placement.depth)] * placement.depth
-    layers[0], layers[-1] = [LayerType.embedding, *layers[0]], [*layers[-1], LayerType.loss]
-    config.pipeline_model_parallel_layout = PlacementLayout(layers, placement)
-    config.pipeline_model_parallel_size, config.pipeline_dtype = placement.ranks, config.params_dtype
-    config.virtual_pipeline_model_parallel_size = virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    ends = [{"pre_process": stage == 0, "post_process": stage == placement.last_stage} for stage in placement.stages[rank]]
-    return [end | {"vp_stage": virtual and chunk} for chunk, end in enumerate(ends)]
-
-
 def build(pipeline: Pipeline) -> list[GPTModel]:
-    """This rank's chunks of a small GPT."""
-    sizes = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4}
-    config = TransformerConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=not CUDA)
-    return draw([GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **chunk) for chunk in place(pipeline, config)])
+    """This rank's chunks of a small GPT, as under megatron-core's own schedules: a V's are where the schedule wants them."""
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    config = TransformerConfig(
+        num_layers=8,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=not CUDA,
+        pipeline_model_parallel_size=pipeline.placement.ranks,
+        virtual_pipeline_model_parallel_size=chunks,
+        pipeline_dtype=torch.float32,
+    )
+    models = []
+    for vp_stage in range(chunks) if chunks else [None]:
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        ends = {"pre_process": first, "post_process": last, "vp_stage": vp_stage}
+        models.append(GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **ends))
+    return draw(models)
 
 
-def wrap(pipeline: Pipeline, models: list[GPTModel], **options: Any) -> list[DistributedDataParallel]:
-    """The chunks in DDP; ties the ends of the model on whichever ranks the placement has them."""
-    models[0].config.finalize_model_grads_func = BoundaryModules(pipeline.placement).finalize_model_grads
+def wrap(models: list[GPTModel], **options: Any) -> list[DistributedDataParallel]:
+    """The chunks in DDP."""
+    models[0].config.finalize_model_grads_func = finalize_model_grads
     return [DistributedDataParallel(model.config, DistributedDataParallelConfig(**options), model) for model in models]
 
 
@@ -83,9 +82,9 @@ def run(chunks: list[Any], data: list[torch.Tensor], optimizer: Any = None) -> t
 if __name__ == "__main__":
     start()
     pipeline = plan(sys.argv[1])
-    chunks = wrap(pipeline, build(pipeline))
+    chunks = wrap(build(pipeline))
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), chunks)
     for iteration in range(5):
         losses, norm = run(chunks, batches(4, seed=iteration % 2), optimizer)
-        if losses:  # on the rank that has the last stage
+        if parallel_state.is_pipeline_last_stage():
             print(f"loss {torch.stack(losses).mean():.4f}, gradient norm {norm:.4f}")

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from own_training_loop import build, plan, run, wrap
 from random_tokens import batches, start
@@ -29,11 +30,11 @@ def iterate(
 if __name__ == "__main__":
     start()
     pipeline = plan(sys.argv[1])
-    chunks = wrap(pipeline, build(pipeline), overlap_grad_reduce=True, **SHARDED)
+    chunks = wrap(build(pipeline), overlap_grad_reduce=True, **SHARDED)
     if pipeline.is_stock:  # schedules of this package ask DDP themselves
         chunks[0].config.no_sync_func = chunks[0].no_sync
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, **SHARDED), chunks)
     for rollouts, trained in [(3, 2), (7, 5), (4, 1)]:
         scored, losses = iterate(chunks, optimizer, batches(rollouts, seed=rollouts), trained)
-        if losses:
+        if parallel_state.is_pipeline_last_stage():
             print(f"log-probability {torch.stack(scored).mean():.4f} of {len(scored)} microbatches, {len(losses)} trained on")

@@ -1,6 +1,7 @@
 """The upstream symbols that this package replaces, one file per upstream module. Nothing else touches megatron.core.
 
-Every file names the symbols and the reason. ``compat`` has the table of all upstream names that this package relies on.
+Every file names the symbols and the reason; ``loops`` has those that ask the loop which has called ``megatron.pipeline.install``.
+``compat`` has the table of all upstream names that this package relies on.
 The ``install`` of a file raises RuntimeError if one of its names is missing (``compat.module``).
 ``older_releases`` adds names that older releases lack. ``install()`` applies all patches; it is safe to call more than once.
 """
@@ -50,10 +51,10 @@ def install_loop(hooks: Any) -> None:
         RuntimeError: see ``install``, which comes first.
     """
     install()
-    from megatron.pipeline.patches import distributed_data_parallel, language_module, schedules
+    from megatron.pipeline.patches import language_module, loops, schedules
 
-    language_module.configure_with(hooks and hooks.configure)
-    distributed_data_parallel.prepare_with(hooks and hooks.prepare)
+    loops.install(hooks)
+    language_module.install_loop()
     if hooks:
         schedules.use(hooks.forward_backward)
     else:

@@ -65,6 +65,7 @@ NAMES: dict[str, dict[str, Name]] = {
     },
     "megatron.core.distributed.finalize_model_grads": {
         "_get_main_grad_attr": Name("the attribute that holds the gradient of a tied weight"),
+        "finalize_model_grads": Name("wrapped: own loops under a V"),
     },
     "megatron.core.distributed.distributed_data_parallel": {
         "DistributedDataParallel.__init__": Name("buckets on every rank and chunk: wrapped"),
@@ -132,7 +133,19 @@ NAMES: dict[str, dict[str, Name]] = {
         "clear_embedding_activation_buffer": Name("deferred embedding gradients"),
         "finish_embedding_wgrad_compute": Name("deferred embedding gradients"),
     },
-    "megatron.core.pipeline_parallel.utils": {"set_streams": Name("the streams of layer plans")},
+    "megatron.core.pipeline_parallel.utils": {
+        "set_streams": Name("the streams of layer plans"),
+        "is_vp_first_stage": Name("wrapped: own loops under a V"),
+        "is_vp_last_stage": Name("wrapped: own loops under a V"),
+        "is_pp_last_stage": Name("wrapped: own loops under a V"),
+    },
+    "megatron.core.parallel_state": {
+        "is_pipeline_first_stage": Name("wrapped: own loops under a V"),
+        "is_pipeline_last_stage": Name("wrapped: own loops under a V"),
+    },
+    "megatron.core.transformer.transformer_config": {
+        "TransformerConfig.__post_init__": Name("wrapped: own loops under a V"),
+    },
     "megatron.core.models.gpt.gpt_model": {
         "GPTModel.build_schedule_plan": Name("a forward cut into parts of layers"),
         "GPTModel._preprocess": Name("seeding: comes first in a forward and in a plan"),
@@ -307,8 +320,9 @@ def has_module(path: str) -> bool:
 
 
 def wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method of a class, or a function in all loaded modules of upstream that have it, as ``from`` imports copy it, by
-    one that calls ``replacement`` with the original and all arguments. What a module has replaced it does not replace again.
+    """Replace a method of a class, or a function in all loaded modules that have it, as ``from`` imports copy it.
+
+    By one that calls ``replacement`` with the original and all arguments. What a module has replaced it does not replace again.
     """
     original = getattr(owner, name)
     if original.__module__ == replacement.__module__:
@@ -320,8 +334,8 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
     wrapped.__module__ = replacement.__module__
     # A copy of the table, which other threads' imports change; None stands for a module whose import is forbidden.
-    loaded = [module for path, module in list(sys.modules.items()) if path.startswith("megatron.") and module is not None]
-    for place in (owner, *(module for module in loaded if vars(module).get(name) is original)):
+    loaded = [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is original]
+    for place in (owner, *loaded):
         setattr(place, name, wrapped)
 
 

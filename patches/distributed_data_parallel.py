@@ -4,20 +4,20 @@
 its schedules the others have time to reduce it when they are done. Under ours all ranks end together, with a W: one bucket would
 be reduced behind it. Chunks that ``mark`` has seen are cut as that first one is; no setting does so. A program asks for all
 gathers of weights where it begins (``gather``), so that no layer starts the next one's (``align_param_gather``). In a loop that
-has called ``megatron.pipeline.install`` each chunk is prepared before (``prepare_with``).
+has called ``megatron.pipeline.install`` (``loops``) each chunk is prepared before.
 ``DistributedOptimizer.compute_full_param_layout``, ``LayerWiseDistributedOptimizer.compute_full_param_layout``: which from 0.18
 on Megatron-LM calls before, with its choice of buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.patches import compat
+from megatron.pipeline.patches import compat, loops
 
 _PATH = "megatron.core.distributed.distributed_data_parallel"
 _LAYOUTS = (
@@ -26,7 +26,6 @@ _LAYOUTS = (
 )
 _MARK = "in_buckets_on_every_rank"  # of a chunk, which may have no parameters, and of each of its parameters
 _FIRST = SimpleNamespace(rank=lambda: 0)
-_prepare: Callable[[torch.nn.Module, Any], None] | None = None
 
 
 def install() -> None:
@@ -46,13 +45,6 @@ def mark(chunk: torch.nn.Module) -> None:
 def is_marked(chunk: torch.nn.Module) -> bool:
     """Tell whether ``mark`` has seen a chunk, wrapped or not."""
     return hasattr(unwrap_model(chunk), _MARK)
-
-
-def prepare_with(prepare: Callable[[torch.nn.Module, Any], None] | None) -> None:
-    """Have a function called with each chunk that DDP is about to wrap and ``mark`` has not seen, and DDP's configuration. None:
-    chunks stay as they are."""
-    global _prepare
-    _prepare = prepare
 
 
 def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
@@ -81,8 +73,8 @@ def start_when_finished(chunk: torch.nn.Module) -> None:
 def _cut(
     build: Any, ddp: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False, *rest: Any, **options: Any
 ) -> None:
-    if _prepare is not None and not is_marked(module):
-        _prepare(unwrap_model(module), ddp_config)
+    if loops.current is not None and not is_marked(module):
+        loops.current.prepare(unwrap_model(module), ddp_config)
     if not is_marked(module):
         build(ddp, config, ddp_config, module, disable_bucketing, *rest, **options)
         return
@@ -108,6 +100,6 @@ def _cut(
 
 
 def _laid_out(compute: Any, parameters: Any, bucket_size: Any, replicas: int, ddp_config: Any, *rest: Any, **options: Any) -> Any:
-    cuts = _prepare is not None or any(hasattr(one, _MARK) for one in parameters)
+    cuts = loops.current is not None or any(hasattr(one, _MARK) for one in parameters)
     size = ddp_config.bucket_size if cuts else bucket_size
     return compute(parameters, size, replicas, ddp_config, *rest, **options)

@@ -4,33 +4,36 @@
 between the first and the last pipeline rank. A V placement has no copy on the last rank. ``mark_boundary_weights`` only marks the
 weights; ``model/boundary.py`` then makes copies equal, on any ranks. Our own models (``model/seeding.py``) override the method;
 the patch is for Megatron-LM's scripts, which build GPTModel.
-``LanguageModule.__init__``: in a loop that has called ``megatron.pipeline.install`` the configuration of a model is completed
-before any layer is built (``configure_with``).
+In a loop that has called ``megatron.pipeline.install`` (``loops``) both ends of a V are on one rank: its output layer takes the
+weights of its embedding there. ``LanguageModule.__init__``: such a loop completes the configuration of a model before any layer
+is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.pipeline.patches import compat
+from megatron.pipeline.patches import compat, loops
 
 _PATH = "megatron.core.models.common.language_module.language_module"
-_configure: Callable[[Any], None] | None = None
 
 
-def configure_with(configure: Callable[[Any], None] | None) -> None:
-    """Have a function called with the configuration of each model that is built. None: it stays as it is."""
-    global _configure
-    _configure = configure
+def install_loop() -> None:
     compat.wrap(compat.module(_PATH).LanguageModule, "__init__", _configured)
+    compat.wrap(compat.module(_PATH).LanguageModule, "setup_embeddings_and_output_layer", _set_up)
 
 
 def _configured(build: Any, model: Any, config: Any, *rest: Any, **options: Any) -> None:
-    if _configure is not None:
-        _configure(config)
+    if loops.current is not None:
+        loops.current.configure(config)
     build(model, config, *rest, **options)
+
+
+def _set_up(make_equal: Any, model: Any) -> None:
+    if loops.current is None or not loops.current.ties(model, mark_boundary_weights):
+        make_equal(model)
 
 
 def mark_boundary_weights(model: Any) -> None:

@@ -2,11 +2,13 @@
 
 Each package and what it imports is fetched into ``build/frameworks``, without what else it asks for, over the environment with
 megatron-core 0.19.2 that ``check_core_versions.py`` makes. Its program in ``scripts/frameworks`` trains on 4 ranks under each
-schedule; losses must equal those of megatron-core's own schedule bit for bit, and so must norms of gradients without replicas.
+schedule; losses must equal those of megatron-core's own schedule bit for bit, and so must norms of gradients without replicas and
+with one chunk per rank.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -23,7 +25,7 @@ from wheels import NEWER_PYTHON, fetched
 ROOT = Path(__file__).parents[1]
 CORE = "0.19.2"
 RANKS = 4
-SCHEDULES = ("stock", "zb-h1", "zb-h2", "zb-auto")
+SCHEDULES = ("stock", "zb-h1", "zb-h2", "zb-auto", "zb-v", "v-half")
 Numbers = list[list[float]]  # the loss and the norm of every iteration
 
 
@@ -34,11 +36,13 @@ class Framework(NamedTuple):
         wheels: it and what it imports, without what pip has for megatron-core.
         program: in ``scripts/frameworks``.
         pipelines: numbers of pipeline ranks to train on.
+        trains: what: "" for all weights, or a word of the program's.
     """
 
     wheels: Sequence[str]
     program: str
     pipelines: tuple[int, ...]
+    trains: tuple[str, ...]
 
 
 FRAMEWORKS = {
@@ -51,6 +55,7 @@ FRAMEWORKS = {
         ).split(),
         "bridge_loop.py",
         (4, 2),
+        ("", "lora"),
     )
 }
 
@@ -63,17 +68,15 @@ def main() -> int:
     failed = False
     for name, framework in FRAMEWORKS.items():
         python, packages = environment(CORE), _fetched(name, framework)
-        for ranks in framework.pipelines:
-            runs = {
-                schedule: _train(python, packages, framework.program, schedule, ranks, fetch_transformer_engine.FOLDER / engine)
-                for schedule in SCHEDULES
-            }
+        for ranks, trains in itertools.product(framework.pipelines, framework.trains):
+            given = [str(ranks), str(fetch_transformer_engine.FOLDER / engine), *trains.split()]
+            runs = {schedule: _train(python, packages, framework.program, schedule, *given) for schedule in SCHEDULES}
             stock = runs[SCHEDULES[0]]
             for schedule, found in runs.items():
-                equal = bool(stock) and _same(found, stock, exact=ranks == RANKS)
+                equal = bool(stock) and _same(found, stock, exact=ranks == RANKS and schedule in SCHEDULES[:4])
                 failed |= not equal
                 words = f"losses {[loss for loss, _ in found]}" if equal else f"DIFFERENT: {found}, not {stock}"
-                print(f"{name}, megatron-core {CORE}, PP {ranks} DP {RANKS // ranks}, {schedule}: {words}", flush=True)
+                print(f"{name}, megatron-core {CORE}, PP {ranks} DP {RANKS // ranks}, {trains} {schedule}: {words}", flush=True)
     return int(failed)
 
 
@@ -91,12 +94,12 @@ def _fetched(name: str, framework: Framework) -> Path:
     return folder
 
 
-def _train(python: str, packages: Path, program: str, schedule: str, ranks: int, engine: Path) -> Numbers:
+def _train(python: str, packages: Path, program: str, *given: str) -> Numbers:
     """The numbers of a training; none, after the end of what it said, if it fails."""
     script = str(ROOT / "scripts" / "frameworks" / program)
     launch = [python, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     ended = subprocess.run(
-        [*launch, script, schedule, str(ranks), str(engine)],
+        [*launch, script, *given],
         env=os.environ | {"PYTHONPATH": str(packages), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -113,7 +116,7 @@ def _train(python: str, packages: Path, program: str, schedule: str, ranks: int,
 
 
 def _same(found: Numbers, stock: Numbers, exact: bool) -> bool:
-    """Losses are equal, and norms, up to the order of their sum over other buckets."""
+    """Losses are equal, and norms, up to the order of their sum over other buckets or ranks."""
     close = 0.0 if exact else 1e-6
     return len(found) == len(stock) and all(
         loss == other and abs(norm - expected) <= close * expected

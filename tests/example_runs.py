@@ -55,14 +55,14 @@ def steps(chunks: list[Any], iterations: int = 3) -> Steps:
 def own_training_loop(schedule: str) -> Steps:
     own = example("own_training_loop")
     pipeline = own.plan(schedule)
-    return steps(own.wrap(pipeline, own.build(pipeline)))
+    return steps(own.wrap(own.build(pipeline)))
 
 
 def varying_microbatches(schedule: str) -> tuple[list[Any], set[int]]:
     """Log-probabilities and losses of some iterations, and the numbers of microbatches that were planned for training."""
     own, varying = example("own_training_loop"), example("varying_microbatches")
     pipeline = own.plan(schedule)
-    chunks = own.wrap(pipeline, own.build(pipeline))
+    chunks = own.wrap(own.build(pipeline))
     optimizer, found = optimizer_of(chunks), []
     for rollouts, trained in [(3, 2), (7, 5), (4, 1)]:
         parts = varying.iterate(chunks, optimizer, own.batches(rollouts, seed=rollouts), trained)
@@ -104,7 +104,7 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
         weight.requires_grad_(trains in name)
     names = {id(weight): name for name, weight in weights}
     frozen = [(weight, weight.clone()) for _, weight in weights if not weight.requires_grad]
-    chunks = own.wrap(pipeline, models)
+    chunks = own.wrap(models)
     passes, real = [], stage_passes.run_weights
 
     def run_weights(tasks: Any) -> None:
@@ -120,38 +120,3 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
     trained = {name for name, weight in weights if weight.requires_grad}
     costs = () if pipeline.is_stock else pipeline.plans.planned_costs.stages
     return LowRank(found, passes, trained, changed, [stage.weight / stage.backward for stage in costs])
-
-
-def megatron_bridge(schedule: str, obedient: bool) -> Steps:
-    """Steps of what a provider builds.
-
-    Args:
-        obedient: whether it goes by its arguments, or takes a False for "see megatron-core's groups" as some of Bridge's do.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-    own, bridge = example("own_training_loop"), example("megatron_bridge")
-
-    class Provider(TransformerConfig):
-        def provide(self, pre_process: Any = None, post_process: Any = None, vp_stage: int | None = None) -> GPTModel:
-            where = {"ignore_virtual": False, "vp_stage": vp_stage}
-            first = pre_process or (not obedient and parallel_state.is_pipeline_first_stage(**where))
-            last = post_process or (not obedient and parallel_state.is_pipeline_last_stage(**where))
-            model = GPTModel(
-                self,
-                get_gpt_layer_local_spec(),
-                own.VOCABULARY,
-                own.LENGTH,
-                pre_process=first,
-                post_process=last,
-                vp_stage=vp_stage,
-            )
-            own.draw([model])
-            return model
-
-    pipeline = own.plan(schedule)
-    sizes = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return steps(bridge.build(pipeline, Provider(**sizes, use_cpu_initialization=True)))

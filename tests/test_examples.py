@@ -13,7 +13,7 @@ from typing import Any
 import example_runs
 import pytest
 from example_runs import EXAMPLES
-from pool import Pool, RankFailed
+from pool import Pool
 from training import short_runs
 
 from megatron.pipeline.planning import plan
@@ -24,9 +24,8 @@ RANKS = 4
 
 
 def losses(found: list[example_runs.Steps]) -> list[Any]:
-    """By iteration, on the one rank that has them."""
-    [known] = [[loss for loss, _ in steps] for steps in found if steps[0][0]]
-    return known
+    """By iteration, on the last rank, wherever the last stage is."""
+    return [loss for loss, _ in found[-1]]
 
 
 def norms(found: list[example_runs.Steps]) -> list[float]:
@@ -60,9 +59,12 @@ def test_a_user_sees_the_same_loss_of_adapters_under_every_schedule(pool: Pool) 
     assert len({text.partition(";")[0] for text in seen}) == 1
 
 
-def test_layers_that_no_stages_divide_are_refused(pool: Pool) -> None:
-    with pytest.raises(RankFailed, match="8 layers, 6 stages: take a number of layers that these divide"):
-        pool.run(3, example_runs.printed, "own_training_loop.py", "zb-v")
+def test_layers_that_the_stages_do_not_divide_are_spread(pool: Pool) -> None:
+    """8 layers over 6 stages of a V."""
+    stock, ours = (
+        pool.run(ranks, example_runs.printed, "own_training_loop.py", name)[-1] for ranks, name in ((4, "stock"), (3, "zb-v"))
+    )
+    assert ours == stock and len(ours[1].splitlines()) == 5
 
 
 def test_the_own_training_loop_is_short() -> None:
@@ -71,9 +73,8 @@ def test_the_own_training_loop_is_short() -> None:
 
 def test_varying_microbatches(pool: Pool) -> None:
     stock, ours = (pool.run(RANKS, example_runs.varying_microbatches, name) for name in ("stock", "zb-v"))
-    known = [[found for found, _ in ranks if found[0][0]] for ranks in (stock, ours)]
-    assert known[0] == known[1] and len(known[0]) == 1
-    assert [[len(part) for part in parts] for parts in known[0][0]] == [[3, 2], [7, 5], [4, 1]]
+    assert ours[-1][0] == stock[-1][0]
+    assert [[len(part) for part in parts] for parts in stock[-1][0]] == [[3, 2], [7, 5], [4, 1]]
     assert all({1, 2, 5} <= planned for _, planned in ours)
 
 
@@ -116,23 +117,6 @@ def test_a_plan_for_a_short_w_is_shorter(weight: float) -> None:
     assert after < before
     if weight:
         assert f"{before:.1f} -> {after:.1f}" in (EXAMPLES / "lora.py").read_text()
-
-
-def test_megatron_bridge(pool: Pool) -> None:
-    own = pool.run(RANKS, example_runs.own_training_loop, "zb-v")
-    assert pool.run(RANKS, example_runs.megatron_bridge, "zb-v", True) == own
-    own = pool.run(RANKS, example_runs.own_training_loop, "zb-h1")
-    assert pool.run(RANKS, example_runs.megatron_bridge, "zb-h1", False) == own
-
-
-def test_without_megatron_bridge_its_example_says_so(pool: Pool) -> None:
-    [(code, output, error)] = pool.run(1, example_runs.printed, "megatron_bridge.py", "zb-v")
-    assert (code, output) == (2, "") and error == "megatron_bridge.py needs Megatron Bridge: pip install megatron-bridge\n"
-
-
-def test_a_provider_that_ignores_its_arguments_is_refused(pool: Pool) -> None:
-    with pytest.raises(RankFailed, match="has taken the ends of the model from megatron-core's process groups"):
-        pool.run(RANKS, example_runs.megatron_bridge, "zb-v", False)
 
 
 SCRIPT = EXAMPLES / "checkpoint_across_schedules.sh"

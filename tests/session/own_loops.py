@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import reductions
@@ -168,11 +169,120 @@ def built_before() -> str:
 def taken_over() -> tuple[str, str]:
     """The module of the function that runs an iteration, and what prepares chunks, once another pipeline has been installed."""
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-    from megatron.pipeline.patches import distributed_data_parallel
+    from megatron.pipeline.patches import loops
 
     from megatron.pipeline.planning import Request
 
     install("zb-h1")
     Pipeline(Request("stock", 4, 4)).install()
     assert schedules.get_forward_backward_func is get_forward_backward_func
-    return schedules.forward_backward_no_pipelining.__module__, str(distributed_data_parallel._prepare)
+    return schedules.forward_backward_no_pipelining.__module__, str(loops.current)
+
+
+def brought(forms: list[list[Any]]) -> list[list[Any]]:
+    """What this rank has of reports that the rank with the last stage of a V gives, one after the other."""
+    from megatron.core import parallel_state
+
+    from megatron.pipeline.schedule.core.placement import v
+    from megatron.pipeline.session.last_rank import LastRank
+
+    parallel_state.initialize_model_parallel(1, 4, 2)
+    group, last_rank, found = parallel_state.get_pipeline_model_parallel_group(), LastRank(v(4)), []
+    for form in forms:
+        reports = list(form) if group.rank() == 0 else []
+        last_rank.bring(reports, group)
+        found.append(reports)
+    return found
+
+
+def ends(schedule: str, layout: str | None = None) -> tuple[list[tuple[bool, bool]], list[list[int]]]:
+    """By chunk whether it is the first and whether it is the last, by each way to ask, and numbers of its layers, from 0."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.pipeline_parallel import utils
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    install(schedule)
+    parallel_state.initialize_model_parallel(1, 4, 2)
+    group, told = parallel_state.get_pipeline_model_parallel_group(), []
+    for chunk in range(2):
+        where = {"ignore_virtual": False, "vp_stage": chunk}
+        told.append((parallel_state.is_pipeline_first_stage(**where), parallel_state.is_pipeline_last_stage(**where)))
+        first = utils.is_vp_first_stage(vp_stage=chunk, vp_size=2) and utils.is_pp_first_stage(group)
+        told.append((first, utils.is_vp_last_stage(chunk, 2) and utils.is_pp_last_stage(group)))
+    assert parallel_state.is_pipeline_last_stage() == (group.rank() == 3), "as ever"
+    assert utils.is_pp_last_stage(group) == (group.rank() == 3 or told[2][1])
+    config = TransformerConfig(
+        num_layers=16,
+        hidden_size=32,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout=layout,
+        pipeline_dtype=torch.float32,
+        num_moe_experts=2,
+        moe_layer_freq=2,  # every second layer, so that builders ask for the numbers of layers
+        add_bias_linear=False,
+    )
+    layers = []
+    for chunk in range(2):
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=chunk)
+        block = TransformerBlock(config, spec, vp_stage=chunk)
+        layers.append([layer.layer_number - 1 for layer in block.layers])
+        experts = [hasattr(layer.mlp, "router") for layer in block.layers]
+        assert experts == [number % 2 == 0 for number in layers[-1]], "kinds of layers"
+    return told, layers
+
+
+def turned() -> Any:
+    """An interleaved schedule whose last two ranks have changed places."""
+    from megatron.pipeline.planning import plan
+
+    schedule = plan("interleaved", 4, 8)
+    order = [0, 1, 3, 2]
+    placement = replace(schedule.placement, stages=tuple(schedule.placement.stages[rank] for rank in order))
+    return replace(schedule, placement=placement, passes=tuple(schedule.passes[rank] for rank in order))
+
+
+def ends_refused(schedule: str) -> str:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    install(schedule)
+    parallel_state.initialize_model_parallel(1, 4, 2)
+    config = TransformerConfig(
+        num_layers=8,
+        hidden_size=32,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+    )
+    found = []
+    for chunk in range(2):
+        where = {"ignore_virtual": False, "vp_stage": chunk}
+        first, last = parallel_state.is_pipeline_first_stage(**where), parallel_state.is_pipeline_last_stage(**where)
+        options = {"pre_process": first, "post_process": last, "share_embeddings_and_output_weights": True, "vp_stage": chunk}
+        found.append(refused(lambda options=options: GPTModel(config, get_gpt_layer_local_spec(), 64, 16, **options)))
+    return max(found)
+
+
+def chunks_planned(schedule: str, given: int) -> int:
+    """How many chunks per rank a schedule has once a configuration has said its own number."""
+    from megatron.core.transformer import TransformerConfig
+
+    loop = install(schedule)
+    TransformerConfig(
+        num_layers=16,
+        hidden_size=32,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=given,
+        pipeline_dtype=torch.float32,
+    )
+    return loop.pipeline(2).placement.chunks

@@ -47,6 +47,11 @@ def test_the_last_that_is_installed_counts(pool: Pool) -> None:
     assert pool.run(1, own_loops.taken_over) == [("megatron.core.pipeline_parallel.schedules", "None")]
 
 
+@pytest.mark.parametrize(("schedule", "given", "planned"), [("interleaved", 4, 4), ("v-auto", 4, 4), ("zb-v", 4, 2)])
+def test_the_model_says_how_many_chunks_there_are(pool: Pool, schedule: str, given: int, planned: int) -> None:
+    assert pool.run(1, own_loops.chunks_planned, schedule, given) == [planned]
+
+
 def test_a_model_that_was_built_before_is_refused(pool: Pool) -> None:
     [one, other] = pool.run(2, own_loops.built_before)
     assert one == other and "call install before the model is built" in one

@@ -45,7 +45,6 @@ from megatron.pipeline.launch.check import (
     untested,
     wrong_in_megatron_core,
 )
-from megatron.pipeline.launch.last_rank import LastRank
 from megatron.pipeline.launch.progress import LaunchProgress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
@@ -60,6 +59,7 @@ from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import plan_pipeline
 from megatron.pipeline.session.startup_lines import plan_in_words
 
@@ -307,7 +307,10 @@ class Run:
         if ahead:
             ahead.begins(options)
         reports = pipeline.forward_backward(**options)
-        arrive = self._last_rank.send(reports, options["num_microbatches"] if trains else None)
+        if not trains:
+            self._last_rank.bring(reports, parallel_state.get_pipeline_model_parallel_group())
+            return reports
+        arrive = self._last_rank.send(reports, options["num_microbatches"])
         if ahead:
             ahead.ends(arrive)  # upstream looks behind the optimizer's step
         else:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
+from megatron.pipeline.patches.loops import finalize_upstream
 
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.model.adapter import adapter_of
@@ -49,14 +50,13 @@ class BoundaryModules:
         self,
         chunks: list[torch.nn.Module],
         num_tokens: torch.Tensor | None = None,
-        *,
-        pg_collection: Any,
+        pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> None:
         """megatron-core's function of that name, with its arguments. It calls megatron-core's for all other gradients."""
-        groups = copy.copy(pg_collection)
+        groups = copy.copy(pg_collection or ProcessGroupCollection.use_mpu_process_groups())
         groups.embd = groups.pos_embd = SimpleNamespace(size=lambda: 1)  # where upstream would look for copies of embeddings
-        finalize_model_grads(chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce)
+        finalize_upstream(chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce)
         copies = self._copies(chunks)
         attribute_of = compat.get("megatron.core.distributed.finalize_model_grads", "_get_main_grad_attr")
         gradients = [getattr(weight, attribute_of(weight)) for weight in copies]
@@ -65,7 +65,7 @@ class BoundaryModules:
             return
         _, (last, _) = self._homes
         torch.distributed.broadcast(num_tokens, group_src=last, group=self._pipeline)
-        torch.distributed.all_reduce(num_tokens, group=pg_collection.dp_cp)
+        torch.distributed.all_reduce(num_tokens, group=groups.dp_cp)
         # On the device: the host would wait for all ranks' backwards here.
         share = torch.where(num_tokens > 0, 1.0 / num_tokens.clamp(min=1), 1.0)
         for chunk in chunks:

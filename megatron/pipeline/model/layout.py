@@ -30,6 +30,11 @@ class PlacementLayout(PipelineParallelLayerLayout):
         self.stages = tuple(map(tuple, stages))
         self.layout = [[list(stages[stage]) for stage in row] for row in placement.stages]
 
+    @property
+    def layers(self) -> int:
+        """Number of transformer layers."""
+        return sum(stage.count(LayerType.decoder) for stage in self.stages)
+
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:

@@ -1,35 +1,46 @@
 """Anybody's loop on megatron-core under a schedule, after one call of ``megatron.pipeline.install``.
 
-What such a loop does with megatron-core comes by here, in this order: the configuration of a model before any of its layers is
-built (``configure``), each chunk before DDP wraps it (``prepare``), and every iteration (``forward_backward``).
+What such a loop does with megatron-core comes by here, in this order: the configuration of a model when it is made (``lay_out``)
+and before any of its layers is built (``configure``), the two ends of a model (``ties``), each chunk before DDP wraps it
+(``prepare``), and every iteration (``forward_backward``). Upstream's functions that tell which chunk is first or last ask
+``placement``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
 from megatron.pipeline.patches import distributed_data_parallel
 
 from megatron.pipeline import patches
 from megatron.pipeline.model import te_linear
+from megatron.pipeline.model.adapter import adapter_of
+from megatron.pipeline.model.boundary import BoundaryModules
+from megatron.pipeline.model.layout import PlacementLayout, stage_layers
 from megatron.pipeline.model.split_linear import split_chunks, trained_share
 from megatron.pipeline.planning.document import naming, read_costs
 from megatron.pipeline.planning.plan_cache import FILE
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
 from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import check_name
 
 _NOT_PREPARED = (
@@ -66,6 +77,9 @@ class OwnLoop:
         self._request, self._options = request, options
         self._pipelines: dict[int, Pipeline] = {}
         self._trained: tuple[float, ...] | None = None  # of every stage, which share of its weights trains
+        self._embedding: torch.nn.Parameter | None = None  # of the model that is being built, to which an output layer is tied
+        self._boundary: BoundaryModules | None = None
+        self._last_rank: LastRank | None = None
 
     def install(self) -> None:
         """Take the place of megatron-core's functions, in place of another loop's schedule."""
@@ -83,6 +97,58 @@ class OwnLoop:
                 self._pipelines[ranks].install()
         return self._pipelines[ranks]
 
+    def placement(self, ranks: int) -> Placement | None:
+        """Where stages are on a number of ranks; None where they are where megatron-core has them.
+
+        Raises:
+            ValueError: see ``pipeline``.
+        """
+        if ranks == 1:
+            return None
+        placement = self.pipeline(ranks).placement
+        return None if placement == interleaved(ranks, placement.chunks) else placement
+
+    @property
+    def boundary(self) -> BoundaryModules:
+        """The ends of models on a placement of this loop's own; made once, by all ranks of the world together."""
+        if self._boundary is None:
+            placement = self.placement(parallel_state.get_pipeline_model_parallel_world_size())
+            assert placement is not None, "it is asked for then alone"
+            self._boundary = BoundaryModules(placement)
+        return self._boundary
+
+    def lay_out(self, config: TransformerConfig, check: Callable[[TransformerConfig], None]) -> None:
+        """Add where a placement of this loop's own has the layers of a model with as many chunks.
+
+        Args:
+            check: upstream's, which knows interleaved placements only.
+
+        Raises:
+            ValueError: the layers cannot be split over the stages.
+        """
+        before = config.pipeline_model_parallel_layout
+        if isinstance(before, PlacementLayout):  # of an earlier call
+            config.pipeline_model_parallel_layout = None
+        check(config)
+        self._take_chunks(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
+        placement = self.placement(config.pipeline_model_parallel_size)
+        if placement is None or placement.chunks != config.virtual_pipeline_model_parallel_size:
+            return
+        if not isinstance(before, PlacementLayout) or config.num_layers != before.layers:
+            before = PlacementLayout(_stages(config, placement), placement)
+        config.pipeline_model_parallel_layout = before
+
+    def _take_chunks(self, ranks: int, chunks: int | None) -> None:
+        """Plan for as many chunks as a model has, where the family leaves their number open and the request does not say one."""
+        name = self._request.schedule
+        if chunks is None or self._request.chunks is not None or name.startswith(FILE) or ranks in self._pipelines:
+            return
+        try:
+            families.placement(name, ranks, chunks)
+        except ChunksDoNotFit:
+            return
+        self._request = replace(self._request, chunks=chunks)
+
     def configure(self, config: TransformerConfig) -> None:
         """Have Transformer Engine's linears, where there are any, leave their weight gradients to W.
 
@@ -91,6 +157,41 @@ class OwnLoop:
         """
         if te_linear.is_installed() and not config.delay_wgrad_compute:
             te_linear.delay_weight_gradients(config)
+
+    def ties(self, model: LanguageModule, mark: Callable[[LanguageModule], None]) -> bool:
+        """Make an output layer and the embedding that it is tied to equal, where both are on one rank.
+
+        Args:
+            model: a chunk whose modules exist.
+            mark: marks its ends as upstream does.
+
+        Returns:
+            False if that is upstream's to do.
+
+        Raises:
+            ValueError: they are on two ranks, and upstream has no group of these.
+        """
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        placement = self.placement(ranks)
+        if placement is None or placement.chunks != model.config.virtual_pipeline_model_parallel_size:
+            return False
+        (first, _), (last, _) = placement.home(0), placement.home(placement.last_stage)
+        if (first, last) == (0, ranks - 1):
+            return False
+        mark(model)
+        weight = adapter_of(model).shared_weight(model) if model.pre_process or model.post_process else None
+        if weight is None:
+            return True
+        if first != last:
+            raise ValueError(
+                f"{self.pipeline(ranks).name} has the output layer on rank {last}, and the model ties it to the embedding on "
+                f"rank {first}: give it an output layer of its own (share_embeddings_and_output_weights=False), or take a V"
+            )
+        if model.pre_process:
+            self._embedding = weight
+        elif self._embedding is not None:
+            weight.data.copy_(self._embedding.data)
+        return True
 
     def prepare(self, chunk: torch.nn.Module, ddp_config: Any) -> None:
         """Split the backwards of a chunk's linears, and have DDP, which wraps it next, hear of weight gradients from W."""
@@ -111,13 +212,34 @@ class OwnLoop:
                     raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
             if self._trained is None:
                 self._trained = _trained(call, pipeline.placement)
-        return pipeline.run(call)
+        reports = pipeline.run(call)
+        if self.placement(call.pipeline.size()) is not None:
+            self._last_rank = self._last_rank or LastRank(pipeline.placement)
+            self._last_rank.bring(reports, call.pipeline)
+        return reports
 
     def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
         stage = EQUAL_PASSES.share(placement.chunks_per_replica)
         if self._trained is None or len(self._trained) != placement.depth:
             return (stage,) * placement.depth
         return [replace(stage, weight=stage.weight * trained) for trained in self._trained]
+
+
+def _stages(config: TransformerConfig, placement: Placement) -> Sequence[Sequence[LayerType]]:
+    """Contents of every stage in the model's order, from a configuration that upstream has checked."""
+    if (layout := config.pipeline_model_parallel_layout) is not None:  # of as many stages, in this order
+        return [row[chunk] for chunk in range(placement.chunks) for row in layout.layout]
+    flags = Namespace(
+        num_layers=config.num_layers,
+        mtp_num_layers=config.mtp_num_layers,
+        pipeline_model_parallel_layout=None,
+        decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
+        decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
+        account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=config.account_for_loss_in_pipeline_split,
+        layer_redistribution=False,
+    )
+    return stage_layers(flags, placement)
 
 
 def _trained(call: Call, placement: Placement) -> tuple[float, ...]:

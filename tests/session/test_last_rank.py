@@ -1,0 +1,56 @@
+"""Reports of the loss function, from the rank with the last stage of a V to the last rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pool import Pool
+from session import own_loops
+from torch.utils._pytree import tree_map
+
+FORMS: list[list[Any]] = [
+    [{"loss": torch.tensor([1.5, 2**53 + 1], dtype=torch.float64), "tokens": torch.tensor([2**62 + 1, 3])}],
+    [{"loss": torch.tensor([2.5, -1.0], dtype=torch.float64), "tokens": torch.tensor([5, 6])}],  # of the same form
+    [(torch.arange(7, dtype=torch.bfloat16).view(7, 1), "a word", 3, torch.empty(0)), None],
+    [],
+    [{"log_probs": torch.rand(3, 5), "kept": torch.tensor([True, False])}] * 3,
+]
+
+
+def bits(reports: list[Any]) -> Any:
+    return tree_map(lambda leaf: (leaf.dtype, leaf.tolist()) if torch.is_tensor(leaf) else leaf, reports)
+
+
+def test_what_is_reported_arrives_with_its_bits(pool: Pool) -> None:
+    home, *between, last = pool.run(4, own_loops.brought, FORMS)
+    assert between == [[[]] * len(FORMS)] * 2
+    for sent, own, arrived in zip(FORMS, home, last, strict=True):
+        assert bits(own) == bits(sent) == bits(arrived)
+
+
+def test_a_loop_sees_the_ends_of_a_v_where_they_are(pool: Pool) -> None:
+    for rank, (told, layers) in enumerate(pool.run(4, own_loops.ends, "zb-v")):
+        # By chunk: the first, the last, by both of megatron-core's ways to ask.
+        assert told == [(rank == 0, False)] * 2 + [(False, rank == 0)] * 2
+        # Without a chunk: reports are on the last rank, as ever, and on the one with the last stage.
+        assert layers == [[2 * rank, 2 * rank + 1], [14 - 2 * rank, 15 - 2 * rank]]
+    for rank, (told, layers) in enumerate(pool.run(4, own_loops.ends, "interleaved")):
+        assert told == [(rank == 0, False)] * 2 + [(False, rank == 3)] * 2
+        assert layers == [[2 * rank, 2 * rank + 1], [8 + 2 * rank, 9 + 2 * rank]]
+
+
+def test_layers_of_a_layout_stay_in_its_stages(pool: Pool) -> None:
+    found = pool.run(4, own_loops.ends, "zb-v", "Et|tt|tt|ttt|tt|tt|tt|ttL")
+    assert [layers for _, layers in found] == [
+        [[0], [14, 15]], [[1, 2], [12, 13]], [[3, 4], [10, 11]], [[5, 6, 7], [8, 9]]
+    ]  # fmt: skip
+
+
+def test_tied_ends_on_two_ranks_that_megatron_core_has_no_group_for_are_refused(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(own_loops.turned().to_json(), encoding="utf-8")
+    found = pool.run(4, own_loops.ends_refused, f"file:{path}")
+    assert found[1] == found[3] == ""
+    assert "output layer on rank 2, and the model ties it to the embedding on rank 0" in found[0] and found[2] == found[0]
