@@ -27,7 +27,7 @@ from published import DEVICES, ROOT
 
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.cli.tune import base_flags
-from megatron.pipeline.costmodel.device import NOT_FITTED, Device, Precision, named, shipped
+from megatron.pipeline.costmodel.device import NOT_FITTED, Device, named, shipped
 from megatron.pipeline.costmodel.ranges import FILE, WHOLE, Range, table
 from megatron.pipeline.planning.request import Variant
 from megatron.pipeline.schedule import families
@@ -197,9 +197,48 @@ def learnt(rows: Sequence[Row], found: Callable[[Row, Sequence[Row]], float | No
     """One of each class that has enough rows, and one of each kind."""
     ratios = [(row, ratio) for row in rows if (ratio := found(row, rows)) is not None]
     releases = ", ".join(sorted({row.release for row in rows}))
+    listed = []
+    for kind in ("dense", "experts"):
+        for precision in ("", *PRECISIONS.values()):
+            own = [ratio for row, ratio in ratios if row.kind == kind and precision in ("", PRECISIONS[row.precision])]
+            if len(own) >= FEW:
+                low, high = narrowest(own)
+                source = f"{len(own)} published throughputs of Megatron-Bridge {releases}"
+                listed.append(
+                    Range(
+                        "throughput", kind, precision, fitted, round(low, 3), round(high, 3), source, str(datetime.date.today())
+                    )
+                )
+    return listed
+
+
+def contained(rows: Sequence[Row], kind: str) -> list[bool]:
+    """Whether each row of a kind lies within the range that the other releases would have given."""
+    found = []
+    for row in rows:
+        ratio = without_release(row, rows)
+        if row.kind == kind and ratio is not None:
+            others = learnt([other for other in rows if other.release != row.release], without_release, True)
+            classes = {each.precision: each for each in others if each.kind == kind}
+            each = classes.get(PRECISIONS[row.precision], classes[""])
+            found.append(each.low <= ratio <= each.high)
+    return found
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    """Those of docs/model.md: errors, and efficiencies."""
+    errors = []
+    for kind in ("dense", "experts"):
+        own, inside = [row for row in rows if row.kind == kind], contained(rows, kind)
+        shares = f"{sum(inside) / len(inside):.0%}", ""
+        for share, name, found in zip(shares, ("another release", "another GPU"), (without_release, without_gpu), strict=True):
+            off = sorted(abs(1 / ratio - 1) for row in own if (ratio := found(row, rows)) is not None)
+            cells = [f"{len(off)} of {len(own)}", f"{median(off):.1%}", f"{off[int(0.9 * len(off))]:.1%}", share]
+            errors.append([kind, name, *cells])
     listed = [
         [f"`{device.name}`", WHOLE if one is device else one.name, f"{one.peak / 1e12:g}", f"{one.efficiency:g}", one.fitted_to]
-        for device, one in kinds
+        for device in map(named, shipped())
+        for one in (device, *map(device.products, (one.name for one in device.precisions)))
     ]
     return [
         markdown(["", "efficiencies of", "rows", "median error", "90 % within", "in the range"], errors),

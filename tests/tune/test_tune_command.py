@@ -62,6 +62,7 @@ def test_the_table_has_the_best_and_stock(searched: tuple[Path, str]) -> None:
         f"mpipe launch --nproc-per-node 4 Megatron-LM/pretrain_gpt.py {flags}"
     )
     assert "Published trainings of this class had 0.87 to 1.12 times the predicted\ntokens/s" in text
+    report = json.loads((directory / "report.json").read_text())
     likely = [0.873 * report["best"][0]["tokens_per_second"], 1.121 * report["best"][0]["tokens_per_second"]]
     assert report["best"][0]["tokens_per_second_range"] == pytest.approx(likely)
     assert f"\nthe best: {likely[0] / 1e3:.3g} to {likely[1] / 1e3:.3g} k tokens/s, learnt from 88 published throughputs" in text
