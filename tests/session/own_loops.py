@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import reductions
@@ -268,7 +269,7 @@ def ends_refused(schedule: str) -> str:
         where = {"ignore_virtual": False, "vp_stage": chunk}
         first, last = parallel_state.is_pipeline_first_stage(**where), parallel_state.is_pipeline_last_stage(**where)
         options = {"pre_process": first, "post_process": last, "share_embeddings_and_output_weights": True, "vp_stage": chunk}
-        found.append(refused(lambda options=options: GPTModel(config, get_gpt_layer_local_spec(), 64, 16, **options)))
+        found.append(refused(partial(GPTModel, config, get_gpt_layer_local_spec(), 64, 16, **options)))
     return max(found)
 
 

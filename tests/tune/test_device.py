@@ -21,7 +21,8 @@ def told(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_comes_with_the_package_says_where_it_is_from() -> None:
-    assert shipped() == ["A100-40GB", "A100-80GB", "B200", "H100-80GB", "H200"]
+    nvidia = ["A100-40GB", "A100-80GB", "B200", "B300", "GB200", "GB300", "H100-80GB", "H20", "H200"]
+    assert shipped() == [*nvidia, "MI300X", "MI355X"]
     for name in shipped():
         device = named(name)
         assert device.name == name and Device.from_json(device.to_json()) == device

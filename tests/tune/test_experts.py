@@ -78,9 +78,10 @@ def test_costs_have_the_parts_of_layers() -> None:
     assert costs.hidden().stages[1].forward == pytest.approx(quick.forward)
     assert middle.experts == pytest.approx(quick.value("experts"))
     operations = 2 * shape.tokens * 1024 * 2 * 2 * 512
-    moved = traffic.expert_traffic(alike)[0]
+    read = traffic.expert_products_traffic(alike)
+    moved = traffic.expert_traffic(alike)[0] + read[0]
     assert middle.experts == pytest.approx(2 * (SLOW.seconds(operations) + SLOW.moving(moved)))
-    assert middle.weight_experts == pytest.approx(2 * SLOW.seconds(operations))
+    assert middle.weight_experts == pytest.approx(2 * (SLOW.seconds(operations) + SLOW.moving(read[2])))
 
 
 def test_a_model_without_experts_on_several_ranks_has_no_parts() -> None:

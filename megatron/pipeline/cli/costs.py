@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
-from megatron.pipeline.cli.memory import predicted, say_not_modelled
+from megatron.pipeline.cli.memory import gpus_of, predicted, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
-from megatron.pipeline.costmodel import device
+from megatron.pipeline.costmodel import device, ranges
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.estimate import estimate
 from megatron.pipeline.costmodel.links import links_of
@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
     )
     gpus = f"{', '.join(device.shipped())}, or a file that mpipe tune --measure has written"
     parser.add_argument("--gpu", required=True, metavar="NAME|FILE", help=gpus)
-    parser.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="GPUs of a node (8)")
+    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs of a node (those of the GPU's file)")
     parser.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (as few as experts allow)")
     parser.set_defaults(takes_flags=True)
 
@@ -54,18 +54,18 @@ def run(options: argparse.Namespace) -> None:
     costs = costs_of(args, placement, layers, gpu, options.gpus_per_node)
     data: dict[str, Any] = costs.fields() | {"of": described(args, "priced" if shares_layers(args) else "none")}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
-    write(data, lambda: _text(costs, placement, layers, gpu), options, brief)
+    write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(args)), options, brief)
 
 
-def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: Device, per_node: int = 8) -> Costs:
+def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: Device, per_node: int | None = None) -> Costs:
     """Seconds and bytes of the passes of a training, by the model of docs/model.md.
 
     Args:
         args: flags of a training, validated, with ``padded_vocab_size``.
         layers: of every stage.
-        per_node: GPUs of a node, for the links between ranks.
+        per_node: GPUs of a node, for the links between ranks; those of ``gpu`` where it is None.
     """
-    shape, links = Shape.of(args), links_of(gpu, per_node, args)
+    shape, links = Shape.of(args), links_of(gpu, per_node or gpu.node(gpus_of(args)), args)
     vocabulary = Vocabulary(args.vocab_parallel) if args.vocab_parallel != "off" else None
     weights_again = makes_weights_again(args)
     costs = estimate(shape, placement, layers, gpu, vocabulary, not weights_again, links)
@@ -75,7 +75,7 @@ def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: 
     return costs if args.tensor_model_parallel_size > 1 else costs.without_fused()
 
 
-def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device) -> str:
+def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device, shape: Shape) -> str:
     heads = ["stage", "rank", "layers", "F ms", "B ms", "W ms", "activations, MiB", "held until W, MiB"]
     cells = [
         [
@@ -87,5 +87,7 @@ def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device
     ]
     spread = costs.vocabulary
     shards = f"; S takes {1e3 * spread.S:.4g} ms and T {1e3 * spread.T:.4g} ms on every rank" if spread.total else ""
+    sure = ranges.learnt("throughput", shape, gpu)
+    likely = f"published trainings of this class took {1 / sure.high:.2f} to {1 / sure.low:.2f} times as long ({sure.source})"
     message = f"a message between stages takes {1e3 * costs.hop:.4g} ms{shards}"
-    return f"one microbatch on {gpu.name}\n\n{plain_table(heads, cells)}\n\n{message}\n{HOW}"
+    return f"one microbatch on {gpu.name}\n\n{plain_table(heads, cells)}\n\n{message}\n{likely}\n{HOW}"

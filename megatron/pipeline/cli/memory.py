@@ -16,8 +16,9 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
+from megatron.pipeline.costmodel import ranges
 from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, predict, usable
+from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.flags import STOCK_1F1B, Role, neutral
 from megatron.pipeline.flags.upstream import settle
@@ -104,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
     check_output(options)
     flags = options.flags
     prediction = predicted(flags, options.data_parallel_size, options.world_size)
-    world = _world_size(prediction.args)
+    world = gpus_of(prediction.args)
     try:
         baseline = predicted(flags, world_size=world, changes=STOCK_1F1B)
     except ValueError:
@@ -230,11 +231,19 @@ def report(prediction: Prediction) -> dict[str, Any]:
         "message_buffers": prediction.message_buffers,
         "message_bytes": prediction.message_bytes,
         "peak_bytes": prediction.fullest.total,
+        "peak_bytes_range": [bound * GIB for bound in _likely(prediction)],
         "ranks": [asdict(rank) | {"total": rank.total} for rank in prediction.ranks],
     }
 
 
-def _world_size(args: Namespace) -> int:
+def _likely(prediction: Prediction) -> tuple[float, float]:
+    """GiB within which peaks of the fullest rank were, of trainings whose peaks were published."""
+    shape, fullest = Shape.of(prediction.args), prediction.fullest
+    low, high = ranges.learnt("memory", shape, any_device(shape)).of(fullest.counted)
+    return (low + OVERHEAD) / GIB, (high + OVERHEAD) / GIB
+
+
+def gpus_of(args: Namespace) -> int:
     sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     return int(args.data_parallel_size * sizes[0] * sizes[1] * sizes[2])
 
@@ -275,7 +284,8 @@ def _text(
         parts.append(warning)
     fullest, size = prediction.fullest.total / GIB, f"{gpu_memory:g} GB"
     if fullest <= usable(gpu_memory):
-        parts.append(f"fits into {size}: the fullest rank needs {fullest:.1f} GiB")
+        likely = ranges.in_words(*_likely(prediction), "GiB")
+        parts.append(f"fits into {size}: the fullest rank needs {fullest:.1f} GiB, likely {likely}")
     else:
         would = "\n".join(f"  {needed / GIB:6.1f} GiB  {remedy}" for remedy, needed in remedies)
         verdict = "does not fit" if fullest > gpu_memory else "may not fit"

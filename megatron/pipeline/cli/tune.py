@@ -15,10 +15,11 @@ from megatron.pipeline.cli.arguments import Commands, add_command, count, names,
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
-from megatron.pipeline.costmodel import device
+from megatron.pipeline.costmodel import device, ranges
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
+from megatron.pipeline.costmodel.ranges import Range
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.shape.gpt import Shape
@@ -37,10 +38,11 @@ Tokens per second of all GPUs. MFU: operations of the model, without recomputati
 and optimizer; activations; temporaries and {OVERHEAD / GIB:g} GiB for CUDA and NCCL. Lost to: the largest part of an iteration
 that does not compute: bubble (idle time of the busiest rank), unequal stages, messages of ranks that share layers,
 recomputation, or the step (gradients, optimizer and weights between two pipelines); "memory" where more of it would be faster."""
-# docs/model.md has both figures.
+# docs/model.md says what the figures were learnt from.
 TRUST = """\
-All of it is predicted. Of published trainings such tokens/s and MFU were 11 % too low to 15 % too high, and gains of one schedule
-over another within 5 %: try the first few where they differ by less (docs/tuning.md)."""
+All of it is predicted. Published trainings of this class had {throughput.low:.2f} to {throughput.high:.2f} times the predicted
+tokens/s, and gains of one schedule over another were within {schedules:.0%}: rows with = cannot be told apart from the best, so
+try them (docs/tuning.md)."""
 _WORTH_SAYING = 0.005  # of an iteration
 _LOST = {"between": "step", "inequality": "unequal stages"}
 _FILES = ("best", "second", "third")
@@ -60,7 +62,7 @@ def add(commands: Commands) -> None:
     )
     flag = parser.add_argument
     flag("--gpus", type=count, metavar="N", help="GPUs of the cluster")
-    flag("--gpus-per-node", type=count, default=8, metavar="N", help="of them on each node (8)")
+    flag("--gpus-per-node", type=count, metavar="N", help="of them on each node (those of the GPU's file)")
     flag("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file that --measure has written")
     flag("--gpu-memory", type=gpu_memory, metavar="X", help=f"GB of each that a training may take ({SHARE:.0%}% of what it has)")
     flag("--sequence-length", type=count, metavar="S", help="the same as --seq-length")
@@ -181,6 +183,7 @@ def row(result: Result) -> dict[str, Any]:
         "memory_limit": result.memory_limit,
         "iteration_seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,
+        "tokens_per_second_range": _range("throughput", result).of(result.tokens_per_second),
         "mfu": result.mfu,
         "bubble": result.parts.bubble / result.seconds,
         "parts": asdict(result.parts),
@@ -217,12 +220,12 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     missing = [flag for flag, value in (("--gpus N", options.gpus), ("--gpu NAME", options.gpu)) if not value]
     if missing:
         raise ValueError(f"give {' and '.join(missing)}; known GPUs are {', '.join(device.shipped())} and files of --measure")
-    gpus, per_node = options.gpus, min(options.gpus, options.gpus_per_node)
+    gpus, gpu = options.gpus, device.read(options.gpu)
+    per_node = min(gpus, options.gpus_per_node or gpu.node(gpus))
     if gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change --gpus or --gpus-per-node")
     if gpus > MOST_RANKS**2:
         raise ValueError(f"--gpus {gpus}: give at most {MOST_RANKS**2}")
-    gpu = device.read(options.gpu)
     memory = usable(gpu.memory) if options.gpu_memory is None else options.gpu_memory * GIB
     if memory > gpu.memory:
         raise ValueError(f"--gpu-memory {options.gpu_memory:g}: {gpu.name} has {gpu.memory / GIB:g} GB")
@@ -239,7 +242,7 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResu
         head = (
             f"Found by mpipe tune for {_cluster_name(cluster)}: {what}.\n"
             f"Predicted: {result.tokens_per_second:.0f} tokens/s, {result.mfu:.1%} MFU, {result.fullest.total / GIB:.1f} GiB; "
-            "tokens/s and MFU may be off by 15 %."
+            f"likely {ranges.in_words(*_range('throughput', result).of(result.tokens_per_second), 'tokens/s')}."
         )
         write_config(result, flags, path, head)
         written[name] = path
@@ -276,7 +279,9 @@ def _text(contents: dict[str, Any], cluster: Cluster, ours: SearchResult, stock:
         )
         title += f"; {contents['left_out']} were skipped when {why}"
     best, under = ours.best(), stock.best(3)
-    parts = [title, _table(best)]
+    sure = _range("throughput", best[0])
+    least_most = ranges.in_words(*sure.of(best[0].tokens_per_second), "tokens/s")
+    parts = [title, _table(best), f"the best: {least_most}, learnt from {sure.source}"]
     if under:
         faster = best[0].tokens_per_second / under[0].tokens_per_second - 1
         parts += [
@@ -291,7 +296,17 @@ def _text(contents: dict[str, Any], cluster: Cluster, ours: SearchResult, stock:
     assumed = (
         f"attention is not fused (--transformer-impl {LOCAL})" if unfused else f"{FUSED}: --transformer-impl {LOCAL} is without"
     )
-    return "\n\n".join([*parts, NOTE, f"{TRUST}\n{assumed}"])
+    trust = TRUST.format(throughput=sure, schedules=1 - _range("schedules", best[0]).low)
+    return "\n\n".join([*parts, NOTE, f"{trust}\n{assumed}"])
+
+
+def _range(what: str, result: Result) -> Range:
+    return ranges.learnt(what, Shape.of(result.candidate.args), result.device)
+
+
+def _equals(result: Result, best: Result) -> bool:
+    """Tell whether a training may be as fast as the best: gains of one over another are known within a range."""
+    return result.tokens_per_second >= _range("schedules", best).low * best.tokens_per_second
 
 
 def _not_interleaved(stock: Candidate) -> str:
@@ -312,11 +327,12 @@ def _table(results: list[Result]) -> str:
     cells = []
     for number, result in enumerate(results, 1):
         contents = row(result)
+        equal = " =" if result is not results[0] and _equals(result, results[0]) else ""
         share = contents["parts"][contents["lost_to"]] / result.seconds
         lost = f"{_LOST.get(contents['lost_to'], contents['lost_to'])} {share:.1%}" if share >= _WORTH_SAYING else "-"
         cells.append(
             [
-                str(number),
+                f"{number}{equal}",
                 *(str(contents[name]) for name in (*SIZES, "micro_batch_size")),
                 f"{result.tokens_per_second:.0f}",
                 f"{result.mfu:.1%}",

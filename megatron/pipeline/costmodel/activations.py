@@ -63,20 +63,40 @@ def layer_activation(shape: Shape) -> float:
     """
     more = shape.keys_and_values - shape.projected_keys_and_values
     normalised = shape.queries_and_keys if shape.qk_norm and not shape.latent else 0
-    return (
-        layer_retained(shape)
-        + layer_masks(shape)
-        + attention_matrices(shape)
-        + shape.tokens * shape.holding.number * (normalised + more) * shape.holding.of_cut_layers
-    )
+    numbers = _weighed(shape) + shape.tokens * (normalised + more) * shape.holding.of_cut_layers
+    return shape.holding.number * numbers + layer_masks(shape) + attention_matrices(shape) + _quantized(shape)
 
 
 def layer_retained(shape: Shape) -> float:
     """Bytes of a layer that W needs: 32sbh for a plain GPT in 16 bits (Qi et al., table 1).
 
     These are the inputs of its four products (h, queries, h and the MLP's width) and the gradients of their outputs. Narrow
-    vectors from which queries, keys and values are made are outputs and inputs too, and cut as hidden states are.
+    vectors from which queries, keys and values are made are outputs and inputs too, and cut as hidden states are. Linears in
+    fewer bits keep all of them so.
     """
+    number, quantized = shape.holding.number, shape.quantized
+    return _weighed(shape) * (quantized.mean(number, quantized.recipe.number) if quantized else number)
+
+
+def _quantized(shape: Shape) -> float:
+    """Bytes that F of a layer keeps more, or fewer, where linears are in fewer bits: the inputs of linears take fewer, and
+    attention keeps its output, which is an input too, in 16 bits as well.
+
+    The other numbers, which norms, attention and activation functions need, stay in 16 bits.
+    """
+    quantized, held = shape.quantized, shape.holding
+    if quantized is None:
+        return 0.0
+    dense = 1 - shape.experts.share if shape.experts else 1.0  # experts' input is what is dispatched; a router's is in 16 bits
+    whole = (1 + dense) * shape.hidden + (shape.latent.normalised if shape.latent else 0)
+    inputs = whole * held.of_whole_layers + (shape.ffn + _dispatched(shape)) * held.of_cut_layers
+    own = quantized.recipe.number
+    more = (own - held.number) * inputs + own * shape.attended * held.of_cut_layers
+    return shape.tokens * quantized.mean(0.0, more)
+
+
+def _weighed(shape: Shape) -> float:
+    """Numbers of ``layer_retained``."""
     narrow = shape.latent.width + shape.latent.normalised if shape.latent else 0
     whole = 4 * shape.hidden + narrow
     cut = (
@@ -86,7 +106,7 @@ def layer_retained(shape: Shape) -> float:
         + (3 if shape.gated else 2) * shape.ffn
         + 2 * _dispatched(shape)
     )
-    return shape.tokens * shape.holding.number * (whole * shape.holding.of_whole_layers + cut * shape.holding.of_cut_layers)
+    return shape.tokens * (whole * shape.holding.of_whole_layers + cut * shape.holding.of_cut_layers)
 
 
 def layer_masks(shape: Shape) -> float:

@@ -18,6 +18,8 @@ from megatron.pipeline.schedule.core.reading import parse_json, read_text
 from megatron.pipeline.shape.gpt import Work
 
 MIB = 2**20
+NOT_FITTED = "not fitted"
+_SERVER = 8
 _MOST = 1e100  # of any number in a file
 _SHIPPED = Path(__file__).parent / "devices"
 
@@ -94,6 +96,23 @@ class MeasuredLayer:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """Products in fewer than 16 bits.
+
+    Attributes:
+        name: ``fp8``, ``mxfp8`` or ``nvfp4``: ``shape.precision.RECIPES``.
+        peak: operations per second, without sparsity.
+        efficiency: the share of ``peak`` that linears reach in a training.
+        fitted_to: trainings that the efficiency is fitted to, in words, or ``NOT_FITTED``.
+    """
+
+    name: str
+    peak: float
+    efficiency: float
+    fitted_to: str = NOT_FITTED
+
+
+@dataclass(frozen=True)
 class Device:
     """A kind of GPU, and what connects several.
 
@@ -111,6 +130,10 @@ class Device:
         beside_communication: how many times as long kernels take while a collective or an all-to-all runs; 1: not known.
         workspaces: bytes that libraries of products keep for themselves: cuBLAS and Transformer Engine.
         grouped_workspaces: the same where experts are products of groups.
+        per_node: GPUs that ``within`` connects: of a server, or of a rack.
+        fitted_to: trainings that the efficiency is fitted to, in words, or ``NOT_FITTED``.
+        attention: operations of attention, those that a mask hides too, over ``peak`` where linears are in fewer bits.
+        precisions: products in fewer than 16 bits.
         layers: what was measured of single layers, which counts for these in place of the efficiency.
         source: where the figures are from.
 
@@ -132,16 +155,27 @@ class Device:
     beside_communication: float = 1.0
     workspaces: float = 110 * MIB
     grouped_workspaces: float = 230 * MIB
+    per_node: int = 8
+    fitted_to: str = NOT_FITTED
+    attention: float = 1.0
+    precisions: tuple[Precision, ...] = ()
     layers: tuple[MeasuredLayer, ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
         if not (self.name.isascii() and self.name.isprintable() and 0 < len(self.name) <= 80):
             raise ValueError(f"the name of a device must be up to 80 printable characters of ASCII, got {self.name!r}")
-        for name in ("memory", "peak", "bandwidth", "to_host", "to_device"):
+        for name in ("memory", "bandwidth", "to_host", "to_device"):
             _positive(f"the {name} of a device", getattr(self, name))
-        if not 0 < self.efficiency <= 1:
-            raise ValueError(f"the efficiency of a device is a share above 0 and of at most 1, got {self.efficiency:g}")
+        products: tuple[Device | Precision, ...] = (self, *self.precisions)
+        for one in products:
+            whose = "a device" if one is self else f"products in {one.name}"
+            _positive(f"the peak of {whose}", one.peak)
+            if not 0 < one.efficiency <= 1:
+                raise ValueError(f"the efficiency of {whose} is a share above 0 and of at most 1, got {one.efficiency:g}")
+        _positive("the attention of a device", self.attention)
+        if self.per_node < 1:
+            raise ValueError(f"per_node of a device must be GPUs, 1 or more, got {self.per_node}")
         if not 1 <= self.beside_communication < math.inf:
             given = f"{self.beside_communication:g}"
             raise ValueError(f"the beside_communication of a device must be a number of at least 1, got {given}")
@@ -157,13 +191,33 @@ class Device:
             for name, seconds in layer.work._asdict().items():
                 _positive(f"{name} of a measured layer", seconds)
 
-    def seconds(self, operations: float) -> float:
-        """Seconds of products."""
-        return operations / (self.peak * self.efficiency)
+    def products(self, precision: str = "") -> Device | Precision:
+        """Peak and efficiency of products in a precision, by default in 16 bits.
+
+        Raises:
+            ValueError: the GPU has no such products.
+        """
+        if not precision:
+            return self
+        found = next((one for one in self.precisions if one.name == precision), None)
+        if found is None:
+            known = ", ".join(one.name for one in self.precisions) or "none but 16 bits"
+            raise ValueError(f"{self.name} has no products in {precision}; its file has {known}: change the recipe or the GPU")
+        return found
+
+    def seconds(self, operations: float, precision: str = "") -> float:
+        """Seconds of products; raises ``ValueError`` as ``products`` does."""
+        products = self.products(precision)
+        return operations / (products.peak * products.efficiency)
 
     def moving(self, size: float) -> float:
         """Seconds in which kernels read and write ``size`` bytes of its memory."""
         return size / (self.bandwidth * self.efficiency)
+
+    def node(self, gpus: int) -> int:
+        """GPUs of a node for a training on ``gpus``: all of a server's, or as many of a rack's as make equal parts."""
+        whole = min(self.per_node, gpus)
+        return whole if whole <= _SERVER else max(size for size in range(1, whole + 1) if gpus % size == 0)
 
     def with_links(self, bandwidth: float) -> Device:
         """The same with links of one bandwidth and no latency."""
@@ -184,10 +238,11 @@ class Device:
         row = _row("a device", parse_json(text, "a device"), cls)
         for name in ("within", "hop", "between"):
             row[name] = Link(**_row(f"{name} of a device", row[name], Link))
-        layers = row.get("layers", [])
-        if not isinstance(layers, list):
-            raise ValueError(f"layers of a device must be a list, got {layers!r}")
-        row["layers"] = tuple(MeasuredLayer(**_row("a measured layer", layer, MeasuredLayer)) for layer in layers)
+        for name, what, kind in (("layers", "a measured layer", MeasuredLayer), ("precisions", "a precision", Precision)):
+            listed = row.get(name, [])
+            if not isinstance(listed, list):
+                raise ValueError(f"{name} of a device must be a list, got {listed!r}")
+            row[name] = tuple(kind(**_row(what, each, kind)) for each in listed)
         return cls(**row)
 
 

@@ -89,7 +89,7 @@ def estimate(
 
 def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
     """Seconds of F, B and W of one layer, on one of the ranks that share it."""
-    attention = _seconds(device, gpt.attention_work(shape).times(shape.holding.of_cut_layers))
+    attention = _attention(shape, device)
     waits = layer_communication(shape, links, (attention.forward, attention.backward))
     measured = measured_layer(shape, device)
     own = computing_seconds(shape, device) if measured is None else measured.work
@@ -137,7 +137,7 @@ def _sum_seconds(shape: Shape, links: Links) -> float:
 def _products(shape: Shape, device: Device, widths: Sequence[float]) -> list[float]:
     """Seconds of products of hidden states with a rank's part of these widths."""
     operations = 2 * shape.tokens * shape.hidden * shape.holding.of_cut_layers
-    return [device.seconds(operations * width) for width in widths]
+    return [_linears(shape, device, operations * width) for width in widths]
 
 
 def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
@@ -150,8 +150,7 @@ def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
         return {}
     exchange = exchange_seconds(shape, links)
     forward, backward = map(device.moving, traffic.expert_traffic(shape))
-    products = _seconds(device, gpt.expert_work(shape).times(shape.holding.of_cut_layers))
-    computing = products.plus(Work(forward, backward, 0.0))
+    computing = _linear_work(shape, device, gpt.expert_work(shape)).plus(Work(forward, backward, 0.0)).plus(_thin(shape, device))
     if measured := measured_layer(shape, device):
         shares = zip(computing, measured.work, computing_seconds(shape, device), strict=True)
         computing = Work(*(part * seconds / whole for part, seconds, whole in shares))
@@ -165,7 +164,8 @@ def computing_seconds(shape: Shape, device: Device) -> Work:
     All of attention counts, also what a causal mask hides: its kernels leave that out, and are less efficient than products.
     """
     forward, backward = map(device.moving, traffic.layer_traffic(shape))
-    return _seconds(device, gpt.layer_work(shape).times(shape.holding.of_cut_layers)).plus(Work(forward, backward, 0.0))
+    linears = _linear_work(shape, device, gpt.linear_work(shape)).plus(_thin(shape, device))
+    return _attention(shape, device).plus(linears).plus(Work(forward, backward, 0.0))
 
 
 def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
@@ -177,7 +177,8 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
     held = shape.holding
     if not held.recomputed:
         return whole.forward
-    operations = gpt.attention_work(shape).forward if "core_attn" in held.recomputed else 0.0
+    attention = _attention(shape, device).forward if "core_attn" in held.recomputed else 0.0
+    operations = 0.0
     routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
     for name, width in (("mlp", shape.ffn - routed), ("moe", routed)):
         if name in held.recomputed:
@@ -190,7 +191,8 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
     if "moe_act" in held.recomputed and shape.experts:
         each = held.number * shape.tokens * held.of_cut_layers * shape.experts.mean_visited_ffn
         moved += (3 if shape.gated else 2) * each
-    return min(whole.forward, device.seconds(operations * held.of_cut_layers) + device.moving(moved))
+    products = attention + _linears(shape, device, operations * held.of_cut_layers)
+    return min(whole.forward, products + device.moving(moved))
 
 
 def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
@@ -256,6 +258,30 @@ def shards(shape: Shape, ranks: int) -> Shards:
 
 def _seconds(device: Device, work: Work) -> Work:
     return Work(*map(device.seconds, work))
+
+
+def _attention(shape: Shape, device: Device) -> Work:
+    """Seconds of attention's products, on one of the ranks that share them."""
+    work = gpt.attention_work(shape).times(shape.holding.of_cut_layers)
+    if shape.quantized is None:
+        return _seconds(device, work)  # which the efficiency is fitted to together with linears
+    return Work(*(operations / (device.peak * device.attention) for operations in work))
+
+
+def _thin(shape: Shape, device: Device) -> Work:
+    """Seconds in which experts' products read and write their numbers, on one of the ranks that share them."""
+    return Work(*map(device.moving, traffic.expert_products_traffic(shape)))
+
+
+def _linear_work(shape: Shape, device: Device, work: Work) -> Work:
+    """Seconds of products of linears, on one of the ranks that share them."""
+    return Work(*(_linears(shape, device, operations) for operations in work.times(shape.holding.of_cut_layers)))
+
+
+def _linears(shape: Shape, device: Device, operations: float) -> float:
+    """Seconds of products of linears in the precision that these have, as a mean over the layers."""
+    whole, quantized = device.seconds(operations), shape.quantized
+    return quantized.mean(whole, device.seconds(operations, quantized.recipe.peak)) if quantized else whole
 
 
 def _stage(seconds: Work, held: Held, saved: float = 0.0) -> StageCosts:

@@ -36,6 +36,24 @@ class Spread:
         part = size / ranks
         return max((near - 1) * self.near.seconds(part), (ranks - near) * self.far.seconds(part))
 
+    def visits(self, size: float, ranks: int, topk: int) -> float:
+        """Seconds until tokens are where they visit experts, each at most once on a node and then once on each rank there.
+
+        Experts are visited at random; both links are in use at once. One kernel sends to all ranks, so a latency counts once.
+
+        Args:
+            size: bytes of the tokens of a rank.
+            topk: experts that a token visits.
+        """
+        near = min(self.together or ranks, ranks)
+
+        def others(places: float) -> float:
+            """Share of what arrives at one of some places that comes from another, over the tokens of a rank."""
+            return (1 - (1 - 1 / places) ** topk) * (places - 1)
+
+        within = others(ranks) * ranks * (near - 1) / near / max(1, ranks - 1)  # of whichever node: it arrives on another's card
+        return max(self.near.seconds(within * size), self.far.seconds(others(ranks / near) * size))
+
 
 @dataclass(frozen=True)
 class Links:
@@ -193,7 +211,8 @@ def exchange_seconds(shape: Shape, links: Links) -> float:
         across, sent = links.experts.all_gather(ranks * own, ranks), ranks * own
     else:
         sent = experts.topk * own
-        across = links.expert.all_to_all(sent, experts.parallel)
+        spread, ranks = links.expert, experts.parallel
+        across = spread.visits(own, ranks, experts.topk) if experts.once else spread.all_to_all(sent, ranks)
     parts = links.expert_tensor.all_gather(experts.tensor * sent, experts.tensor) if held.sequence_parallel else 0.0
     return experts.share * (across + parts)
 

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from megatron.pipeline.costmodel import activations
 from megatron.pipeline.costmodel.device import Device, named
@@ -27,12 +28,13 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import SINGLE, Shape
+from megatron.pipeline.shape.precision import Quantized
 
 GIB = 2**30
+_NUMBERS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}  # bytes by the names of --exp-avg-dtype and its like
 # CUDA's context, NCCL's buffers, the workspaces of products, messages, and what the allocator cannot use: a guess, not measured.
 OVERHEAD = 2 * GIB
 SHARE = 0.95  # of a GPU's memory that a prediction may take: it is off by a few percent
-_ANY = "H100-80GB"  # where no GPU is named: activations are the same on all, workspaces hardly differ
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Dev
     microbatches = activation_peaks(schedule, uniform(placement))
     schedule = recomputed(args, shape, schedule)
     split = any(work.kind is Kind.W for row in schedule.passes for work in row)
-    gpu = gpu or named(_ANY)
+    gpu = gpu or any_device(shape)
     costs = estimate(shape, placement, layers, gpu, schedule.vocabulary, split)
     held = activation_peaks(schedule, costs)
     all_fixed = fixed_memory(args, placement, layers, schedule.vocabulary)
@@ -176,7 +178,13 @@ class StageSizes:
 
 def costs_in_bytes(args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> Costs:
     """Costs with the bytes of one microbatch, and seconds that mean nothing; arguments as in ``predict``."""
-    return estimate(Shape.of(args), placement, layers, named(_ANY), vocabulary, not makes_weights_again(args))
+    shape = Shape.of(args)
+    return estimate(shape, placement, layers, any_device(shape), vocabulary, not makes_weights_again(args))
+
+
+def any_device(shape: Shape) -> Device:
+    """A GPU that has the products, where none is named: activations are the same on all, workspaces hardly differ."""
+    return named("GB200" if shape.quantized else "H100-80GB")
 
 
 def stage_sizes(args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> StageSizes:
@@ -197,18 +205,43 @@ def state_bytes(args: Namespace, count: Parameters) -> float:
 
     For each parameter of 16 bits that is 2 for it, 4 or 2 for its gradient (``--accumulate-allreduce-grads-in-fp32``), and 4 for
     the optimizer's own copy with Adam's 8 for two moments; in float32 the optimizer has no copy. ``--use-distributed-optimizer``
-    cuts what is the optimizer's over the ranks with the same parameters, and ``--post-validation`` keeps it twice.
+    cuts what is the optimizer's over the ranks with the same parameters, ``--post-validation`` keeps it twice, and
+    ``--optimizer-cpu-offload`` has a fraction of it in host memory. ``--use-precision-aware-optimizer`` says what each takes; its
+    copy in float32 shares 16 bits with weights in bfloat16. Linears in fewer bits have copies of their weights, or those alone.
     """
-    weight = gpt.number_bytes(args)
-    moments = 2 * SINGLE if args.optimizer == "adam" else SINGLE * (args.sgd_momentum > 0)
-    optimizer = moments + (SINGLE if weight < SINGLE else 0)
+    weight, quantized = gpt.number_bytes(args), Quantized.of(args)
+    moments = float(2 * SINGLE if args.optimizer == "adam" else SINGLE * (args.sgd_momentum > 0))
+    copy: float = SINGLE if weight < SINGLE else 0
+    if getattr(args, "use_precision_aware_optimizer", False):
+        moments = _bytes(args, "exp_avg") + _bytes(args, "exp_avg_sq")
+        copy = _bytes(args, "main_params")
+        if args.bf16 and copy == SINGLE and not (quantized and quantized.kept):
+            copy = gpt.HALF
+    here = 1 - args.optimizer_offload_fraction if getattr(args, "optimizer_cpu_offload", False) else 1.0
     undo = moments + SINGLE if args.post_validation and args.post_validation_copy == "device" else 0
-    return count.total * (weight + gradient_bytes(args)) + (optimizer + undo) * optimizer_parameters(args, count)
+    weights: float = count.total * weight
+    if quantized:
+        weights += count.quantized * (quantized.recipe.weight - (weight if quantized.kept else 0))
+    return weights + count.total * gradient_bytes(args) + (here * (moments + copy) + undo) * optimizer_parameters(args, count)
 
 
 def step_bytes(args: Namespace, count: Parameters) -> float:
-    """Bytes that the optimizer's step makes: gradients in float32, where they are not."""
-    return SINGLE * optimizer_parameters(args, count) if gradient_bytes(args) < SINGLE else 0.0
+    """Bytes that the optimizer's step makes: gradients in float32, where they are not and are to be."""
+    wide = not getattr(args, "use_precision_aware_optimizer", False) or _bytes(args, "main_grads") == SINGLE
+    return SINGLE * optimizer_parameters(args, count) if gradient_bytes(args) < SINGLE and wide else 0.0
+
+
+def gathered_bytes(args: Namespace, count: Parameters) -> float:
+    """Bytes of a parameter that ranks gather, as a mean."""
+    weight, quantized = gpt.number_bytes(args), Quantized.of(args)
+    fewer = weight - quantized.recipe.gathered if quantized and quantized.kept else 0
+    return weight - fewer * count.quantized / count.total
+
+
+def _bytes(args: Namespace, name: str) -> int:
+    """Bytes of one of the optimizer's numbers, by our flag, or by the torch type that Megatron-LM makes of its own."""
+    kind: Any = getattr(args, f"{name}_dtype", None) or getattr(args, name)
+    return int(getattr(kind, "itemsize", 0) or _NUMBERS[kind])
 
 
 def gradient_bytes(args: Namespace) -> int:

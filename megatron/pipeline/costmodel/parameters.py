@@ -18,13 +18,15 @@ class Parameters:
     Attributes:
         dense: those that all data-parallel ranks have.
         expert: those of experts, which only ranks with the same experts have.
+        quantized: of both, those of layers whose linears are in fewer than 16 bits.
     """
 
     dense: int = 0
     expert: int = 0
+    quantized: int = 0
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.dense + other.dense, self.expert + other.expert)
+        return Parameters(self.dense + other.dense, self.expert + other.expert, self.quantized + other.quantized)
 
     @property
     def total(self) -> int:
@@ -79,14 +81,17 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
     whole = shape.latent_weights + 2 * shape.norm * hidden + (hidden if shape.biases else 0)
     if shape.qk_norm:
         whole += shape.norm * (shape.latent.normalised if shape.latent else 2 * shape.head_width)
+    in_fewer_bits = shape.quantized is not None and shape.quantized.layers[layer]
     if experts is None or not experts.layers[layer]:
         mlp_cut, mlp_whole = _mlp(shape, experts.dense_ffn if experts else int(shape.ffn))
-        return Parameters((cut + mlp_cut) // tensor + whole + mlp_whole)
+        dense = (cut + mlp_cut) // tensor + whole + mlp_whole
+        return Parameters(dense, 0, in_fewer_bits * dense)
     shared, shared_bias = _mlp(shape, experts.shared_ffn) if experts.shared_ffn else (0, 0)
     router = experts.count * (hidden + (1 if shape.biases else 0))
     expert_cut, expert_whole = _mlp(shape, experts.ffn)
     routed = experts.count // experts.parallel * (expert_cut // experts.tensor + expert_whole)
-    return Parameters((cut + shared) // tensor + whole + shared_bias + router, routed)
+    dense = (cut + shared) // tensor + whole + shared_bias + router
+    return Parameters(dense, routed, in_fewer_bits * (dense + routed))
 
 
 def total_parameters(shape: Shape, tied: bool) -> int:

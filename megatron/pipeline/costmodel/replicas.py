@@ -5,9 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.memory import expert_copies, gradient_bytes
+from megatron.pipeline.costmodel.memory import expert_copies, gathered_bytes, gradient_bytes
 from megatron.pipeline.costmodel.parameters import Parameters
-from megatron.pipeline.shape import gpt
 
 BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; no pass overlaps the last sum
 
@@ -26,7 +25,7 @@ def replica_seconds(args: Namespace, links: Links, count: Parameters, forward: f
     if copies == 1:
         return 0.0
 
-    def gathered(size: int) -> float:
+    def gathered(size: float) -> float:
         """Seconds until all ranks with the same parameters have ``size`` bytes of each."""
         of_experts = links.expert_data.all_gather(size * count.expert, expert_copies(args)) if count.expert else 0.0
         return links.data.all_gather(size * count.dense, copies) + of_experts
@@ -38,5 +37,5 @@ def replica_seconds(args: Namespace, links: Links, count: Parameters, forward: f
     reduce = max(bucket, once - links.hides(once, backward)) if args.overlap_grad_reduce else once
     if not args.use_distributed_optimizer:
         return reduce
-    gather = gathered(gpt.number_bytes(args))
+    gather = gathered(gathered_bytes(args, count))
     return reduce + (gather - links.hides(gather, forward) if args.overlap_param_gather else gather)

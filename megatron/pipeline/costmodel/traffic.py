@@ -10,6 +10,11 @@ from __future__ import annotations
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.shape.gpt import SINGLE, Shape
 
+# Of every token for every expert that it visits, numbers read or written in F and in B: permutations, paddings, casts, weights by
+# probabilities, buffers. Fitted together with the efficiencies of benchmarks/published_throughput.py, where 4 would be those
+# of its copies there and back alone; all experts of these are grouped.
+_COPIES = 18
+
 
 def layer_traffic(shape: Shape) -> tuple[float, float]:
     """Bytes that F and B of a transformer layer move on one of the ranks that share it; W is products alone.
@@ -22,7 +27,7 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
     - the activation function reads what comes in (twice the width in a gated MLP) and writes what goes out, and B the other way;
     - layout and rotary embeddings read and write queries and keys, norms of these as well, and biases what they are added to; B
       sums the biases' gradients up;
-    - experts' tokens are read and written on their way there and back.
+    - experts' tokens are read and written on their way there and back, ``_COPIES`` times.
     """
     held, number = shape.holding, shape.holding.number
     before, heads = (2 if shape.gated else 1) * shape.ffn, shape.queries_and_keys
@@ -42,7 +47,7 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
         cut_forward, cut_backward = cut_forward + 2 * heads, cut_backward + 5 * heads
     if shape.experts:
         routed = shape.experts.share * shape.experts.topk * shape.hidden
-        cut_forward, cut_backward = cut_forward + 4 * routed, cut_backward + 4 * routed
+        cut_forward, cut_backward = cut_forward + _COPIES * routed, cut_backward + _COPIES * routed
     if held.attention_matrices:
         # Scores are written, read and written by the softmax and, with a mask, by dropout, and read with the values.
         dropped = (2 + 1 / number) * held.attention_masks
@@ -55,6 +60,26 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
     )
 
 
+def expert_products_traffic(shape: Shape) -> tuple[float, float, float]:
+    """Bytes that F, B and W of products of experts which some tokens visit read and write: what makes thin ones slow.
+
+    Of every token that visits an expert, and of every weight of the experts that the rank has: W reads and writes the gradient of
+    each in float32. Wide products of dense layers hide theirs, and count none.
+    """
+    held, experts = shape.holding, shape.experts
+    if experts is None:
+        return 0.0, 0.0, 0.0
+    matrices, number = 3 if shape.gated else 2, held.number
+    read = shape.quantized.mean(number, shape.quantized.recipe.number) if shape.quantized else number
+    visits = experts.share * experts.topk * shape.tokens / held.context / held.tensor * experts.tensor
+    width = experts.ffn / experts.tensor
+    weights = experts.share * experts.count / experts.parallel * matrices * shape.hidden * width
+    ins, outs = shape.hidden + width, shape.hidden + (matrices - 1) * width  # numbers of a visit
+    forward = visits * (read * ins + number * outs) + read * weights
+    backward = visits * (read * outs + number * ins) + read * weights
+    return forward, backward, visits * read * (ins + outs) + 2 * SINGLE * weights
+
+
 def expert_traffic(shape: Shape) -> tuple[float, float]:
     """Bytes of those that the experts of a layer move which some tokens visit: the activation function's, and half of what copies
     their tokens."""
@@ -62,7 +87,7 @@ def expert_traffic(shape: Shape) -> tuple[float, float]:
     if experts is None:
         return 0.0, 0.0
     before, width = 2 if shape.gated else 1, experts.mean_visited_ffn
-    copied = 2 * experts.share * experts.topk * shape.hidden
+    copied = _COPIES / 2 * experts.share * experts.topk * shape.hidden
     each = held.of_cut_layers * held.number * shape.tokens
     return each * ((before + 1) * width + copied), each * ((2 * before + 1) * width + copied)
 

@@ -64,9 +64,15 @@ FEATURES = (
         _on("fp8", "fp8_param_gather", "te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number"),
         _NO,
         _WARNS,
-        "needs Transformer Engine and a GPU; without --offload and --post-validation",
+        "needs Transformer Engine and a GPU; without --offload and --post-validation; mpipe tune and mpipe memory predict it",
+        (
+            "first_last_layers_bf16",
+            "num_layers_at_start_in_bf16",
+            "num_layers_at_end_in_bf16",
+            "reuse_grad_buf_for_mxfp8_param_ag",
+        ),
     ),
-    Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _NO),
+    Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _NO, "mpipe tune and mpipe memory predict it"),
     Feature("residuals in float32", _on("fp32_residual_connection"), _NO, _WARNS, "needs a GPU"),
     Feature(
         "Transformer Engine",
@@ -132,8 +138,14 @@ FEATURES = (
     Feature(
         "several instances of the distributed optimizer", {"num_distributed_optimizer_instances": range(2, 2**20)}, _NO, _WARNS
     ),
-    Feature("precision-aware optimizer", _on("use_precision_aware_optimizer"), _NO, _WARNS),
-    Feature("optimizer in host memory", _on("optimizer_cpu_offload"), _NO, _WARNS),
+    Feature(
+        "precision-aware optimizer",
+        _on("use_precision_aware_optimizer"),
+        _NO,
+        _WARNS,
+        details=("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    ),
+    Feature("optimizer in host memory", _on("optimizer_cpu_offload"), _NO, _WARNS, details=("optimizer_offload_fraction",)),
     Feature("FSDP, of torch or of Megatron", _on("use_torch_fsdp2", "use_megatron_fsdp"), _NO, _NO),
     Feature(
         "weights gathered again", _on("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"), _NO, _NO

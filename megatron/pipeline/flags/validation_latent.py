@@ -37,3 +37,5 @@ def check_trained(args: Namespace) -> None:
     """
     if flags := given(args, *neutral(Role.PREDICTED)):
         raise ValueError(unsupported(flags[0]))
+    if args.moe_token_dispatcher_type == "flex":
+        raise ValueError(unsupported("--moe-token-dispatcher-type"))

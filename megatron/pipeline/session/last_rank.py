@@ -110,8 +110,8 @@ class LastRank:
                     torch.distributed.recv(buffer, source, group=group)
                 return buffer
 
-            if words := int(receive(1, torch.int64)):
-                self._template = pickle.loads(bytes(receive(words).tolist()))
+            if length := int(receive(1, torch.int64)):
+                self._template = pickle.loads(bytes(receive(length).tolist()))
             leaves, shape = tree_flatten(self._template)
             sizes = [leaf.bytes if isinstance(leaf, _Like) else 0 for leaf in leaves]
             parts = receive(sum(sizes)).split(sizes)

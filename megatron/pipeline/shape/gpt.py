@@ -10,7 +10,9 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-HALF, SINGLE = 2, 4  # bytes of a number in fp16 or bf16, and in float32
+from megatron.pipeline.shape.precision import HALF, Quantized
+
+SINGLE = 4  # bytes of a number in float32; HALF: in fp16 or bf16
 _FUSED_KEYS = {"local": 4096, "transformer_engine": 16384}  # the most that the kernels of softmax take
 
 
@@ -43,6 +45,7 @@ class Experts:
         dense_ffn: width of the MLP of the other layers.
         parallel, tensor: ranks that share the experts of a layer, and ranks that share each of them.
         gathered: every rank gets the tokens of all that share the experts, instead of those for its own experts alone.
+        once: a token goes to a node once, and to each rank there once: DeepEP, HybridEP.
     """
 
     layers: tuple[bool, ...]
@@ -54,6 +57,7 @@ class Experts:
     parallel: int = 1
     tensor: int = 1
     gathered: bool = False
+    once: bool = False
 
     @classmethod
     def of(cls, args: Namespace) -> Experts | None:
@@ -72,6 +76,7 @@ class Experts:
             args.expert_model_parallel_size,
             args.expert_tensor_parallel_size,
             args.moe_token_dispatcher_type == "allgather",
+            args.moe_token_dispatcher_type == "flex",
         )
 
     @property
@@ -261,6 +266,7 @@ class Shape:
         experts: what the MLP is in some layers.
         latent: what queries, keys and values are made from, if not from hidden states.
         holding: how a rank holds its share of the activations.
+        quantized: which linears are in fewer than 16 bits, if any.
     """
 
     layers: int
@@ -282,6 +288,7 @@ class Shape:
     experts: Experts | None = None
     latent: Latent | None = None
     holding: Holding = Holding()
+    quantized: Quantized | None = None
 
     @classmethod
     def plain(cls, layers: int, hidden: int, heads: int, seq: int, vocabulary: int, microbatch: int = 1) -> Shape:
@@ -318,6 +325,7 @@ class Shape:
             experts=experts,
             latent=latent,
             holding=Holding.of(args),
+            quantized=Quantized.of(args),
         )
 
     @property
@@ -390,11 +398,14 @@ class Shape:
         return self.latent_weights + self.cut_attention_weights + self.hidden * (3 if self.gated else 2) * self.ffn
 
     def of_layers(self, first: int, count: int) -> Shape:
-        """The same with means over some layers alone, where not all of them have experts."""
-        if self.experts is None or not count or len(set(self.experts.layers)) == 1:
-            return self
-        experts = replace(self.experts, layers=self.experts.layers[first : first + count])
-        return replace(self, experts=experts, ffn=experts.mean_ffn)
+        """The same with means over some layers alone, where not all of them have experts, or the same precision."""
+        one, own = self, slice(first, first + count)
+        if count and (quantized := self.quantized) and len(set(quantized.layers)) > 1:
+            one = replace(one, quantized=replace(quantized, layers=quantized.layers[own]))
+        if not count or self.experts is None or len(set(self.experts.layers)) == 1:
+            return one
+        experts = replace(self.experts, layers=self.experts.layers[own])
+        return replace(one, experts=experts, ffn=experts.mean_ffn)
 
 
 def layer_work(shape: Shape, causal: bool = False) -> Work:
@@ -406,8 +417,13 @@ def layer_work(shape: Shape, causal: bool = False) -> Work:
     Args:
         causal: count only the half of those two that no mask hides, instead of the whole as both papers do.
     """
+    return linear_work(shape).plus(attention_work(shape, causal))
+
+
+def linear_work(shape: Shape) -> Work:
+    """Operations of a layer's products with weights."""
     products = 2 * shape.tokens * shape.layer_weights
-    return Work(products, products, products).plus(attention_work(shape, causal))
+    return Work(products, products, products)
 
 
 def attention_work(shape: Shape, causal: bool = False) -> Work:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
 from megatron.pipeline import planning
+from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.estimate import estimate, layer_seconds, saved_seconds
 from megatron.pipeline.costmodel.links import Links, links_of
 from megatron.pipeline.costmodel.memory import (
@@ -90,6 +91,7 @@ class Result:
         memory_limit: bytes of activations that it was planned within; None where the family has no choice.
         memory_bound: whether more memory would make it faster.
         mfu: operations of the model over what all GPUs could do, without recomputation.
+        device: the GPU.
     """
 
     candidate: Candidate
@@ -100,6 +102,7 @@ class Result:
     memory_limit: float | None
     memory_bound: bool
     mfu: float
+    device: Device
 
     @property
     def tokens_per_second(self) -> float:
@@ -176,9 +179,11 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
     else:
         return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
     parts = _parts(cluster, candidate, apart, schedule, pipeline, between)
-    operations = gpt.training_operations(Shape.of(args)) * candidate.microbatches * args.data_parallel_size
-    mfu = operations / (parts.total * cluster.gpus * cluster.device.peak)
-    return Result(candidate, parts.total, parts, ranks, costs, limit, memory_bound, mfu)
+    shape = Shape.of(args)
+    operations = gpt.training_operations(shape) * candidate.microbatches * args.data_parallel_size
+    peak = cluster.device.products(shape.quantized.recipe.peak if shape.quantized else "").peak
+    mfu = operations / (parts.total * cluster.gpus * peak)
+    return Result(candidate, parts.total, parts, ranks, costs, limit, memory_bound, mfu, cluster.device)
 
 
 def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:

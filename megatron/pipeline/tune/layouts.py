@@ -155,7 +155,9 @@ class Layouts:
             cut = variant, alone.layers
             if flags["expert_model_parallel_size"] > 1 and cut not in overlapped:
                 with suppress(ValueError):  # training does not allow all of it
-                    yield self._candidate(variant, flags | OVERLAP)
+                    own = self.base.moe_token_dispatcher_type
+                    sends = {} if own == "allgather" else {"moe_token_dispatcher_type": own}
+                    yield self._candidate(variant, flags | OVERLAP | sends)
                     overlapped.add(cut)
 
     def remedies(self, candidate: Candidate) -> Iterator[Candidate]:

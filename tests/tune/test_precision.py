@@ -1,0 +1,169 @@
+"""Linears in fewer than 16 bits: seconds, bytes of activations and of state, and what ranges say of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.pipeline.cli.memory import Prediction, predicted
+from megatron.pipeline.costmodel import activations, ranges
+from megatron.pipeline.costmodel.device import NOT_FITTED, named, shipped
+from megatron.pipeline.costmodel.estimate import computing_seconds, output_costs
+from megatron.pipeline.costmodel.links import Links, Spread, exchange_seconds
+from megatron.pipeline.costmodel.memory import gathered_bytes, state_bytes
+from megatron.pipeline.costmodel.parameters import parameters
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation_latent import check_trained
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.precision import RECIPES, Quantized
+
+GB200 = named("GB200")
+SHAPE = replace(Shape.plain(8, 1024, 16, 512, 1024), holding=gpt.Holding(hidden_masks=False))
+FLAGS = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --micro-batch-size 1 --global-batch-size 32 "
+    "--train-iters 1 --lr 1e-4 --bf16 --tokenizer-type NullTokenizer --vocab-size 1000 --untie-embeddings-and-output-weights "
+    "--transformer-impl transformer_engine --pipeline-model-parallel-size 4 --hidden-dropout 0 --attention-dropout 0 "
+    "--use-distributed-optimizer --position-embedding-type rope"
+)
+
+
+def quantized(recipe: str, layers: tuple[bool, ...] = (True,) * 8) -> Shape:
+    return replace(SHAPE, quantized=Quantized(RECIPES[recipe], layers))
+
+
+def training(more: str = "") -> Prediction:
+    return predicted([*FLAGS.split(), *more.split()], data_parallel_size=4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linears_of_layers_are_faster_and_nothing_else(recipe: str) -> None:
+    one, products = quantized(recipe), GB200.products(RECIPES[recipe].peak)
+    seconds = gpt.linear_work(SHAPE).forward / (products.peak * products.efficiency)
+    attention = gpt.attention_work(SHAPE).forward / (GB200.peak * GB200.attention)
+    plain = computing_seconds(SHAPE, GB200).forward
+    other = plain - GB200.seconds(gpt.linear_work(SHAPE).plus(gpt.attention_work(SHAPE)).forward)
+    assert computing_seconds(one, GB200).forward == pytest.approx(seconds + attention + other)
+    assert output_costs(one, GB200) == output_costs(SHAPE, GB200), "in 16 bits"
+
+
+def test_first_and_last_layers_stay_in_16_bits() -> None:
+    args = training("--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2").args
+    shape = Shape.of(args)
+    assert shape.quantized is not None and shape.quantized.layers == (False, *[True] * 5, False, False)
+    first, second, last = (shape.of_layers(layer, 2) for layer in (0, 2, 6))
+    assert [one.quantized and one.quantized.share for one in (first, second, last)] == [0.5, 1, 0]
+    whole = computing_seconds(replace(shape, quantized=None), GB200)
+    assert computing_seconds(last, GB200).weight == whole.weight
+    half = computing_seconds(first, GB200).weight
+    assert half == pytest.approx((whole.weight + computing_seconds(second, GB200).weight) / 2)
+
+
+def test_a_gpu_without_the_products_says_so() -> None:
+    with pytest.raises(ValueError, match="H100-80GB has no products in mxfp8; its file has fp8: change the recipe or the GPU"):
+        computing_seconds(quantized("mxfp8"), named("H100-80GB"))
+    with pytest.raises(ValueError, match="A100-80GB has no products in fp8; its file has none but 16 bits"):
+        computing_seconds(quantized("tensorwise"), named("A100-80GB"))
+
+
+@pytest.mark.parametrize(("recipe", "number"), [("tensorwise", 1), ("blockwise", 1.03125), ("mxfp8", 1.03125), ("nvfp4", 0.5625)])
+def test_linears_keep_their_inputs_and_gradients_in_fewer_bits(recipe: str, number: float) -> None:
+    """Of 34sbh two inputs of linears behind norms and 4h of fc2's are kept so, and h of attention's output as well."""
+    tokens = 512
+    whole = activations.layer_activation(SHAPE)
+    assert activations.layer_activation(quantized(recipe)) == whole + tokens * 1024 * ((number - 2) * 6 + number)
+    assert activations.layer_retained(quantized(recipe)) == number / 2 * activations.layer_retained(SHAPE)
+
+
+def test_weights_have_copies_for_products_or_are_kept_in_fewer_bits() -> None:
+    shape = quantized("mxfp8")
+    count = parameters(shape, linear(4), [2] * 4)[1]
+    assert count.quantized == count.total == parameters(SHAPE, linear(4), [2] * 4)[1].total
+    plain = training().args
+    copies, kept = (
+        training(f"--fp8-format e4m3 --fp8-recipe mxfp8 {more}").args
+        for more in ("", "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag")
+    )
+    more = [state_bytes(args, count) - state_bytes(plain, count) for args in (copies, kept)]
+    assert more == [pytest.approx(2.0625 * count.total), pytest.approx(0.0625 * count.total)]
+    tensorwise = training("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather").args
+    assert [gathered_bytes(args, count) for args in (plain, copies, kept, tensorwise)] == [2, 2, 2, 1]
+    assert training("--fp4-format e2m1").fullest.total > training().fullest.state
+
+
+@pytest.mark.parametrize(
+    ("flags", "each"),
+    [
+        ("", 12.0),
+        ("--use-precision-aware-optimizer", 10.0),  # half of the copy is the weight itself
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8 --main-params-dtype fp16", 5.0),
+        ("--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.75", 2.5),
+    ],
+)
+def test_the_optimizer_has_the_bytes_that_flags_say(flags: str, each: float) -> None:
+    args = training(flags).args
+    count = parameters(Shape.of(args), linear(4), [2] * 4)[1]
+    assert state_bytes(args, count) == pytest.approx(count.total * (2 + 4 + each / 4))
+
+
+@pytest.mark.parametrize(
+    "flags", ["--fp8-format hybrid", "--fp4-format e2m1", "--use-precision-aware-optimizer", "--moe-token-dispatcher-type flex"]
+)
+def test_training_refuses_what_is_only_predicted(flags: str) -> None:
+    with pytest.raises(ValueError, match=flags.split(maxsplit=1)[0]):
+        check_trained(parse([*FLAGS.split(), *flags.split()]))
+
+
+def test_tokens_go_to_a_node_once() -> None:
+    """Two nodes of four ranks: every token goes to the other node with 1 - (1/2)^8, in place of half of its 8 experts."""
+    spread = Spread(GB200.within, GB200.between, together=4)
+    far = GB200.between.seconds((1 - 0.5**8) * 1e9)
+    assert spread.visits(1e9, 8, 8) == pytest.approx(far)
+    assert spread.all_to_all(8e9, 8) > 3.9 * far
+    near = Spread(GB200.within, GB200.between)
+    assert near.visits(1e9, 8, 8) == pytest.approx(GB200.within.seconds((1 - (7 / 8) ** 8) * 7 * 1e9))
+    assert near.visits(1e9, 1, 8) == 0
+    experts = Experts((True,) * 8, 32, 8, 512, 0, 4096, parallel=16, once=True)
+    links, given = Links.of(GB200, 8, 1, 1, 16, 16, 1), replace(SHAPE, experts=experts)
+    assert exchange_seconds(given, links) < exchange_seconds(replace(given, experts=replace(experts, once=False)), links) / 3
+
+
+def test_thin_products_of_experts_take_longer() -> None:
+    """The same operations in more, narrower experts: their weights and tokens are read and written."""
+
+    def seconds(count: int, topk: int, ffn: int) -> Any:
+        experts = Experts((True,) * 8, count, topk, ffn, 0, 4096, parallel=8)
+        return computing_seconds(replace(SHAPE, experts=experts, ffn=float(topk * ffn)), GB200)
+
+    wide, thin, few = seconds(8, 1, 4096), seconds(64, 8, 512), seconds(128, 8, 512)
+    assert thin.forward > wide.forward and thin.weight > wide.weight
+    assert few.weight > thin.weight, "twice as many weights' gradients"
+
+
+def test_a_rack_is_one_node() -> None:
+    assert [GB200.node(gpus) for gpus in (16, 64, 72, 256, 1024, 144)] == [16, 64, 72, 64, 64, 72]
+    assert [named("H100-80GB").node(gpus) for gpus in (4, 12, 64)] == [4, 8, 8]
+
+
+def test_every_efficiency_says_what_it_is_fitted_to() -> None:
+    found = {name: named(name) for name in shipped()}
+    fitted = {name for name, device in found.items() if device.fitted_to != NOT_FITTED}
+    assert fitted == {"A100-80GB", "H100-80GB", "GB200", "GB300"}
+    for device in found.values():
+        assert all(word in device.source for word in ("data sheet", "assumption")), device.name
+        for one in device.precisions:
+            assert one.peak > device.peak and one.fitted_to
+    assert {one.name for one in GB200.precisions} == {recipe.peak for recipe in RECIPES.values()}
+
+
+def test_ranges_are_those_of_the_class() -> None:
+    experts = replace(quantized("mxfp8"), experts=Experts((True,) * 8, 8, 2, 512, 0, 4096))
+    rows = [ranges.learnt("throughput", one, GB200) for one in (SHAPE, quantized("mxfp8"), experts)]
+    assert [(row.kind, row.precision) for row in rows] == [("dense", "16 bits"), ("dense", "mxfp8"), ("experts", "mxfp8")]
+    assert all(row.fitted and row.low < 1 < row.high and row.source and row.date for row in rows)
+    assert not ranges.learnt("throughput", quantized("mxfp8"), named("MI355X")).fitted
+    assert ranges.learnt("memory", experts, GB200).kind == "experts"
+    assert ranges.in_words(41_234, 46_000, "tokens/s") == "41.2 to 46 k tokens/s"
