@@ -232,7 +232,7 @@ def _table(found: list[Any], metrics: list[dict[str, Any]]) -> str:
 
 
 def _verdict(found: list[Any]) -> list[str]:
-    """Whether all is equal, or what the first differences are: a line for each of the first ``_SHOWN``."""
+    """Words for "all is equal", or for the first differences: a line for each of the first ``_SHOWN``."""
     first = next((one for one in found if one.beyond), None)
     if first is None:
         gradients = [gradient for one in found for gradient in one.gradients]

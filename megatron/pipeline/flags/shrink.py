@@ -104,7 +104,7 @@ def shrunk(args: Namespace, whole: Namespace, stages: Sequence[Sequence[LayerTyp
 
 
 def experts_by_layer(whole: Namespace) -> list[bool]:
-    """Which layers have experts."""
+    """Tell of each layer if it has experts."""
     pattern = whole.moe_layer_freq
     if not whole.num_experts:
         return [False] * whole.num_layers

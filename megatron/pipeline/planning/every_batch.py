@@ -167,7 +167,7 @@ def _best_order(replayed: Reordered, problem: Problem, end: float) -> Order:
 def pack(
     sequences: Sequence[int], tokens: int, request: Request, replicas: int = 1, attention: float = 0.0
 ) -> list[list[list[int]]]:
-    """Which sequences of a global batch go into which microbatch of which data-parallel replica, by planned time.
+    """Places of the sequences of a global batch: the microbatch of a data-parallel replica, by planned time.
 
     No sequence is split, and all replicas have as many microbatches. Sequences are put, the longest first, where the least work
     is, or where they fit first, or so in the order given, into as few microbatches as hold them, or some more for each replica.

@@ -20,7 +20,7 @@ TOLERANCE = {False: 1e-5, True: 5e-2}
 DRIFT = 10.0
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """A rank's part of the gradient of one layer's weight, or of one of its experts.
 
     Attributes:
@@ -36,14 +36,14 @@ class Part(NamedTuple):
     values: torch.Tensor
 
     @classmethod
-    def of(cls, tensor: Any) -> Part:
+    def of(cls, tensor: Any) -> WeightPart:
         """From megatron-core's ``ShardedTensor``; the values are copied to the CPU."""
         ahead, shape, offset = tensor.prepend_axis_num, tuple(tensor.global_shape), tuple(tensor.global_offset)
         return cls(tensor.key, offset[:ahead], shape[ahead:], offset[ahead:], tensor.data.detach().cpu().clone())
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """What it is of the whole."""
+        """Its place in the whole."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.values.shape, strict=True))
 
 
@@ -60,7 +60,7 @@ class Weight:
     name: str
 
     @classmethod
-    def of(cls, part: Part) -> Weight:
+    def of(cls, part: WeightPart) -> Weight:
         index, key, layer = list(part.numbers), part.key, None
         section = next(number for number, name in enumerate((*_SECTIONS, "")) if key.startswith(name))
         if found := _LAYER.fullmatch(key):
@@ -88,7 +88,7 @@ class Difference(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-class Iteration(NamedTuple):
+class Compared(NamedTuple):
     """Difference of two trainings in one iteration.
 
     Attributes:
@@ -109,18 +109,18 @@ class Iteration(NamedTuple):
 
     @property
     def beyond(self) -> list[Difference]:
-        """What the tolerance does not explain: the loss, gradients in the order of the backward, and last the norm."""
+        """Differences that the tolerance does not explain: the loss, gradients in the order of the backward, and last the norm."""
         loss, norm = self.numbers
         return [one for one in (loss, *self.gradients, norm) if not one.relative <= self.tolerance]
 
 
-def write(folder: Path, iteration: int, rank: int, parts: list[Part]) -> None:
+def write(folder: Path, iteration: int, rank: int, parts: list[WeightPart]) -> None:
     torch.save([tuple(part) for part in parts], folder / f"{iteration}-{rank}.pt")
 
 
 def compared(
     reference: Path, checked: Path, numbers: list[tuple[dict[str, Any], dict[str, Any]]], low: bool
-) -> Iterator[Iteration]:
+) -> Iterator[Compared]:
     """Compare two trainings, iteration by iteration.
 
     Args:
@@ -132,7 +132,7 @@ def compared(
         pairs = [(name, theirs[key], ours[key]) for name, key in (("loss", "loss"), ("gradient norm", "grad_norm"))]
         loss, norm = (_number(name, one or 0.0, other or 0.0) for name, one, other in pairs)
         tolerance = TOLERANCE[low] * DRIFT ** (number - 1)
-        yield Iteration(number, tolerance, (loss, norm), _gradients(read(reference, number), read(checked, number)))
+        yield Compared(number, tolerance, (loss, norm), _gradients(read(reference, number), read(checked, number)))
 
 
 def _number(name: str, one: float, other: float) -> Difference:
@@ -143,7 +143,7 @@ def read(folder: Path, iteration: int) -> dict[Weight, tuple[torch.Tensor, list[
     """Whole gradients of an iteration, and which ranks wrote them."""
     found: dict[Weight, tuple[torch.Tensor, list[int]]] = {}
     for path in sorted(folder.glob(f"{iteration}-*.pt"), key=lambda path: int(path.stem.partition("-")[2])):
-        for part in (Part(*one) for one in torch.load(path)):
+        for part in (WeightPart(*one) for one in torch.load(path)):
             whole, ranks = found.setdefault(Weight.of(part), (torch.zeros(part.shape), []))
             whole[part.place] = part.values
             ranks.append(int(path.stem.partition("-")[2]))

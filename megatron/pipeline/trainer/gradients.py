@@ -11,13 +11,13 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
-from megatron.pipeline.session.gradient_files import Part, Weight, read, write
+from megatron.pipeline.session.gradient_files import WeightPart, Weight, read, write
 from megatron.pipeline.trainer import checkpoint
 from megatron.pipeline.trainer.state import Training
 
 
 def watching(folder: Path, start: Path | None, tell: Callable[[str], object]) -> Callable[[Training], None]:
-    """What ``program.run`` may call: from then on every iteration's gradients are written when all ranks' are added up.
+    """A function for ``program.run`` to call: from then on every iteration's gradients are written when all ranks' are added up.
 
     Args:
         folder: for ``gradient_files``; as those of iteration 0 it gets the weights at the start.
@@ -27,7 +27,7 @@ def watching(folder: Path, start: Path | None, tell: Callable[[str], object]) ->
 
     def note(training: Training, iteration: int) -> None:
         tell(f"iteration {iteration}")
-        parts = [Part.of(one) for one in _tensors(training) if is_main_replica(one.replica_id)]
+        parts = [WeightPart.of(one) for one in _tensors(training) if is_main_replica(one.replica_id)]
         write(folder, iteration, torch.distributed.get_rank(), parts)
 
     def watch(training: Training) -> None:
@@ -47,7 +47,7 @@ def watching(folder: Path, start: Path | None, tell: Callable[[str], object]) ->
 
 
 def _tensors(training: Training) -> list[ShardedTensor]:
-    """What this rank has of each weight, as for a checkpoint."""
+    """This rank's part of each weight, as for a checkpoint."""
     states = {name.rpartition(".")[2] for chunk in training.chunks for name, _ in chunk.named_buffers()}
     state = checkpoint.training_state(training, with_optimizer=False, is_loading=False)
     apply_factories(state)
@@ -59,7 +59,7 @@ def _load(training: Training, start: Path) -> None:
     """Give this rank's weights the values that another training started with."""
     wholes = read(start, 0)
     for one in _tensors(training):
-        part = Part.of(one)
+        part = WeightPart.of(one)
         assert one.data is not None
         one.data.detach().copy_(wholes[Weight.of(part)][0][part.place])
     training.optimizer.reload_model_params()

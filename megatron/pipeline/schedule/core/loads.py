@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Load(NamedTuple):
-    """What one microbatch takes, as multiples of the costs of every stage.
+    """Time and memory of one microbatch, as multiples of the costs of every stage.
 
     Attributes:
         forward: of the seconds of F and R.
