@@ -41,8 +41,8 @@ recomputation, or the step (gradients, optimizer and weights between two pipelin
 # docs/model.md says what the figures were learnt from.
 TRUST = """\
 All of it is predicted. Published trainings of this class had {throughput.low:.2f} to {throughput.high:.2f} times the predicted
-tokens/s, and gains of one schedule over another were within {schedules:.0%}: rows with = cannot be told apart from the best, so
-try them (docs/tuning.md)."""
+tokens/s, and gains of one schedule over another were within {schedules:.0%}: rows with = are as good as the best within that,
+so try them (docs/tuning.md)."""
 _WORTH_SAYING = 0.005  # of an iteration
 _LOST = {"between": "step", "inequality": "unequal stages"}
 _FILES = ("best", "second", "third")

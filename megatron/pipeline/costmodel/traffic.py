@@ -11,8 +11,8 @@ from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.shape.gpt import SINGLE, Shape
 
 # Of every token for every expert that it visits, numbers read or written in F and in B: permutations, paddings, casts, weights by
-# probabilities, buffers. Fitted together with the efficiencies of benchmarks/published_throughput.py, where 4 would be those
-# of its copies there and back alone; all experts of these are grouped.
+# probabilities, buffers. Fitted together with the efficiencies of benchmarks/published_throughput.py, one of 18 values that were
+# tried on its rows; 4 would be those of its copies there and back alone; all experts of these are grouped.
 _COPIES = 18
 
 

@@ -109,7 +109,7 @@ class Compared(NamedTuple):
 
     @property
     def beyond(self) -> list[Difference]:
-        """Differences that the tolerance does not explain: the loss, gradients in the order of the backward, and last the norm."""
+        """Differences beyond the tolerance: the loss, gradients in the order of the backward, and last the norm."""
         loss, norm = self.numbers
         return [one for one in (loss, *self.gradients, norm) if not one.relative <= self.tolerance]
 
