@@ -30,8 +30,8 @@ def plan(schedule: str, **options: Any) -> Pipeline:
     return pipeline
 
 
-def build(pipeline: Pipeline) -> list[GPTModel]:
-    """This rank's chunks of a small GPT, as under megatron-core's own schedules: a V's are where the schedule wants them."""
+def build(pipeline: Pipeline, **options: Any) -> list[GPTModel]:
+    """This rank's chunks of a small GPT, made as under megatron-core's own schedules: a V's are where the schedule wants them."""
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     config = TransformerConfig(
         num_layers=8,
@@ -49,7 +49,7 @@ def build(pipeline: Pipeline) -> list[GPTModel]:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         ends = {"pre_process": first, "post_process": last, "vp_stage": vp_stage}
-        models.append(GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **ends))
+        models.append(GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **ends, **options))
     return draw(models)
 
 

@@ -48,6 +48,7 @@ _NEEDING = (
     f"launch {ROOT / 'pretrain_gpt.py'}",
     f"launch --nproc-per-node 2 {ROOT / 'pretrain_gpt.py'}",
     f"rehearse -- {_MODEL}",
+    f"check -- {_MODEL}",
 )
 # All modules, but those that start a program.
 _IMPORT_ALL = """

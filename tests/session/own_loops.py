@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import reductions
 import torch
-from example_runs import example
+from example_runs import example, optimizer_of, steps
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
@@ -287,3 +287,18 @@ def chunks_planned(schedule: str, given: int) -> int:
         pipeline_dtype=torch.float32,
     )
     return loop.pipeline(2).placement.chunks
+
+
+def tied(schedule: str, into_one_end: bool = False) -> Any:
+    """Steps of a model whose output layer is tied to the embedding; the refusal where one of both has got other weights."""
+    own = example("own_training_loop")
+    models = own.build(own.plan(schedule), share_embeddings_and_output_weights=True)
+    ends = [model.shared_embedding_or_output_weight() for model in models if model.pre_process or model.post_process]
+    for weight in ends:
+        weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
+    chunks = own.wrap(models)
+    if not into_one_end:
+        return steps(chunks)
+    for weight in ends[:1]:
+        weight.data.add_(1)
+    return refused(lambda: own.run(chunks, own.batches(4, seed=0), optimizer_of(chunks)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from pool import Pool
 from session import own_loops
@@ -54,3 +55,15 @@ def test_tied_ends_on_two_ranks_that_megatron_core_has_no_group_for_are_refused(
     found = pool.run(4, own_loops.ends_refused, f"file:{path}")
     assert found[1] == found[3] == ""
     assert "output layer on rank 2, and the model ties it to the embedding on rank 0" in found[0] and found[2] == found[0]
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_tied_ends_train_as_under_stock(pool: Pool, schedule: str) -> None:
+    stock, ours = (pool.run(4, own_loops.tied, name) for name in ("stock", schedule))
+    assert [losses for losses, _ in ours[-1]] == [losses for losses, _ in stock[-1]]
+    assert [norm for _, norm in ours[-1]] == pytest.approx([norm for _, norm in stock[-1]], rel=1e-6)
+
+
+def test_tied_ends_that_differ_are_refused_on_every_rank(pool: Pool) -> None:
+    messages = pool.run(4, own_loops.tied, "zb-v", True)
+    assert len(set(messages)) == 1 and "tied to the embedding, and their weights differ" in messages[0]

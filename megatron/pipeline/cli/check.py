@@ -81,14 +81,14 @@ def add(commands: Commands) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Train under both and print what differs; returns the exit status."""
-    if importlib.util.find_spec("torch") is None:
-        return complain(f"{NAME}: {missing(ModuleNotFoundError(name='torch'))}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         at = arguments.index("--") if "--" in arguments else len(arguments)
         own, flags = parser().parse_args(arguments[:at]), arguments[at + 1 :]
         if not flags:
             raise ValueError("which training? mpipe check -- FLAGS")
+        if importlib.util.find_spec("torch") is None:
+            raise ValueError(missing(ModuleNotFoundError(name="torch")))
         with tempfile.TemporaryDirectory(prefix="check-") as folder, quietly():
             from megatron.pipeline import patches
 

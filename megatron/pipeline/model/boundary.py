@@ -46,6 +46,11 @@ class BoundaryModules:
         """Give the output layer the weights of the embedding that it is tied to, before training; collective."""
         self._add_up([weight.data for weight in self._copies(chunks)])
 
+    def differ(self, chunks: Sequence[torch.nn.Module]) -> bool:
+        """Tell whether this rank has both copies, and they differ."""
+        copies = self._copies(chunks)
+        return len(copies) == 2 and not torch.equal(*copies)
+
     def finalize_model_grads(
         self,
         chunks: list[torch.nn.Module],

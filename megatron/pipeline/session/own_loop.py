@@ -202,7 +202,8 @@ class OwnLoop:
         """One iteration, in place of megatron-core's; a number of microbatches is planned when it first comes.
 
         Raises:
-            ValueError: the model was built before ``install``, or as ``Pipeline.forward_backward``.
+            ValueError: the model was built before ``install``; or an output layer differs from the embedding that it is tied to;
+                or as ``Pipeline.forward_backward``.
         """
         call = Call(**keywords)
         pipeline = self.pipeline(call.pipeline.size())
@@ -211,12 +212,25 @@ class OwnLoop:
                 if not distributed_data_parallel.is_marked(chunk):
                     raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
             if self._trained is None:
+                self._check_tied(call)
                 self._trained = _trained(call, pipeline.placement)
         reports = pipeline.run(call)
         if self.placement(call.pipeline.size()) is not None:
             self._last_rank = self._last_rank or LastRank(pipeline.placement)
             self._last_rank.bring(reports, call.pipeline)
         return reports
+
+    def _check_tied(self, call: Call) -> None:
+        """Refuse a model whose output layer is tied to the embedding, and has other weights. Collective over the pipeline."""
+        if self.placement(call.pipeline.size()) is None:
+            return
+        differ = torch.tensor(self.boundary.differ(call.chunks), dtype=torch.int32, device=call.device)
+        torch.distributed.all_reduce(differ, torch.distributed.ReduceOp.MAX, group=call.pipeline)
+        if differ:
+            raise ValueError(
+                "the output layer is tied to the embedding, and their weights differ, as where a checkpoint was loaded into one "
+                "of them: load it into both, which a V has on the first pipeline rank, or install a schedule with one chunk per rank"
+            )
 
     def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
         stage = EQUAL_PASSES.share(placement.chunks_per_replica)
