@@ -229,7 +229,7 @@ class OwnLoop:
         if differ:
             raise ValueError(
                 "the output layer is tied to the embedding, and their weights differ, as where a checkpoint was loaded into one "
-                "of them: load it into both, which a V has on the first pipeline rank, or install a schedule with one chunk per rank"
+                "of them: load it into both, which a V has on the first pipeline rank, or take a schedule with one chunk per rank"
             )
 
     def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
