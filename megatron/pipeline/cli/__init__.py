@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in _OWN_FLAGS:
         return int(import_module(f"{__name__}.{arguments[0]}").main(arguments[1:]))
     if called:
-        atexit.register(gc.freeze)  # at its end Python looks for cycles among all objects, for 0.2 s where the search was loaded
+        atexit.register(_freeze)
     code, options = 0, None
     try:
         with without_collecting():
@@ -55,6 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _freeze() -> None:
+    """Keep Python, at its end, from looking for cycles among all objects, for 0.2 s where the search was loaded.
+
+    Not with triton, which torch for GPUs brings: what it has not freed it lists on stderr.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
