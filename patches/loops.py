@@ -38,11 +38,17 @@ def install(loop: Any) -> None:
     compat.wrap(compat.module(_FINALIZE), "finalize_model_grads", _finalize)
 
 
-def _placement(ranks: int | None = None) -> Any:
-    """The current loop's, if megatron-core would look for a stage elsewhere."""
+def _placement(chunks: int | None, ranks: int | None = None) -> Any:
+    """The current loop's, if megatron-core would look for a stage elsewhere, and the model has as many chunks."""
     if current is None or not parallel_state.model_parallel_is_initialized():
         return None
-    return current.placement(ranks or parallel_state.get_pipeline_model_parallel_world_size())
+    placement = current.placement(ranks or parallel_state.get_pipeline_model_parallel_world_size())
+    return placement if placement is not None and placement.chunks == chunks else None
+
+
+def _given_chunks() -> int | None:
+    chunks: int | None = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return chunks
 
 
 def _stage(placement: Any, vp_stage: int) -> int:
@@ -51,31 +57,31 @@ def _stage(placement: Any, vp_stage: int) -> int:
 
 
 def _is_pipeline_first(ask: Any, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    if ignore_virtual or vp_stage is None or (placement := _placement()) is None:
+    if ignore_virtual or vp_stage is None or (placement := _placement(_given_chunks())) is None:
         return bool(ask(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
     return _stage(placement, vp_stage) == 0
 
 
 def _is_pipeline_last(ask: Any, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    if ignore_virtual or vp_stage is None or (placement := _placement()) is None:
+    if ignore_virtual or vp_stage is None or (placement := _placement(_given_chunks())) is None:
         return bool(ask(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
     return bool(_stage(placement, vp_stage) == placement.last_stage)
 
 
 def _is_vp_first(ask: Any, vp_stage: int, vp_size: int | None) -> bool:
-    if not vp_size or vp_size == 1 or (placement := _placement()) is None:
+    if (placement := _placement(vp_size)) is None:
         return bool(ask(vp_stage, vp_size))
     return _stage(placement, vp_stage) == 0
 
 
 def _is_vp_last(ask: Any, vp_stage: int, vp_size: int | None) -> bool:
-    if not vp_size or vp_size == 1 or (placement := _placement()) is None:
+    if (placement := _placement(vp_size)) is None:
         return bool(ask(vp_stage, vp_size))
     return bool(_stage(placement, vp_stage) == placement.last_stage)
 
 
 def _is_pp_last(ask: Any, pp_group: torch.distributed.ProcessGroup) -> bool:
-    if ask(pp_group) or pp_group is None or (placement := _placement(pp_group.size())) is None:
+    if ask(pp_group) or pp_group is None or (placement := _placement(_given_chunks(), pp_group.size())) is None:
         return bool(ask(pp_group))
     return bool(placement.home(placement.last_stage)[0] == pp_group.rank())
 
@@ -88,5 +94,5 @@ def _checked(check: Any, config: Any) -> None:
 
 
 def _finalize(finalize: Any, chunks: Any, *rest: Any, **options: Any) -> None:
-    boundary = None if _placement() is None else current.boundary
+    boundary = None if _placement(_given_chunks()) is None else current.boundary
     (boundary.finalize_model_grads if boundary else finalize)(chunks, *rest, **options)

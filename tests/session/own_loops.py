@@ -302,3 +302,14 @@ def tied(schedule: str, into_one_end: bool = False) -> Any:
     for weight in ends[:1]:
         weight.data.add_(1)
     return refused(lambda: own.run(chunks, own.batches(4, seed=0), optimizer_of(chunks)))
+
+
+def with_chunks(schedule: str, chunks: int | None) -> str:
+    """The refusal of a model that has other chunks per rank than the schedule."""
+    from megatron.core import parallel_state
+
+    own = example("own_training_loop")
+    loop, ranks = install(schedule), torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(1, ranks, chunks)
+    models = own.wrap(own.build(loop.pipeline(ranks), share_embeddings_and_output_weights=True))
+    return refused(lambda: own.run(models, own.batches(4, seed=0), optimizer_of(models)))

@@ -222,7 +222,8 @@ class OwnLoop:
 
     def _check_tied(self, call: Call) -> None:
         """Refuse a model whose output layer is tied to the embedding, and has other weights. Collective over the pipeline."""
-        if self.placement(call.pipeline.size()) is None:
+        placement = self.placement(call.pipeline.size())
+        if placement is None or placement.chunks != len(call.chunks):  # which is refused with the iteration
             return
         differ = torch.tensor(self.boundary.differ(call.chunks), dtype=torch.int32, device=call.device)
         torch.distributed.all_reduce(differ, torch.distributed.ReduceOp.MAX, group=call.pipeline)
