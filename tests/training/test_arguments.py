@@ -117,7 +117,6 @@ def test_bad_config_file(tmp_path: Path, content: str, message: str) -> None:
         ("--moe-layer-freq [[1]]", "expected a number or a list such as"),
         ("--config /nowhere.yaml", "--config /nowhere.yaml: No such file or directory"),
         ("--use-legacy-models", "--use-legacy-models is not needed: models are always megatron-core's; leave it out"),
-        ("--fp8-format e4m3", "--fp8-format (FP8) is not in this project's pretrain_gpt.py: mpipe launch runs Megatron-LM's"),
         ("--use-megatron-fsdp", "(FSDP, of torch or of Megatron) does not work with our schedules: leave it out"),
         ("--delay-wgrad-compute", "(delayed weight gradients) does not work with our schedules: leave it out (W pa"),
         ("--train-samples 8", "unknown flag --train-samples; --help lists all flags, and mpipe launch runs Megatron-LM's own"),
