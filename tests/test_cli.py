@@ -183,8 +183,8 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: plan|simulate|verify|certify|draw|compare|export|memory"),
-        (["tell"], "unknown command 'tell'; commands are plan, simulate, verify, certify, draw, compare, export"),
+        ([], "required: plan|simulate|verify|certify|draw|compare|check|export|memory"),
+        (["tell"], "unknown command 'tell'; commands are plan, simulate, verify, certify, draw, compare, check, export"),
         (["plam"], "unknown command 'plam'; did you mean plan? (see mpipe --help)"),
         (["-o", "simulate", "plan"], "a command comes before its flags: mpipe COMMAND -o ...; commands are plan, simulate"),
         (["plan", "--schedul", "zb-h1", *PLAN[3:]], "unknown flag --schedul; did you mean --schedule? (see mpipe plan --help)"),

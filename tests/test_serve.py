@@ -110,7 +110,7 @@ def test_flags_that_read_write_or_take_minutes_are_not_for_pages(address: str, n
 
 def test_a_page_may_ask_for_every_other_flag() -> None:
     told = set(vars(cli.parse(["plan", "--schedule=1f1b", "--pp=1", "--microbatches=1"])))
-    own = {"run", "flags", "output", "json", "balance", "print_completion"}
+    own = {"run", "flags", "output", "json", "balance", "print_completion", "lengths", "attention", "order"}
     assert {name.replace("_", "-") for name in told - own} == set(FLAGS)
 
 

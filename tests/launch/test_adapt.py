@@ -20,7 +20,7 @@ PRICED = [name for name, setting in UNSUPPORTED.items() if setting.price]
 
 def upstreams(flags: str) -> Namespace:
     """What a launched script's parser, with some of Megatron-LM's flags, makes of a command line."""
-    parser = ArgumentParser(allow_abbrev=False)
+    parser = ArgumentParser(allow_abbrev=False, conflict_handler="resolve")
     add_flags(parser, MEGATRON)
     for switch in ("tp-comm-overlap", "delay-wgrad-compute", "sft"):
         parser.add_argument(f"--{switch}", action="store_true")

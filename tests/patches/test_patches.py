@@ -182,8 +182,8 @@ def test_installing_twice_changes_nothing(pool: Pool) -> None:
     assert all(pool.run(1, installed_twice)[0])
 
 
-def test_a_function_is_wrapped_once_wherever_upstream_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of upstream that must not be imported is passed over."""
+def test_a_function_is_wrapped_once_wherever_it_has_been_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that must not be imported is passed over."""
     from megatron.pipeline.patches import compat
 
     def half(number: float) -> float:
@@ -198,8 +198,7 @@ def test_a_function_is_wrapped_once_wherever_upstream_has_it(monkeypatch: pytest
         monkeypatch.setitem(sys.modules, path, module)  # type: ignore[arg-type]
     compat.wrap(owner, "half", doubled)
     compat.wrap(owner, "half", doubled)
-    assert owner.half is importer.half and owner.half(3) == 3
-    assert other.half is half
+    assert owner.half is importer.half is other.half and owner.half(3) == 3
 
 
 def inactive_with_a_gpu(found: Connection) -> None:

@@ -19,7 +19,7 @@ from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.loops import finalize_upstream
 
 from megatron.pipeline.dist.groups import new_group
-from megatron.pipeline.model.adapter import adapter_of
+from megatron.pipeline.model.adapter import adapter_of, has_adapter
 from megatron.pipeline.schedule.core.placement import Placement
 
 __all__ = ["BoundaryModules"]
@@ -80,7 +80,8 @@ class BoundaryModules:
         """This rank's copies of a weight that the first and the last stage share, the first stage's copy first."""
         if self._homes[0] == self._homes[1]:
             return []
-        here = sorted(chunk for rank, chunk in self._homes if rank == self._rank)
+        homes = sorted(chunk for rank, chunk in self._homes if rank == self._rank)
+        here = [chunk for chunk in homes if has_adapter(unwrap_model(chunks[chunk]))]  # others have no weights that upstream ties
         copies = [adapter_of(chunks[chunk]).shared_weight(unwrap_model(chunks[chunk])) for chunk in here]
         return [weight for weight in copies if weight is not None]
 

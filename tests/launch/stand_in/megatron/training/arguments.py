@@ -29,7 +29,7 @@ def add_megatron_arguments(parser):
 
 
 def parse_args(extra_args_provider=None, ignore_unknown_args=False):
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve")
     return add_megatron_arguments(parser).parse_args()
 
 
