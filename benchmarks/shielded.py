@@ -25,7 +25,8 @@ from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.placement import Placement, linear
-from megatron.pipeline.shape.gpt import Holding, Shape
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.holding import Holding
 
 # Layers, hidden size, heads, heads of keys and values, width of the MLP, vocabulary: their published config.json files.
 LLAMA = {

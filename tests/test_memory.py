@@ -14,7 +14,8 @@ from pool import Pool
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.costmodel import activations
-from megatron.pipeline.shape.gpt import Holding, Shape
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.holding import Holding
 
 # pp, tp, schedule and flags, on 4 ranks.
 UNTIED, EXPERTS = "--untie-embeddings-and-output-weights", "--num-experts 4 --expert-model-parallel-size 2"

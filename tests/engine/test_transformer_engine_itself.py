@@ -29,7 +29,8 @@ from pool import Pool
 from runtime.shielded import costs
 
 from megatron.pipeline.costmodel.activations import layer_retained
-from megatron.pipeline.shape.gpt import Holding, Shape
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.holding import Holding
 
 _SKIP = pytest.mark.skip(
     reason="build/ has no release of Transformer Engine: python scripts/fetch_transformer_engine.py fetches some"

@@ -18,7 +18,8 @@ from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.placement import Placement, linear
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.shape.gpt import Holding, Shape
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.holding import Holding
 
 
 def plan(name: str, ranks: int, microbatches: int, behind: float, saved: float, hides: bool = True, **options: object) -> Planned:

@@ -16,7 +16,8 @@ from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear, v
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.balance import balanced_layers, heaviest
-from megatron.pipeline.shape.gpt import Holding, Shape
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.holding import Holding
 
 K = 1024
 DEVICE = named("A100-80GB")

@@ -8,7 +8,8 @@ import pytest
 
 from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.costmodel.links import Links, Spread, exchange_seconds, hop_seconds, layer_communication
-from megatron.pipeline.shape.gpt import Experts, Holding, Shape
+from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.holding import Holding
 
 A100 = replace(named("A100-80GB"), beside_communication=1.0)
 DEVICE = replace(A100, within=Link(1e-6, 200e9), hop=Link(2e-6, 50e9), between=Link(3e-6, 20e9))

@@ -1,11 +1,12 @@
-"""Memory of a microbatch on a rank: bytes of activations, from a GPT's shape and from how ranks share it (``gpt.Holding``)."""
+"""Memory of a microbatch on a rank: bytes of activations, from a GPT's shape and from how ranks share it (``shape.holding``)."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-from megatron.pipeline.shape.gpt import SINGLE, Shape
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.holding import SINGLE
 
 
 class Held(NamedTuple):

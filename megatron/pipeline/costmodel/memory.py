@@ -26,9 +26,9 @@ from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
-from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.gpt import SINGLE, Shape
-from megatron.pipeline.shape.precision import Quantized
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.holding import SINGLE, number_bytes
+from megatron.pipeline.shape.precision import HALF, Quantized
 
 GIB = 2**30
 _NUMBERS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}  # bytes by the names of --exp-avg-dtype and its like
@@ -209,14 +209,14 @@ def state_bytes(args: Namespace, count: Parameters) -> float:
     ``--optimizer-cpu-offload`` has a fraction of it in host memory. ``--use-precision-aware-optimizer`` says what each takes; its
     copy in float32 shares 16 bits with weights in bfloat16. Linears in fewer bits have copies of their weights, or those alone.
     """
-    weight, quantized = gpt.number_bytes(args), Quantized.of(args)
+    weight, quantized = number_bytes(args), Quantized.of(args)
     moments = float(2 * SINGLE if args.optimizer == "adam" else SINGLE * (args.sgd_momentum > 0))
     copy: float = SINGLE if weight < SINGLE else 0
     if getattr(args, "use_precision_aware_optimizer", False):
         moments = _bytes(args, "exp_avg") + _bytes(args, "exp_avg_sq")
         copy = _bytes(args, "main_params")
         if args.bf16 and copy == SINGLE and not (quantized and quantized.kept):
-            copy = gpt.HALF
+            copy = HALF
     here = 1 - args.optimizer_offload_fraction if getattr(args, "optimizer_cpu_offload", False) else 1.0
     undo = moments + SINGLE if args.post_validation and args.post_validation_copy == "device" else 0
     weights: float = count.total * weight
@@ -233,7 +233,7 @@ def step_bytes(args: Namespace, count: Parameters) -> float:
 
 def gathered_bytes(args: Namespace, count: Parameters) -> float:
     """Bytes of a parameter that ranks gather, as a mean."""
-    weight, quantized = gpt.number_bytes(args), Quantized.of(args)
+    weight, quantized = number_bytes(args), Quantized.of(args)
     fewer = weight - quantized.recipe.gathered if quantized and quantized.kept else 0
     return weight - fewer * count.quantized / count.total
 
@@ -246,7 +246,7 @@ def _bytes(args: Namespace, name: str) -> int:
 
 def gradient_bytes(args: Namespace) -> int:
     """Bytes of the gradient of one parameter."""
-    return SINGLE if args.accumulate_allreduce_grads_in_fp32 else gpt.number_bytes(args)
+    return SINGLE if args.accumulate_allreduce_grads_in_fp32 else number_bytes(args)
 
 
 def optimizer_parameters(args: Namespace, count: Parameters) -> float:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from megatron.pipeline.costmodel.estimate import shards
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.shape.gpt import Holding, Shape
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.holding import Holding
 
 
 @dataclass(frozen=True)

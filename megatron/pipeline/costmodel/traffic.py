@@ -8,7 +8,8 @@ are ours, of numbers of ``Holding.number`` bytes for each token; a mask has a by
 from __future__ import annotations
 
 from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.shape.gpt import SINGLE, Shape
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.holding import SINGLE
 
 # Of every token for every expert that it visits, numbers read or written in F and in B: permutations, paddings, casts, weights by
 # probabilities, buffers. Fitted together with the efficiencies of benchmarks/published_throughput.py, one of 18 values that were

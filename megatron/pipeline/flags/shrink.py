@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, Role, neutral
+from megatron.pipeline.shape.gpt import have_experts
 
 _LETTERS = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
 _SPREAD = Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.DETAILS  # of the flags that may differ from the reference's
@@ -80,7 +81,7 @@ def shrunk(args: Namespace, whole: Namespace, stages: Sequence[Sequence[LayerTyp
         stages: the layers of every stage, in the model's order.
         slices: of a sequence, which the schedule passes on one by one.
     """
-    small, has_experts = copy.deepcopy(args), experts_by_layer(whole)
+    small, has_experts = copy.deepcopy(args), have_experts(whole)
     kept, at, rows = list[int](), 0, list[str]()
     for stage in stages:
         numbers = range(at, at := at + stage.count(LayerType.decoder))
@@ -101,14 +102,6 @@ def shrunk(args: Namespace, whole: Namespace, stages: Sequence[Sequence[LayerTyp
     small.max_position_embeddings = None
     small.vocab_size, small.make_vocab_size_divisible_by = _ROWS, _HEAD
     return small
-
-
-def experts_by_layer(whole: Namespace) -> list[bool]:
-    """Tell of each layer if it has experts."""
-    pattern = whole.moe_layer_freq
-    if not whole.num_experts:
-        return [False] * whole.num_layers
-    return [bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0 for layer in range(whole.num_layers)]
 
 
 def _narrow(small: Namespace, whole: Namespace) -> None:

@@ -10,10 +10,10 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.pipeline.shape.precision import HALF, Quantized
+from megatron.pipeline.shape.holding import Holding
+from megatron.pipeline.shape.precision import Quantized
 
-SINGLE = 4  # bytes of a number in float32; HALF: in fp16 or bf16
-_FUSED_KEYS = {"local": 4096, "transformer_engine": 16384}  # the most that the kernels of softmax take
+_WHOLE = Holding()
 
 
 class Work(NamedTuple):
@@ -64,10 +64,8 @@ class Experts:
         """From Megatron-LM's flags after ``validate``; None for a model without."""
         if not args.num_experts:
             return None
-        every = args.moe_layer_freq
-        has = [layer % every == 0 for layer in range(args.num_layers)] if isinstance(every, int) else map(bool, every)
         return cls(
-            tuple(has),
+            have_experts(args),
             args.num_experts,
             args.moe_router_topk,
             args.moe_ffn_hidden_size,
@@ -98,6 +96,14 @@ class Experts:
     def mean_ffn(self) -> float:
         """Width of the MLP that a token passes, as a mean over all layers."""
         return self.mean_routed_ffn + (1 - self.share) * self.dense_ffn
+
+
+def have_experts(args: Namespace) -> tuple[bool, ...]:
+    """Tell of each layer if it has experts, from Megatron-LM's flags after ``validate``."""
+    every = args.moe_layer_freq
+    if not args.num_experts:
+        return (False,) * args.num_layers
+    return tuple(layer % every == 0 for layer in range(args.num_layers)) if isinstance(every, int) else tuple(map(bool, every))
 
 
 @dataclass(frozen=True)
@@ -135,114 +141,6 @@ class Latent:
     def width(self) -> int:
         """Width of all that is made from hidden states."""
         return self.normalised + self.position
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Policy by which a rank holds its share of the activations. By default it holds all of them, in 16 bits, under fused
-    attention.
-
-    Attributes:
-        number: bytes of a number.
-        tensor, context: ranks that share each layer, and ranks that share each sequence.
-        sequence_parallel: norms and dropout are cut along the sequence over the former as well.
-        attention_matrices: attention is not fused and keeps what it makes of every query and key.
-        wide_softmax: that attention's softmax is not fused either: it keeps its probabilities in float32, and a copy in 16 bits.
-        logits_kept, logits_copies: bytes of each logit that cross entropy keeps, and copies in float32 that it makes beside it.
-        deferred_logits: microbatches whose gradients of logits wait for the output layer's W.
-        fused_norms: a norm is one module with the linear layer behind it, where one layer reads it: Transformer Engine's.
-        hidden_masks, attention_masks: there is dropout of hidden states, and of attention probabilities.
-        recomputed: what B makes again in every layer, by the names of ``--recompute-modules``.
-        recompute_layers: layers of a unit of which F keeps the input alone; 0 where no whole layers are made again.
-        recompute_first: recompute only this number of first layers of a chunk, each a unit of its own.
-        logits_limit: bytes in float32 above which a shard of a spread vocabulary does not keep its logits.
-    """
-
-    number: int = HALF
-    tensor: int = 1
-    context: int = 1
-    sequence_parallel: bool = False
-    attention_matrices: bool = False
-    wide_softmax: bool = False
-    logits_kept: int = SINGLE
-    logits_copies: int = 0
-    deferred_logits: int = 0
-    fused_norms: bool = False
-    hidden_masks: bool = True
-    attention_masks: bool = True
-    recomputed: frozenset[str] = frozenset()
-    recompute_layers: int = 0
-    recompute_first: bool = False
-    logits_limit: int | None = None
-
-    @classmethod
-    def of(cls, args: Namespace) -> Holding:
-        """From Megatron-LM's flags after ``validate``; those of kernels may be missing."""
-        modules = args.recompute_modules or ("core_attn",)
-        fused = getattr(args, "cross_entropy_loss_fusion", False) and getattr(args, "cross_entropy_fusion_impl", "native")
-        return cls(
-            number=number_bytes(args),
-            tensor=args.tensor_model_parallel_size,
-            context=args.context_parallel_size,
-            sequence_parallel=args.sequence_parallel,
-            attention_matrices=not fuses_attention(args),
-            wide_softmax=not fuses_softmax(args),
-            logits_kept=number_bytes(args) if fused == "te" else SINGLE,
-            logits_copies=2 if fused == "native" else 0,  # its compiled steps write nothing in place
-            deferred_logits=_deferred_logits(args),
-            fused_norms=args.transformer_impl != "local",
-            hidden_masks=args.hidden_dropout > 0,
-            attention_masks=args.attention_dropout > 0,
-            recomputed=frozenset(modules if args.recompute_granularity == "selective" else ()),
-            recompute_layers=args.recompute_num_layers or 0,
-            recompute_first=args.recompute_method == "block",
-            logits_limit=args.vocab_logits_limit,
-        )
-
-    @property
-    def recomputes(self) -> bool:
-        """Tell whether B makes anything again."""
-        return bool(self.recomputed or self.recompute_layers)
-
-    @property
-    def of_whole_layers(self) -> float:
-        """The share of what tensor-parallel ranks hold each for themselves, unless they cut it along the sequence."""
-        return 1 / (self.context * (self.tensor if self.sequence_parallel else 1))
-
-    @property
-    def of_cut_layers(self) -> float:
-        """The share of what they cut by heads and by the width of the MLP."""
-        return 1 / (self.context * self.tensor)
-
-
-def fuses_attention(args: Namespace) -> bool:
-    """Tell whether attention is one kernel: megatron-core's own (``local``) is not, nor what ``--attention-backend`` names."""
-    backend = getattr(args, "attention_backend", None)
-    name = getattr(backend, "name", backend)  # under mpipe launch it is a member of an enumeration
-    return args.transformer_impl != "local" and name not in ("unfused", "local")
-
-
-def fuses_softmax(args: Namespace) -> bool:
-    """Tell whether a kernel scales, masks and takes the softmax at once, of attention that is not fused.
-
-    megatron-core's ``fused_softmax.py`` has one for up to 4096 keys; ours of context parallelism has none. Transformer Engine's
-    does not depend on ``--no-masked-softmax-fusion``.
-    """
-    local = args.transformer_impl == "local"
-    taken = args.seq_length <= _FUSED_KEYS["local" if local else "transformer_engine"]
-    return taken and (not local or bool(args.masked_softmax_fusion and args.context_parallel_size == 1))
-
-
-def _deferred_logits(args: Namespace) -> int:
-    if not getattr(args, "defer_embedding_wgrad_compute", False):
-        return 0
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    return min(args.wgrad_deferral_limit or microbatches, microbatches)
-
-
-def number_bytes(args: Namespace) -> int:
-    """Bytes of a weight and of an activation."""
-    return HALF if args.bf16 or args.fp16 else SINGLE
 
 
 @dataclass(frozen=True)
@@ -287,7 +185,7 @@ class Shape:
     further: int = 0
     experts: Experts | None = None
     latent: Latent | None = None
-    holding: Holding = Holding()
+    holding: Holding = _WHOLE
     quantized: Quantized | None = None
 
     @classmethod
