@@ -55,6 +55,18 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
+def own_parser(name: str, usage: str, description: str, epilog: str, examples: Sequence[str]) -> Parser:
+    """Parser of a command whose command line is mostly another program's; ``usage`` follows the command's name."""
+    return Parser(
+        prog=f"mpipe {name}",
+        usage=f"mpipe {name} {usage}",
+        description=description,
+        epilog=epilog,
+        examples=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def add_command(
     commands: Commands, name: str, help: str, run: Callable[[argparse.Namespace], int | None], *examples: str, **options: Any
 ) -> Parser:

@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import tempfile
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.pipeline.cli.arguments import Commands, Parser, complain
+from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
@@ -305,14 +305,7 @@ def _write_data(args: Namespace, samples: int) -> None:
 
 
 def parser() -> Parser:
-    parser = Parser(
-        prog=f"mpipe {NAME}",
-        usage=f"mpipe {NAME} [--shrink] [--iterations N] [--ranks N] [--against 'FLAGS'] -- FLAGS",
-        description=_HELP,
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = own_parser(NAME, "[--shrink] [--iterations N] [--ranks N] [--against 'FLAGS'] -- FLAGS", _HELP, _EPILOG, _EXAMPLES)
     shrink = "fewer layers of each kind, narrower, few experts, short sequences, a small vocabulary; layout and features stay"
     parser.add_argument("--shrink", action="store_true", help=shrink)
     parser.add_argument("--iterations", type=positive_int, default=3, metavar="N", help="of both trainings (default: 3)")

@@ -5,12 +5,11 @@ It reads its command line itself, since most of that is for others: torchrun, an
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import signal
 from collections.abc import Sequence
 
-from megatron.pipeline.cli.arguments import Commands, Parser, complain
+from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
 from megatron.pipeline.dist.processes import let_rank_0_speak
 from megatron.pipeline.flags.packages import missing
 
@@ -69,14 +68,7 @@ def _end_readers() -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog=f"mpipe {NAME}",
-        usage=f"mpipe {NAME} [--core checkout|pip] [torchrun options] SCRIPT [flags]",
-        description=_HELP,
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = own_parser(NAME, "[--core checkout|pip] [torchrun options] SCRIPT [flags]", _HELP, _EPILOG, _EXAMPLES)
     parser.add_argument(
         "--core",
         choices=["checkout", "pip"],

@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from math import prod
 
-from megatron.pipeline.cli.arguments import Commands, Parser, complain
+from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
@@ -108,13 +108,6 @@ def _ranks_of_script(flags: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog=f"mpipe {NAME}",
-        usage="mpipe rehearse [--ranks N] [SCRIPT.py] [--] FLAGS",
-        description=_HELP,
-        epilog=_EPILOG,
-        examples=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = own_parser(NAME, "[--ranks N] [SCRIPT.py] [--] FLAGS", _HELP, _EPILOG, _EXAMPLES)
     parser.add_argument("--ranks", type=positive_int, metavar="N", help="processes; by default what the flags' sizes come to")
     return parser

@@ -95,17 +95,12 @@ class Compared(NamedTuple):
         tolerance: relative, what sums in another order explain.
         numbers: loss and gradient norm.
         gradients: in the order of a backward.
-        equal: whether every number and gradient is equal bit for bit.
     """
 
     number: int
     tolerance: float
     numbers: tuple[Difference, Difference]
     gradients: list[Difference]
-
-    @property
-    def equal(self) -> bool:
-        return not any(one.absolute for one in (*self.numbers, *self.gradients))
 
     @property
     def beyond(self) -> list[Difference]:
