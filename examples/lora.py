@@ -53,7 +53,7 @@ def adapt(models: list[Any]) -> None:
 def main(schedule: str) -> None:
     """Train on one batch."""
     pipeline = plan(schedule)
-    models = build(pipeline)
+    models = build()
     adapt(models)
     chunks = wrap(models)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), chunks)

@@ -30,7 +30,7 @@ def plan(schedule: str, **options: Any) -> Pipeline:
     return pipeline
 
 
-def build(pipeline: Pipeline, **options: Any) -> list[GPTModel]:
+def build(**options: Any) -> list[GPTModel]:
     """This rank's chunks of a small GPT, made as under megatron-core's own schedules: a V's are where the schedule wants them."""
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     config = TransformerConfig(
@@ -40,7 +40,7 @@ def build(pipeline: Pipeline, **options: Any) -> list[GPTModel]:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=not CUDA,
-        pipeline_model_parallel_size=pipeline.placement.ranks,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=chunks,
         pipeline_dtype=torch.float32,
     )
@@ -81,8 +81,8 @@ def run(chunks: list[Any], data: list[torch.Tensor], optimizer: Any = None) -> t
 
 if __name__ == "__main__":
     start()
-    pipeline = plan(sys.argv[1])
-    chunks = wrap(build(pipeline))
+    plan(sys.argv[1])
+    chunks = wrap(build())
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), chunks)
     for iteration in range(5):
         losses, norm = run(chunks, batches(4, seed=iteration % 2), optimizer)

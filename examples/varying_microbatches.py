@@ -30,7 +30,7 @@ def iterate(
 if __name__ == "__main__":
     start()
     pipeline = plan(sys.argv[1])
-    chunks = wrap(build(pipeline), overlap_grad_reduce=True, **SHARDED)
+    chunks = wrap(build(), overlap_grad_reduce=True, **SHARDED)
     if pipeline.is_stock:  # schedules of this package ask DDP themselves
         chunks[0].config.no_sync_func = chunks[0].no_sync
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, **SHARDED), chunks)

@@ -11,6 +11,7 @@ last chunk of the last rank", as loops ask, is the last stage.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,62 +29,55 @@ def install(loop: Any) -> None:
     """Have upstream's functions ask a loop from here on; None: they are as they were."""
     global current
     current = loop
-    compat.wrap(compat.module("megatron.core.parallel_state"), "is_pipeline_first_stage", _is_pipeline_first)
-    compat.wrap(parallel_state, "is_pipeline_last_stage", _is_pipeline_last)
-    utils = compat.module(_UTILS)
-    compat.wrap(utils, "is_vp_first_stage", _is_vp_first)
-    compat.wrap(utils, "is_vp_last_stage", _is_vp_last)
-    compat.wrap(utils, "is_pp_last_stage", _is_pp_last)
+    state, utils = compat.module("megatron.core.parallel_state"), compat.module(_UTILS)
+    for end in ("first", "last"):
+        compat.wrap(state, f"is_pipeline_{end}_stage", _of_pipeline(end))
+        compat.wrap(utils, f"is_vp_{end}_stage", _of_chunk(end))
+    compat.wrap(utils, "is_pp_last_stage", _is_last_rank)
     compat.wrap(compat.module("megatron.core.transformer.transformer_config").TransformerConfig, "__post_init__", _checked)
     compat.wrap(compat.module(_FINALIZE), "finalize_model_grads", _finalize)
 
 
 def _placement(chunks: int | None, ranks: int | None = None) -> Any:
-    """The current loop's, if megatron-core would look for a stage elsewhere, and the model has as many chunks."""
+    """The current loop's for a model with that many chunks, where megatron-core would look for a stage elsewhere."""
     if current is None or not parallel_state.model_parallel_is_initialized():
         return None
-    placement = current.placement(ranks or parallel_state.get_pipeline_model_parallel_world_size())
-    return placement if placement is not None and placement.chunks == chunks else None
+    return current.placement(ranks or parallel_state.get_pipeline_model_parallel_world_size(), chunks)
 
 
-def _given_chunks() -> int | None:
-    chunks: int | None = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    return chunks
+def _answer(end: str, vp_stage: int, chunks: int | None) -> bool | None:
+    """Tell if a chunk of this rank is the ``first`` or the ``last`` stage by the placement; None where upstream is right."""
+    if (placement := _placement(chunks)) is None:
+        return None
+    stage = placement.stage(parallel_state.get_pipeline_model_parallel_rank(), vp_stage)
+    return bool(placement.is_first(stage) if end == "first" else placement.is_last(stage))
 
 
-def _stage(placement: Any, vp_stage: int) -> int:
-    number: int = placement.stage(parallel_state.get_pipeline_model_parallel_rank(), vp_stage)
-    return number
+def _of_pipeline(end: str) -> Callable[..., bool]:
+    def tell(ask: Any, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        known = None if ignore_virtual or vp_stage is None else _answer(end, vp_stage, _chunks())
+        return bool(ask(ignore_virtual=ignore_virtual, vp_stage=vp_stage)) if known is None else known
+
+    return tell
 
 
-def _is_pipeline_first(ask: Any, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    if ignore_virtual or vp_stage is None or (placement := _placement(_given_chunks())) is None:
-        return bool(ask(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
-    return _stage(placement, vp_stage) == 0
+def _of_chunk(end: str) -> Callable[..., bool]:
+    def tell(ask: Any, vp_stage: int, vp_size: int | None) -> bool:
+        known = _answer(end, vp_stage, vp_size)
+        return bool(ask(vp_stage, vp_size)) if known is None else known
+
+    return tell
 
 
-def _is_pipeline_last(ask: Any, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    if ignore_virtual or vp_stage is None or (placement := _placement(_given_chunks())) is None:
-        return bool(ask(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
-    return bool(_stage(placement, vp_stage) == placement.last_stage)
-
-
-def _is_vp_first(ask: Any, vp_stage: int, vp_size: int | None) -> bool:
-    if (placement := _placement(vp_size)) is None:
-        return bool(ask(vp_stage, vp_size))
-    return _stage(placement, vp_stage) == 0
-
-
-def _is_vp_last(ask: Any, vp_stage: int, vp_size: int | None) -> bool:
-    if (placement := _placement(vp_size)) is None:
-        return bool(ask(vp_stage, vp_size))
-    return bool(_stage(placement, vp_stage) == placement.last_stage)
-
-
-def _is_pp_last(ask: Any, pp_group: torch.distributed.ProcessGroup) -> bool:
-    if ask(pp_group) or pp_group is None or (placement := _placement(_given_chunks(), pp_group.size())) is None:
+def _is_last_rank(ask: Any, pp_group: torch.distributed.ProcessGroup) -> bool:
+    if ask(pp_group) or pp_group is None or (placement := _placement(_chunks(), pp_group.size())) is None:
         return bool(ask(pp_group))
     return bool(placement.home(placement.last_stage)[0] == pp_group.rank())
+
+
+def _chunks() -> int | None:
+    chunks: int | None = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return chunks
 
 
 def _checked(check: Any, config: Any) -> None:
@@ -94,5 +88,6 @@ def _checked(check: Any, config: Any) -> None:
 
 
 def _finalize(finalize: Any, chunks: Any, *rest: Any, **options: Any) -> None:
-    boundary = None if _placement(_given_chunks()) is None else current.boundary
-    (boundary.finalize_model_grads if boundary else finalize)(chunks, *rest, **options)
+    if (placement := _placement(_chunks())) is not None:
+        finalize = current.boundary(placement).finalize_model_grads
+    finalize(chunks, *rest, **options)

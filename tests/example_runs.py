@@ -54,15 +54,15 @@ def steps(chunks: list[Any], iterations: int = 3) -> Steps:
 
 def own_training_loop(schedule: str) -> Steps:
     own = example("own_training_loop")
-    pipeline = own.plan(schedule)
-    return steps(own.wrap(own.build(pipeline)))
+    own.plan(schedule)
+    return steps(own.wrap(own.build()))
 
 
 def varying_microbatches(schedule: str) -> tuple[list[Any], set[int]]:
     """Log-probabilities and losses of some iterations, and the numbers of microbatches that were planned for training."""
     own, varying = example("own_training_loop"), example("varying_microbatches")
     pipeline = own.plan(schedule)
-    chunks = own.wrap(own.build(pipeline))
+    chunks = own.wrap(own.build())
     optimizer, found = optimizer_of(chunks), []
     for rollouts, trained in [(3, 2), (7, 5), (4, 1)]:
         parts = varying.iterate(chunks, optimizer, own.batches(rollouts, seed=rollouts), trained)
@@ -97,7 +97,7 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
 
     own, low_rank = example("own_training_loop"), example("lora")
     pipeline = own.plan(schedule)
-    models = own.build(pipeline)
+    models = own.build()
     low_rank.adapt(models)
     weights = [(f"{chunk} {name}", weight) for chunk, model in enumerate(models) for name, weight in model.named_parameters()]
     for name, weight in weights if trains != "adapters" else []:

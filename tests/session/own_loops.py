@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import reductions
@@ -39,27 +38,7 @@ class Trained(NamedTuple):
 
 def _model(frozen: str) -> Any:
     """The one chunk of this rank, as any builder makes it who knows no schedule."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-    own = example("own_training_loop")
-    config = TransformerConfig(
-        num_layers=8,
-        hidden_size=32,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        pipeline_dtype=torch.float32,
-    )
-    ends = {"pre_process": parallel_state.is_pipeline_first_stage(), "post_process": parallel_state.is_pipeline_last_stage()}
-    model = GPTModel(
-        config, get_gpt_layer_local_spec(), own.VOCABULARY, own.LENGTH, share_embeddings_and_output_weights=True, **ends
-    )
-    own.draw([model])
+    [model] = example("own_training_loop").build(share_embeddings_and_output_weights=True)
     for name, weight in model.named_parameters():
         weight.requires_grad_(not frozen or frozen not in name)
     return model
@@ -249,28 +228,11 @@ def turned() -> Any:
 
 def ends_refused(schedule: str) -> str:
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
+    own = example("own_training_loop")
     install(schedule)
     parallel_state.initialize_model_parallel(1, 4, 2)
-    config = TransformerConfig(
-        num_layers=8,
-        hidden_size=32,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.float32,
-    )
-    found = []
-    for chunk in range(2):
-        where = {"ignore_virtual": False, "vp_stage": chunk}
-        first, last = parallel_state.is_pipeline_first_stage(**where), parallel_state.is_pipeline_last_stage(**where)
-        options = {"pre_process": first, "post_process": last, "share_embeddings_and_output_weights": True, "vp_stage": chunk}
-        found.append(refused(partial(GPTModel, config, get_gpt_layer_local_spec(), 64, 16, **options)))
-    return max(found)
+    return refused(lambda: own.build(share_embeddings_and_output_weights=True))
 
 
 def chunks_planned(schedule: str, given: int) -> int:
@@ -292,7 +254,8 @@ def chunks_planned(schedule: str, given: int) -> int:
 def tied(schedule: str, into_one_end: bool = False) -> Any:
     """Steps of a model whose output layer is tied to the embedding; the refusal where one of both has got other weights."""
     own = example("own_training_loop")
-    models = own.build(own.plan(schedule), share_embeddings_and_output_weights=True)
+    own.plan(schedule)
+    models = own.build(share_embeddings_and_output_weights=True)
     ends = [model.shared_embedding_or_output_weight() for model in models if model.pre_process or model.post_process]
     for weight in ends:
         weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
@@ -309,7 +272,7 @@ def with_chunks(schedule: str, chunks: int | None) -> str:
     from megatron.core import parallel_state
 
     own = example("own_training_loop")
-    loop, ranks = install(schedule), torch.distributed.get_world_size()
-    parallel_state.initialize_model_parallel(1, ranks, chunks)
-    models = own.wrap(own.build(loop.pipeline(ranks), share_embeddings_and_output_weights=True))
+    install(schedule)
+    parallel_state.initialize_model_parallel(1, torch.distributed.get_world_size(), chunks)
+    models = own.wrap(own.build(share_embeddings_and_output_weights=True))
     return refused(lambda: own.run(models, own.batches(4, seed=0), optimizer_of(models)))

@@ -97,24 +97,23 @@ class OwnLoop:
                 self._pipelines[ranks].install()
         return self._pipelines[ranks]
 
-    def placement(self, ranks: int) -> Placement | None:
-        """The places of stages on a number of ranks; None where they are where megatron-core has them.
+    def placement(self, ranks: int, chunks: int | None) -> Placement | None:
+        """The places of stages; None where they are where megatron-core has them, or a model has another number of chunks.
+
+        Args:
+            chunks: of the model on each of that many ranks.
 
         Raises:
             ValueError: see ``pipeline``.
         """
-        if ranks == 1:
+        if ranks == 1 or chunks is None:
             return None
         placement = self.pipeline(ranks).placement
-        return None if placement == interleaved(ranks, placement.chunks) else placement
+        return None if placement.chunks != chunks or placement == interleaved(ranks, chunks) else placement
 
-    @property
-    def boundary(self) -> BoundaryModules:
+    def boundary(self, placement: Placement) -> BoundaryModules:
         """The ends of models on a placement of this loop's own; made once, by all ranks of the world together."""
-        if self._boundary is None:
-            placement = self.placement(parallel_state.get_pipeline_model_parallel_world_size())
-            assert placement is not None, "it is asked for then alone"
-            self._boundary = BoundaryModules(placement)
+        self._boundary = self._boundary or BoundaryModules(placement)
         return self._boundary
 
     def lay_out(self, config: TransformerConfig, check: Callable[[TransformerConfig], None]) -> None:
@@ -130,9 +129,9 @@ class OwnLoop:
         if isinstance(before, PlacementLayout):  # of an earlier call
             config.pipeline_model_parallel_layout = None
         check(config)
-        self._take_chunks(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
-        placement = self.placement(config.pipeline_model_parallel_size)
-        if placement is None or placement.chunks != config.virtual_pipeline_model_parallel_size:
+        sizes = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+        self._take_chunks(*sizes)
+        if (placement := self.placement(*sizes)) is None:
             return
         if not isinstance(before, PlacementLayout) or config.num_layers != before.layers:
             before = PlacementLayout(_stages(config, placement), placement)
@@ -172,8 +171,8 @@ class OwnLoop:
             ValueError: they are on two ranks, and upstream has no group of these.
         """
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        placement = self.placement(ranks)
-        if placement is None or placement.chunks != model.config.virtual_pipeline_model_parallel_size:
+        placement = self.placement(ranks, model.config.virtual_pipeline_model_parallel_size)
+        if placement is None:
             return False
         (first, _), (last, _) = placement.home(0), placement.home(placement.last_stage)
         if (first, last) == (0, ranks - 1):
@@ -206,32 +205,20 @@ class OwnLoop:
                 or as ``Pipeline.forward_backward``.
         """
         call = Call(**keywords)
-        pipeline = self.pipeline(call.pipeline.size())
+        pipeline, placement = self.pipeline(call.pipeline.size()), self.placement(call.pipeline.size(), len(call.chunks))
         if not call.forward_only:
             for number, chunk in enumerate(call.chunks):
                 if not distributed_data_parallel.is_marked(chunk):
                     raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
             if self._trained is None:
-                self._check_tied(call)
+                if placement is not None:
+                    _check_tied(call, self.boundary(placement))
                 self._trained = _trained(call, pipeline.placement)
         reports = pipeline.run(call)
-        if self.placement(call.pipeline.size()) is not None:
-            self._last_rank = self._last_rank or LastRank(pipeline.placement)
+        if placement is not None:
+            self._last_rank = self._last_rank or LastRank(placement)
             self._last_rank.bring(reports, call.pipeline)
         return reports
-
-    def _check_tied(self, call: Call) -> None:
-        """Refuse a model whose output layer is tied to the embedding, and has other weights. Collective over the pipeline."""
-        placement = self.placement(call.pipeline.size())
-        if placement is None or placement.chunks != len(call.chunks):  # which is refused with the iteration
-            return
-        differ = torch.tensor(self.boundary.differ(call.chunks), dtype=torch.int32, device=call.device)
-        torch.distributed.all_reduce(differ, torch.distributed.ReduceOp.MAX, group=call.pipeline)
-        if differ:
-            raise ValueError(
-                "the output layer is tied to the embedding, and their weights differ, as where a checkpoint was loaded into one "
-                "of them: load it into both, which a V has on the first pipeline rank, or take a schedule with one chunk per rank"
-            )
 
     def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
         stage = EQUAL_PASSES.share(placement.chunks_per_replica)
@@ -255,6 +242,17 @@ def _stages(config: TransformerConfig, placement: Placement) -> Sequence[Sequenc
         layer_redistribution=False,
     )
     return stage_layers(flags, placement)
+
+
+def _check_tied(call: Call, boundary: BoundaryModules) -> None:
+    """Refuse a model whose output layer is tied to the embedding, and has other weights. Collective over the pipeline."""
+    differ = torch.tensor(boundary.differ(call.chunks), dtype=torch.int32, device=call.device)
+    torch.distributed.all_reduce(differ, torch.distributed.ReduceOp.MAX, group=call.pipeline)
+    if differ:
+        raise ValueError(
+            "the output layer is tied to the embedding, and their weights differ, as where a checkpoint was loaded into one of "
+            "them: load it into both, which a V has on the first pipeline rank, or take a schedule with one chunk per rank"
+        )
 
 
 def _trained(call: Call, placement: Placement) -> tuple[float, ...]:
