@@ -174,6 +174,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "clip_grad_by_total_norm_fp32": Name("post-validation: clipping"),
     },
     "megatron.core.optimizer.distrib_optimizer": {
+        "DistributedOptimizer.step_with_ready_grads": Name("gathers behind the step: wrapped"),
         "DistributedOptimizer.sharded_state_dict": Name("checkpoints of torch's optimizers: wrapped"),
         "DistributedOptimizer._set_main_param_and_optimizer_states": Name("checkpoints of torch's optimizers: wrapped"),
         "DistributedOptimizer.compute_full_param_layout": Name("buckets on every rank: wrapped", "0.18-0.19", required=False),

@@ -1,5 +1,9 @@
-"""megatron.core.optimizer.distrib_optimizer: checkpoints of the distributed optimizer.
+"""megatron.core.optimizer.distrib_optimizer: the distributed optimizer's step, and its checkpoints.
 
+``DistributedOptimizer.step_with_ready_grads``: where weights are gathered during forwards, upstream steps all of them, and the
+first gather begins with the next iteration. Of chunks that train under our schedules each bucket is gathered as soon as it has
+been stepped, in the order in which forwards take them, while the next one is stepped. A step is computed weight by weight, so its
+numbers do not change.
 ``DistributedOptimizer.sharded_param_state_fully_reshardable``: upstream joins buckets without the padding at their ends, and then
 cuts parameters out by offsets that count this padding, so that it saves everything behind the first padded bucket from the wrong
 place (mended in its pull request 5077, which no release up to 0.19.0 has). Here the offsets do not count the padding either.
@@ -14,17 +18,24 @@ the groups of parameters, but looks for it among a checkpoint's tensors.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import accumulate, compress
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.pipeline.patches import compat
+from megatron.pipeline.patches.distributed_data_parallel import gathered
 from megatron.pipeline.patches.torch_optimizers import allocate_state, is_torch
 
 # Weights are rounded main parameters; another precision since then rounds once more. Anything saved wrong is farther off.
 _RELATIVE, _ABSOLUTE = 2**-6, 2**-20
+# Lists of weights, by the optimizer's groups of parameters: the model's of 16 and of 32 bits, and shards of each.
+_OF_HALF = ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups")
+_OF_SINGLE = ("model_fp32_groups", "shard_fp32_groups")
 
 
 class SavedWrongError(ValueError):
@@ -35,11 +46,70 @@ def install() -> None:
     optimizer = compat.module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     if optimizer.sharded_state_dict.__module__ == __name__:  # installed already
         return
+    compat.wrap(optimizer, "step_with_ready_grads", _by_bucket)
     compat.wrap(optimizer, "sharded_state_dict", _with_states)
     compat.wrap(optimizer, "_set_main_param_and_optimizer_states", _keeping_steps)
     compat.wrap(optimizer, "load_parameter_state_from_fully_reshardable", _checked)
     if _counts_padding(optimizer.sharded_param_state_fully_reshardable):
         compat.wrap(optimizer, "sharded_param_state_fully_reshardable", _without_padding)
+
+
+def _by_bucket(original: Any, optimizer: Any) -> bool:
+    """Upstream's step of one group of buckets after another, each gathered behind it."""
+    everything = set() if _steps_at_once(optimizer) else optimizer.model_param_gbuf_map.keys()
+    groups = [group for chunk in optimizer.model_chunks for group in gathered(chunk)] if everything else []
+    parts = [(group, part) for group in groups if (part := group.params & everything)]
+    if not everything or sum(len(part) for _, part in parts) < len(everything):
+        return bool(original(optimizer))
+    # Apex and Transformer Engine count the steps of all weights of a group at once.
+    counts = [deepcopy(group.get("step", 0)) for group in optimizer.optimizer.param_groups]
+    for group, part in parts:
+        if group.param_gather_handle is not None:  # no forward has taken these weights since the last step
+            group.param_gather_handle.wait()
+            group.param_gather_handle = None
+        with _alone(optimizer, part):
+            for stepped, count in zip(optimizer.optimizer.param_groups, counts, strict=True):
+                if stepped["params"] and "step" in stepped:
+                    stepped["step"] = deepcopy(count)
+            original(optimizer)
+        group.start_param_sync()
+    return True
+
+
+def _steps_at_once(optimizer: Any) -> bool:
+    """Tell whether weights are not gathered during forwards, or the step is more than one of each weight's shard."""
+    config, ddp = optimizer.config, optimizer.ddp_config
+    if optimizer.is_stub_optimizer or not ddp.overlap_param_gather or ddp.use_megatron_fsdp:
+        return True
+    quantizes = ddp.fp8_param_gather or getattr(ddp, "fp4_param_gather", False) or config.reuse_grad_buf_for_mxfp8_param_ag
+    return bool(
+        quantizes
+        or config.use_precision_aware_optimizer
+        or config.optimizer_cpu_offload
+        or config.overlap_param_gather_with_optimizer_step
+    )
+
+
+@contextmanager
+def _alone(optimizer: Any, part: set[torch.nn.Parameter]) -> Iterator[None]:
+    """While it lasts an optimizer has these of the model's weights alone."""
+    before = {name: getattr(optimizer, name) for name in (*_OF_HALF, *_OF_SINGLE)}
+    inner = [group["params"] for group in optimizer.optimizer.param_groups]
+    for model, *shards in (_OF_HALF, _OF_SINGLE):
+        kept = [[weight in part for weight in weights] for weights in before[model]]
+        for name in (model, *shards):
+            setattr(optimizer, name, [list(compress(*pair)) for pair in zip(before[name], kept, strict=True)])
+    for group, single, half in zip(
+        optimizer.optimizer.param_groups, optimizer.shard_fp32_groups, optimizer.shard_fp32_from_float16_groups, strict=True
+    ):
+        group["params"] = [*single, *half]
+    try:
+        yield
+    finally:
+        for name, groups in before.items():
+            setattr(optimizer, name, groups)
+        for group, shards in zip(optimizer.optimizer.param_groups, inner, strict=True):
+            group["params"] = shards
 
 
 def _counts_padding(cut: Any) -> bool:

@@ -11,7 +11,6 @@ on Megatron-LM calls before, with its choice of buckets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,21 +46,31 @@ def is_marked(chunk: torch.nn.Module) -> bool:
     return hasattr(unwrap_model(chunk), _MARK)
 
 
-def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
+def gather(chunk: torch.nn.Module) -> None:
     """Start all gathers of weights that the last step has left in shards; DDP's hooks of modules wait for each.
 
     Args:
         chunk: as DDP has wrapped it, or not.
-        order: its parameters, as forwards take them.
     """
-    ddp: Any = chunk
-    hooks = getattr(ddp, "use_forward_hook", False) and ddp.remove_forward_pre_hook_handles  # which a loop may take out
-    if not hooks or not ddp.ddp_config.align_param_gather:
-        return
-    of = ddp.param_to_bucket_group
-    for group in dict.fromkeys(of[parameter] for parameter in order if parameter in of):
+    for group in gathered(chunk):
         if not group.param_gather_dispatched:
             group.start_param_sync()
+
+
+def gathered(chunk: torch.nn.Module) -> list[Any]:
+    """Groups of buckets whose weights DDP gathers for its next forward, in the order in which that forward takes them.
+
+    Args:
+        chunk: as DDP has wrapped it, or not; a loop may have taken out DDP's hooks, and gathers itself.
+    """
+    ddp: Any = chunk
+    hooks = getattr(ddp, "use_forward_hook", False) and ddp.remove_forward_pre_hook_handles
+    if not hooks or not ddp.ddp_config.align_param_gather:
+        return []
+    vocabulary = getattr(unwrap_model(chunk), "vocabulary", None)  # IF comes before all layers
+    first = vocabulary.parameters() if vocabulary is not None else ()
+    of = ddp.param_to_bucket_group
+    return list(dict.fromkeys(of[parameter] for parameter in (*first, *chunk.parameters()) if parameter in of))
 
 
 def start_when_finished(chunk: torch.nn.Module) -> None:

@@ -58,3 +58,79 @@ def test_torchs_optimizer_is_loaded_before_its_first_step(pool: Pool, data: str,
     for saved, loaded in pool.run(2, saved_and_loaded, flags, kind, str(tmp_path / "saved")):
         assert saved == loaded
         assert {steps for steps, _ in loaded} == {2.0}
+
+
+def stepped_by_bucket(flags: str) -> tuple[list[str], list[int], bool]:
+    """Two steps of two equal models, one bucket by bucket: what happened in the second, steps counted by groups, equality."""
+    from megatron.pipeline import patches
+
+    patches.install()
+    import torch
+    from megatron.pipeline.patches import distrib_optimizer
+
+    from megatron.pipeline.trainer import program
+    from megatron.pipeline.trainer.state import build_training
+
+    happened: list[str] = []
+
+    class Counting:
+        """Counts steps as apex's and Transformer Engine's optimizers do: for a group. Later steps are longer."""
+
+        def __init__(self, param_groups: list[dict[str, Any]]) -> None:
+            self.param_groups = param_groups
+
+        @torch.no_grad()
+        def step(self) -> None:
+            happened.append("step")
+            for group in self.param_groups:
+                if group["params"]:
+                    group["step"] = group["step"] + 1 if "step" in group else 1
+                for parameter in group["params"]:
+                    parameter -= 1e-3 * group["step"] * parameter.grad
+
+    args, _, pipeline = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
+    with program._megatron_state(args, pipeline.placement):
+        by_bucket, at_once = (build_training(args, pipeline.placement) for _ in range(2))
+        order = [group for chunk in by_bucket.chunks for group in distrib_optimizer.gathered(chunk)]
+        for number, group in enumerate(order):
+            start = group.start_param_sync
+            group.start_param_sync = lambda number=number, start=start, **force: (
+                happened.append(f"gather {number}"),
+                start(**force),
+            )
+        counts = []
+        for training in (by_bucket, at_once):
+            [part] = training.optimizer.chained_optimizers
+            for chunk in training.chunks if training is at_once else ():
+                chunk.disable_forward_pre_hook(param_sync=False)
+            part.optimizer = Counting(part.optimizer.param_groups)
+            for factor in (1, -2):
+                happened[:] = happened if training is at_once else []
+                for chunk in training.chunks:
+                    for group in chunk.bucket_groups:
+                        group.param_gather_dispatched = False  # as after a reduction
+                    for parameter in chunk.parameters():
+                        parameter.main_grad.copy_(factor * torch.arange(parameter.numel()).view_as(parameter) / parameter.numel())
+                assert training.optimizer.step()[0]
+            counts += [group["step"] for group in part.optimizer.param_groups]
+        events = list(happened)
+        for chunk in (*by_bucket.chunks, *at_once.chunks):
+            chunk.start_param_sync(force_sync=True)
+        pairs = zip(by_bucket.chunks, at_once.chunks, strict=True)
+        equal = all(
+            torch.equal(one, other) for pair in pairs for one, other in zip(*(chunk.parameters() for chunk in pair), strict=True)
+        )
+    return events, counts, equal
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16"])
+def test_each_bucket_is_gathered_behind_its_own_step(pool: Pool, data: str, flags: str) -> None:
+    """In the order of forwards, with the numbers of one step of all."""
+    layout = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-distributed-optimizer"
+    overlaps = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 10000"
+    for happened, counts, equal in pool.run(4, stepped_by_bucket, f"{data} {layout} {overlaps} {flags}"):
+        buckets = (len(happened) - 2) // 2  # both steps of the other model come last
+        assert buckets > 2
+        assert happened[:-2] == [event for bucket in range(buckets) for event in ("step", f"gather {bucket}")]
+        assert set(counts) == {2}
+        assert equal

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -188,9 +187,7 @@ class Iteration:
         for index in dict.fromkeys(work.chunk for work in self.plan.schedule.passes[self.channels.rank]):
             chunk = call.chunks[index]
             if sync is None:
-                vocabulary = getattr(unwrap_model(chunk), "vocabulary", None)  # IF comes before all layers
-                first = vocabulary.parameters() if vocabulary is not None else ()
-                distributed_data_parallel.gather(chunk, chain(first, chunk.parameters()))
+                distributed_data_parallel.gather(chunk)
             elif not call.forward_only:
                 per_chunk(sync, index)(chunk.parameters())
 
