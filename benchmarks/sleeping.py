@@ -14,7 +14,7 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 
-from megatron.pipeline.backward.weight_tasks import submit
+from megatron.pipeline.backward.weight_tasks import notify, register_hook, submit
 from megatron.pipeline.model.adapter import GPT
 from megatron.pipeline.schedule.core.costs import StageCosts
 
@@ -74,15 +74,25 @@ class Sleeper:
         while time.monotonic() < self._free:
             pass
 
-    def precede_communication(self) -> None:
-        """Have everything that this process sends wait for the device."""
-        send: Callable[..., Any] = torch.distributed.ProcessGroup.send
+    def wait(self, end: float) -> None:
+        """Have the passes to come begin at some time or later."""
+        self._free = max(self._free, end)
 
-        def send_what_is_there(group: Any, *args: Any) -> Any:
-            self.synchronize()
-            return send(group, *args)
+    @property
+    def free(self) -> float:
+        """When all passes so far are over."""
+        return max(self._free, time.monotonic())
 
-        setattr(torch.distributed.ProcessGroup, "send", send_what_is_there)  # noqa: B010 - by name, to mypy
+    def precede_communication(self, *methods: str) -> None:
+        """Have everything that this process sends wait for the device; or all calls of other methods of process groups."""
+        for name in methods or ("send",):
+            call: Callable[..., Any] = getattr(torch.distributed.ProcessGroup, name)
+
+            def call_with_what_is_there(group: Any, *args: Any, call: Callable[..., Any] = call) -> Any:
+                self.synchronize()
+                return call(group, *args)
+
+            setattr(torch.distributed.ProcessGroup, name, call_with_what_is_there)
 
     def _begin(self, start: float, seconds: float) -> None:
         start = max(start, self._free)
@@ -99,9 +109,15 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, sleeper: Sleeper, forward: float, backward: float, weight: float | None = None
+        ctx: Any,
+        tensor: torch.Tensor,
+        sleeper: Sleeper,
+        forward: float,
+        backward: float,
+        weight: float | None = None,
+        parameter: torch.nn.Parameter | None = None,
     ) -> torch.Tensor:
-        ctx.sleeper, ctx.seconds, ctx.weight = sleeper, backward, weight
+        ctx.sleeper, ctx.seconds, ctx.weight, ctx.parameter = sleeper, backward, weight, parameter
         if forward:
             sleeper.occupy(forward)
         return tensor.clone()
@@ -110,23 +126,43 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.sleeper.occupy(ctx.seconds)
         if ctx.weight is not None:
-            submit(SleepingWeight(ctx.sleeper, ctx.weight))
-        return gradient.clone(), None, None, None, None
+            submit(SleepingWeight(ctx.sleeper, ctx.weight, ctx.parameter))
+        return gradient.clone(), None, None, None, None, None
 
 
 class SleepingWeight:
-    """A task of weight gradients."""
+    """A task of weight gradients; DDP, if it has the weight, learns that its gradient of one microbatch, 0, is there."""
 
     held = ()
 
-    def __init__(self, sleeper: Sleeper, seconds: float) -> None:
-        self._sleeper, self._seconds = sleeper, seconds
+    def __init__(self, sleeper: Sleeper, seconds: float, parameter: torch.nn.Parameter | None = None) -> None:
+        self._sleeper, self._seconds, self._parameter = sleeper, seconds, parameter
 
     def prefetch(self) -> None:
         """A sleeping weight needs no communication."""
 
     def run(self) -> None:
         self._sleeper.occupy(self._seconds)
+        if self._parameter is not None:
+            self._parameter.grad = torch.zeros_like(self._parameter)
+            notify(self._parameter)
+
+
+class SleepingLayer(torch.nn.Module):
+    """A layer with one weight, whose gradients DDP reduces."""
+
+    def __init__(self, sleeper: Sleeper, forward: float, backward: float, weight: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, HIDDEN))
+        self._sleeper, self._seconds = sleeper, (forward, backward, weight)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """DDP's, of delayed weight gradients."""
+        register_hook(self, hook)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _Sleep.apply(hidden, self._sleeper, *self._seconds, self.weight)
+        return output
 
 
 class MegatronStage(torch.nn.Module):

@@ -65,7 +65,7 @@ def gathered(chunk: torch.nn.Module) -> list[Any]:
     """
     ddp: Any = chunk
     hooks = getattr(ddp, "use_forward_hook", False) and ddp.remove_forward_pre_hook_handles
-    if not hooks or not ddp.ddp_config.align_param_gather:
+    if not hooks or not is_marked(chunk):
         return []
     vocabulary = getattr(unwrap_model(chunk), "vocabulary", None)  # IF comes before all layers
     first = vocabulary.parameters() if vocabulary is not None else ()

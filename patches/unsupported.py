@@ -49,7 +49,7 @@ UNSUPPORTED: dict[str, Setting] = {
         "delays weight gradients within megatron-core's own schedules; ours do so anyway", price="none, W passes are that"
     ),
     "overlap_param_gather_with_optimizer_step": Setting(
-        _ORDER, price="gathers of weights begin behind the optimizer's step, in the order of their use, not within it"
+        _ORDER, price="none, each bucket of weights is gathered behind its own step"
     ),
     "hybrid_context_parallel": Setting(_ORDER, in_config=True),
     "fine_grained_activation_offloading": Setting(

@@ -50,10 +50,10 @@ def noted() -> Iterator[list[Buckets]]:
     run = Iteration.run
 
     def running(iteration: Iteration, call: Any) -> Any:
-        events.clear()
         result = run(iteration, call)
         if not call.forward_only:
             found.append(_summary(events, [chunk.bucket_groups + chunk.expert_parallel_bucket_groups for chunk in call.chunks]))
+        events.clear()  # the optimizer's step begins the gathers for the next one
         return result
 
     with ExitStack() as stack:
