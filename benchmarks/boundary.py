@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ class Training:
             )
             self._optimizer.step()
         begins = [self._sleeper.passes[first].start for first in firsts]
-        return [end - start for start, end in zip(begins[1:], begins[2:], strict=False)]
+        return [end - start for start, end in pairwise(begins[1:])]
 
 
 def _finalize(model: list[DistributedDataParallel], *_: Any, **__: Any) -> None:

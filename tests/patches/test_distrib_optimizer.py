@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,19 @@ def stepped_by_bucket(flags: str) -> tuple[list[str], list[int], bool]:
                 if group["params"]:
                     group["step"] = group["step"] + 1 if "step" in group else 1
                 for parameter in group["params"]:
-                    parameter -= 1e-3 * group["step"] * parameter.grad
+                    parameter.sub_(1e-3 * group["step"] * parameter.grad)
 
     args, _, pipeline = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
     with program._megatron_state(args, pipeline.placement):
         by_bucket, at_once = (build_training(args, pipeline.placement) for _ in range(2))
         order = [group for chunk in by_bucket.chunks for group in distrib_optimizer.gathered(chunk)]
+
+        def noted(number: int, start: Any, **force: bool) -> None:
+            happened.append(f"gather {number}")
+            start(**force)
+
         for number, group in enumerate(order):
-            start = group.start_param_sync
-            group.start_param_sync = lambda number=number, start=start, **force: (
-                happened.append(f"gather {number}"),
-                start(**force),
-            )
+            group.start_param_sync = partial(noted, number, group.start_param_sync)
         counts = []
         for training in (by_bucket, at_once):
             [part] = training.optimizer.chained_optimizers
