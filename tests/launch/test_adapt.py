@@ -112,7 +112,7 @@ def test_a_setting_with_a_price_can_be_left_out(row: Combination) -> None:
     args = Namespace(pipeline_schedule="zb-h1", **{row.name: 2})
     [found] = exclusions(args)
     assert "; the same command with --adapt leaves it out" in refusal([found])
-    assert adapt(args, {}.get) == [f"{flag_of(row.name)} 2 {row.reason}: left out by --adapt. Price: {row.price}"]
+    assert adapt(args, lambda _: None) == [f"{flag_of(row.name)} 2 {row.reason}: left out by --adapt. Price: {row.price}"]
     assert exclusions(args) == []
 
 

@@ -23,7 +23,7 @@ from megatron.pipeline.schedule.families import (
 )
 from megatron.pipeline.schedule.families.family import Family
 
-__all__ = ["AUTO", "FAMILIES", "Family", "facts", "meant", "named", "placement"]
+__all__ = ["AUTO", "FAMILIES", "Family", "meant", "named", "placement"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
