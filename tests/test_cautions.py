@@ -6,10 +6,11 @@ import re
 
 import pytest
 from megatron.pipeline.patches import compat
+from packaging.version import Version
 
-from megatron.pipeline.flags import cautions as table
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.cautions import cautions
+from megatron.pipeline.flags.facts import cautions
+from megatron.pipeline.model import te_linear
 
 OLDEST, NEWEST = "0.16.1", "0.19.2"
 MTP = "--mtp-num-layers 1 --untie-embeddings-and-output-weights --position-embedding-type rope"
@@ -44,7 +45,7 @@ def test_flags_that_meet_an_error(
 ) -> None:
     """Without ``meets`` there is no warning, and with it there is this one."""
     monkeypatch.setattr(compat, "version", lambda: release)
-    monkeypatch.setattr(table, "version", lambda _: "2.13.0")
+    monkeypatch.setattr(te_linear, "get_te_version", lambda: Version("2.13.0"))
     assert cautions(parse(flags.split())) == []
     (found,) = cautions(parse(f"{flags} {meets}".split()))
     assert words in found and found.endswith(end)
@@ -69,13 +70,13 @@ def test_flags_that_meet_an_error(
 )
 def test_flags_that_nearly_meet_one(flags: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "version", lambda: release)
-    monkeypatch.setattr(table, "version", lambda _: "2.13.0")
+    monkeypatch.setattr(te_linear, "get_te_version", lambda: Version("2.13.0"))
     assert cautions(parse(flags.split())) == []
 
 
 def test_older_engines_count_grouped_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "version", lambda: "0.18.2")
-    monkeypatch.setattr(table, "version", lambda _: "2.12.1")
+    monkeypatch.setattr(te_linear, "get_te_version", lambda: Version("2.12.1"))
     assert cautions(parse(GROUPED.split())) == []
 
 

@@ -250,7 +250,7 @@ def test_stages(text: str, stages: set[int]) -> None:
         ("--objective time", "invalid choice: 'time'"),
         ("--activation B=1,R=2", "activation B=1,W=1,R=2: F must allocate"),
         ("--splits 2", "zb-h1 does not cut microbatches into slices"),
-        ("--group 2", "zb-h1 does not run microbatches in groups"),
+        ("--group 2", "--group 2 sets groups of microbatches, and zb-h1 has its own or none"),
         (
             "--cost F.attention=0.5",
             "unknown cost 'F.attention' (attention is what the other parts leave of F: give F); allowed are F,",

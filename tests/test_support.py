@@ -6,10 +6,11 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
-from megatron.pipeline.patches import unsupported
 
 from megatron.pipeline import cli
 from megatron.pipeline.cli.support import markdown
+from megatron.pipeline.combinations.rows import EXCLUDED
+from megatron.pipeline.combinations.table import Facts, sentences
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import Role, actions, add_flags, neutral
 from megatron.pipeline.flags.support import FEATURES, Feature, Support, of_flag, untested
@@ -32,10 +33,10 @@ def ids(feature: Feature) -> str:
 def test_a_feature_is_refused_warned_of_or_silent_in_a_launch(feature: Feature) -> None:
     args = on(feature)
     assert (feature in untested(args)) == (feature.launch is Support.UNTESTED)
-    assert bool(unsupported.excluded(args)) == (feature.launch is Support.REFUSED)
+    assert bool(sentences(Facts(vars(args), ours=True), EXCLUDED)) == (feature.launch is Support.REFUSED)
 
 
-@pytest.mark.parametrize("name", unsupported.UNSUPPORTED)
+@pytest.mark.parametrize("name", [row.name for row in EXCLUDED])
 def test_every_setting_that_is_refused_has_a_row(name: str) -> None:
     of_a_feature = {known for feature in FEATURES for known in feature.names}
     without = {  # details of a schedule of upstream's, no features

@@ -6,16 +6,17 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
-from megatron.pipeline.patches.unsupported import UNSUPPORTED
 
-from megatron.pipeline.flags.flags import MEGATRON, add_flags, flag_of
+from megatron.pipeline.combinations.rows import EXCLUDED
+from megatron.pipeline.combinations.table import Combination, flag_of
+from megatron.pipeline.flags.flags import MEGATRON, add_flags
 from megatron.pipeline.launch.adapt import adapt, exclusions, refusal
 from megatron.pipeline.launch.check import check_flags
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions
 
 PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
-PRICED = [name for name, setting in UNSUPPORTED.items() if setting.price]
+PRICED = [row for row in EXCLUDED if row.price]
 
 
 def upstreams(flags: str) -> Namespace:
@@ -46,9 +47,9 @@ def test_what_is_left_out_has_the_value_of_a_command_without_it(capsys: pytest.C
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(": left out by --adapt. Price: ")[0] for line in said] == [
         " --delay-wgrad-compute delays weight gradients within megatron-core's own schedules; ours do so anyway",
-        " --cuda-graph-impl (CUDA graphs) relies on the order of megatron-core's own schedules",
-        " --num-layers-per-virtual-pipeline-stage 1 asks for 4 chunks per rank, and zb-v has 2",
+        " --cuda-graph-impl local (CUDA graphs) relies on the order of megatron-core's own schedules",
         " --microbatch-group-size-per-virtual-pipeline-stage 8 sets groups of microbatches, and zb-v has its own or none",
+        " --num-layers-per-virtual-pipeline-stage 1 asks for 4 chunks per rank, and zb-v has 2",
     ]
 
 
@@ -86,13 +87,13 @@ def test_what_goes_with_the_schedule_stays(flags: str, capsys: pytest.CaptureFix
         ),
         (
             "--tp-comm-overlap --fp4-format e2m1",
-            r"^--tp-comm-overlap leaves .*; --fp4-format is not tested .*: leave them out, .*; the same command with --adapt "
-            r"leaves all but --fp4-format out, and says at what price$",
+            r"^--tp-comm-overlap leaves .*; --fp4-format e2m1 is not .*: leave them out, .*; the same command with --adapt "
+            r"leaves all but --fp4-format e2m1 out, and says at what price$",
         ),
-        ("--adapt --tp-comm-overlap --fp4-format e2m1", "^--fp4-format is not tested .*: leave it out, or take .* stock$"),
+        ("--adapt --tp-comm-overlap --fp4-format e2m1", "^--fp4-format e2m1 is not tested .*: leave it out, or take .* stock$"),
         (
             "--tp-comm-overlap --fp8-format e4m3 --fp8-recipe custom --transformer-impl transformer_engine",
-            r"^--fp8-recipe custom: .*\. --tp-comm-overlap leaves .*: leave it out",
+            r"^--fp8-recipe custom loses .*\. --tp-comm-overlap leaves .*: leave it out",
         ),
         (
             "--num-virtual-stages-per-pipeline-rank 4 --pipeline-model-parallel-layout Et|(tt|)*6ttL",
@@ -106,19 +107,16 @@ def test_a_refusal_names_all(flags: str, words: str) -> None:
         check_flags(upstreams(f"--pipeline-schedule zb-v {flags}"))
 
 
-@pytest.mark.parametrize("name", PRICED)
-def test_a_setting_with_a_price_can_be_left_out(name: str) -> None:
-    setting = UNSUPPORTED[name]
-    args = Namespace(pipeline_schedule="zb-h1", **{name: 2})
+@pytest.mark.parametrize("row", PRICED, ids=lambda row: row.name)
+def test_a_setting_with_a_price_can_be_left_out(row: Combination) -> None:
+    args = Namespace(pipeline_schedule="zb-h1", **{row.name: 2})
     [found] = exclusions(args)
     assert "; the same command with --adapt leaves it out" in refusal([found])
-    assert adapt(args, {name: setting.neutral}.get) == [
-        f"{setting.flag or flag_of(name)} {setting.reason}: left out by --adapt. Price: {setting.price}"
-    ]
+    assert adapt(args, lambda _: None) == [f"{flag_of(row.name)} 2 {row.reason}: left out by --adapt. Price: {row.price}"]
     assert exclusions(args) == []
 
 
 def test_the_page_has_the_prices() -> None:
     page = PAGE.read_text()
-    for name in PRICED:
-        assert f"| `{UNSUPPORTED[name].flag or flag_of(name)}` | {UNSUPPORTED[name].price} |" in page
+    for row in PRICED:
+        assert f"| `{flag_of(row.name)}` | {row.price} |" in page

@@ -16,13 +16,13 @@ from packaging.version import Version
 from releases import reduces_experts_wrong
 
 from megatron.pipeline.cli import main
+from megatron.pipeline.combinations.rows import MODELS, QUANTIZED
+from megatron.pipeline.combinations.table import refuse
 from megatron.pipeline.dist import processes
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.cautions import cautions
+from megatron.pipeline.flags.facts import cautions, of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, NEW, add_flags
 from megatron.pipeline.flags.validation import check_new_flags
-from megatron.pipeline.flags.validation_experts import check_overlap
-from megatron.pipeline.flags.validation_quantized import check_quantized
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.ahead import follows_at_once
 from megatron.pipeline.launch.check import check_flags, check_plan, untested, wrong_in_megatron_core
@@ -76,13 +76,13 @@ def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:
     plans = "--overlap-moe-expert-parallel-comm --num-experts 2 --expert-model-parallel-size 2 --bf16 --num-layers 2"
     args = parse([*plans.split(), "--moe-token-dispatcher-type", "alltoall"])
     vars(args).update(fp8="e4m3", fp8_recipe="tensorwise")  # Megatron-LM's
-    check_overlap(args)
+    refuse(of_flags(args), MODELS)
     args.fp8_recipe = "delayed"
     with pytest.raises(ValueError, match="--fp8-recipe delayed enters it once: give another recipe"):
-        check_overlap(args)
+        refuse(of_flags(args), MODELS)
     vars(args).update(fp8=None, fp4="e2m1")
     with pytest.raises(ValueError, match="do not enter FP4 and would train in --bf16: give --fp8-format, or leave --fp4-form"):
-        check_overlap(args)
+        refuse(of_flags(args), MODELS)
 
 
 def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:
@@ -103,7 +103,10 @@ def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() ->
     [
         ({"log_num_zeros_in_grad": True}, "--log-num-zeros-in-grad counts what a step ahead does not wait for: leave it out"),
         ({"qk_clip": True}, "--qk-clip acts on weights behind a step"),
-        ({"optimizer": "muon"}, "--optimizer muon: --post-validation rolls back steps of adam and sgd: take one of them"),
+        (
+            {"optimizer": "muon"},
+            "--optimizer muon with --post-validation, which rolls back steps of adam and sgd: take",
+        ),
     ],
 )
 def test_what_does_not_go_with_steps_ahead_is_refused(given: dict[str, object], words: str) -> None:
@@ -131,9 +134,9 @@ def test_iterations_that_nothing_but_a_log_parts(given: dict[str, object], pause
 @pytest.mark.parametrize(
     ("flag", "becomes", "words"),
     [
-        ("external_cuda_graph", {"cuda_graph_impl": "transformer_engine"}, "--external-cuda-graph (CUDA graphs) relies on"),
-        ("tensor_parallel_num_weight_shards", {"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards shards"),
-        ("x", {"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards shards"),
+        ("external_cuda_graph", {"cuda_graph_impl": "transformer_engine"}, "--external-cuda-graph 2 (CUDA graphs) relies on"),
+        ("tensor_parallel_num_weight_shards", {"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards 2 shards"),
+        ("x", {"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards 2 shards"),
     ],
 )
 def test_what_upstream_makes_of_a_flag_is_refused_as_well(
@@ -174,14 +177,14 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
         ({"use_grouped_gemm_for_shared_expert": True}, "--use-grouped-gemm-for-shared-expert runs modules .* take --pipeline"),
         ({"overlap_p2p_comm_warmup_flush": True}, "--overlap-p2p-communication-warmup-flush relies on the order .* take --pip"),
         ({"inprocess_restart": True}, "--inprocess-restart restarts ranks .* our watchdog ends: leave it out, or take --pipe"),
-        ({"hybrid_override_pattern": "M-M*"}, "--hybrid-override-pattern lists .* hybrid .* take --pipeline-schedule stock"),
-        ({"hybrid_layer_pattern": "M-M*"}, "--hybrid-layer-pattern lists the layers .* take --pipeline-schedule stock"),
+        ({"hybrid_override_pattern": "M-M*"}, "--hybrid-override-pattern .* lists .* hybrid .* take --pipeline-schedule stock"),
+        ({"hybrid_layer_pattern": "M-M*"}, "--hybrid-layer-pattern .* lists the layers .* take --pipeline-schedule stock"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 .* take --pipeline-schedule stock"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp .* take --pipeline-schedule stock"),
-        ({"cuda_graph_impl": "transformer_engine"}, r"--cuda-graph-impl \(CUDA graphs\) .* take --pipeline-schedule stock"),
+        ({"cuda_graph_impl": "transformer_engine"}, r"--cuda-graph-impl \S+ \(CUDA graphs\) .* take --pipeline-schedule stock"),
         ({"external_cuda_graph": True}, r"--external-cuda-graph \(CUDA graphs\) .* take --pipeline-schedule stock"),
-        ({"fp8": "hybrid", "offload": "full"}, "^--offload with FP8: .* recompute activations"),
-        ({"fp4": "e2m1"}, r"--fp4-format is not tested with delayed weight gradients \(--fp8-format is\): leave it out, or"),
+        ({"fp8": "hybrid", "offload": "full"}, "^--offload .* with FP8: .* recompute activations"),
+        ({"fp4": "e2m1"}, r"--fp4-format e2m1 is not tested with delayed weight gradients \(--fp8-format is\): leave it out, or"),
         (
             {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True, "vocab_parallel": "2"},
             "--fp8-output-proj computes the output layer in FP8, which is tested neither .* nor with --vocab-parallel: leave",
@@ -196,11 +199,11 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
         ),
         (
             {"fp8": "e4m3", "fp8_recipe": "rowwise"},
-            "^--fp8-recipe rowwise: .* not tested .* give --fp8-recipe delayed or tensorwise or mxfp8 or blockwise, or ",
+            "^--fp8-recipe rowwise is not tested .* give --fp8-recipe delayed or tensorwise or mxfp8 or blockwise, or ",
         ),
         (
             {"fp8": "e4m3", "fp8_recipe": "custom"},
-            "^--fp8-recipe custom: .* lose the weight gradients .* give --fp8-recipe delayed or tensorwise",
+            "^--fp8-recipe custom loses weight gradients: .* give --fp8-recipe delayed or tensorwise",
         ),
         (
             {
@@ -296,7 +299,7 @@ def test_documents_that_no_stage_can_keep_apart_are_refused(
         ({}, "0.16.1", None),
         ({"overlap_param_gather": True}, "0.19.2", None),
         ({"overlap_param_gather": True}, "0.18.2", "with --overlap-param-gather: .* 0.18.2 adds weights to the gradients "),
-        ({"num_experts": 8}, "0.16.1", "with --num-experts: Megatron-LM 0.16.1 takes gradients of experts for their weights"),
+        ({"num_experts": 8}, "0.16.1", "with --num-experts 8: Megatron-LM 0.16.1 takes gradients of experts for their weights"),
     ],
 )
 def test_weights_that_mix_with_gradients_are_refused(
@@ -306,9 +309,9 @@ def test_weights_that_mix_with_gradients_are_refused(
     sizes = SIZES_OF_RANKS | {"expert_model_parallel_size": 2}
     args = as_read(**sizes | {"reuse_grad_buf_for_mxfp8_param_ag": True} | flags)
     wrong = wrong_in_megatron_core(args)
-    assert wrong is None if words is None else re.search(f"^--reuse-grad-buf-for-mxfp8-param-ag {words}", str(wrong))
+    assert wrong == [] if words is None else re.match(f"--reuse-grad-buf-for-mxfp8-param-ag {words}", "".join(wrong))
     args.reuse_grad_buf_for_mxfp8_param_ag = False
-    assert wrong_in_megatron_core(args) is None
+    assert wrong_in_megatron_core(args) == []
 
 
 @pytest.mark.parametrize(
@@ -339,9 +342,9 @@ def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: st
     fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param_gather": True, "transformer_impl": "transformer_engine"}
     gathered = {"use_distributed_optimizer": True, "reuse_grad_buf_for_mxfp8_param_ag": recipe == "mxfp8"}
     args = as_read(pipeline_schedule="zb-h1", hidden_dropout=0.0, attention_dropout=0.0, **fp8, **gathered, **SIZES_OF_RANKS)
-    check_quantized(args)
+    refuse(of_flags(args), QUANTIZED)
     args.pipeline_costs = "profile"
-    check_quantized(args)
+    refuse(of_flags(args), QUANTIZED)
     words = "^--fp8-recipe delayed with a schedule that runs forwards again .* give --fp8-recipe tensorwise"
     for again in (False, True):
         plan = Namespace(schedule=Namespace(reruns=again))

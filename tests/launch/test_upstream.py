@@ -14,8 +14,10 @@ import numpy
 import pytest
 from launch.launched import OWN, SIZES, launch, run
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
-from megatron.pipeline.patches import compat, unsupported
+from megatron.pipeline.patches import compat
 
+from megatron.pipeline.combinations.rows import EXCLUDED
+from megatron.pipeline.combinations.table import Facts, sentences
 from megatron.pipeline.flags.support import FEATURES, untested
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
@@ -60,7 +62,7 @@ def test_features_are_known_by_the_names_that_upstreams_parser_gives_them(flags_
 def test_without_flags_nothing_is_untested_or_refused(flags_of_upstream: dict[str, str | None]) -> None:
     args = Namespace(**flags_of_upstream)
     assert [feature.title for feature in untested(args)] == ["Transformer Engine"]
-    assert unsupported.excluded(args) == []
+    assert sentences(Facts(vars(args), ours=True), EXCLUDED) == []
 
 
 @needs_upstream

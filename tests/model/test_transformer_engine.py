@@ -14,6 +14,8 @@ from packaging.version import Version
 from pool import Pool
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, check_no_gradient_is_lost, deferring
+from megatron.pipeline.combinations.rows import SCHEDULES
+from megatron.pipeline.combinations.table import of_config, refuse
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.split_linear import split_weights
 
@@ -257,18 +259,17 @@ def test_settings_that_exclude_each_other_are_refused(monkeypatch: pytest.Monkey
     te_linear.delay_weight_gradients(config)
     assert config.delay_wgrad_compute
     config.tp_comm_overlap, config.tp_comm_bulk_wgrad = True, False
-    with pytest.raises(ValueError, match=r"^tp_comm_overlap leaves inputs and output gradients of linears in buffers"):
+    with pytest.raises(ValueError, match=r"^--tp-comm-overlap leaves inputs and output gradients of linears in buffers"):
         te_linear.delay_weight_gradients(config)
 
 
 def test_what_needs_plain_tensors_is_refused_with_quantized_ones() -> None:
     quantized, plain = SimpleNamespace(fp8="e4m3"), SimpleNamespace(fp8=None)
-    te_linear.check_quantized(quantized, offloads=False, steps_ahead=False, reruns=True)
-    for switched_on, flag in (("offloads", "--offload"), ("steps_ahead", "--post-validation")):
-        options = {"offloads": False, "steps_ahead": False, "reruns": False} | {switched_on: True}
-        te_linear.check_quantized(plain, **options)
+    refuse(of_config(quantized, reruns=True), SCHEDULES)
+    for known, flag in (({"offload": "full"}, "--offload full"), ({"post_validation": True}, "--post-validation")):
+        refuse(of_config(plain, **known), SCHEDULES)
         with pytest.raises(ValueError, match=f"^{flag}.* with FP8.*train in --bf16"):
-            te_linear.check_quantized(quantized, **options)
+            refuse(of_config(quantized, **known), SCHEDULES)
 
 
 def engine_gradients(order: str | None, bias: bool) -> list[list[float]]:

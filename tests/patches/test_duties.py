@@ -21,7 +21,7 @@ _GROUPS = "Call.groups"
 _ORDER = "the order of upstream's schedules: our passes are in the program's"
 _MESSAGES = "Transport sends and receives as the program says"
 _PLANS = "LayerPlanStages runs the same layer plans, in the program's order"
-_REFUSED = "refused by patches/unsupported.py"
+_REFUSED = "refused by combinations/rows.py"
 
 # By what is called in the three functions forward_backward_*, without their own functions, and methods of lists and handles.
 DUTIES = {

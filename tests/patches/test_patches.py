@@ -18,6 +18,9 @@ import pytest
 import torch
 from pool import Pool, forked
 
+from megatron.pipeline.combinations.rows import EXCLUDED
+from megatron.pipeline.combinations.table import flag_of, of_config, refuse, sentences
+
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
@@ -122,21 +125,16 @@ def test_private_names_of_upstream_come_from_the_table() -> None:
 
 
 @pytest.mark.parametrize("setting", ["hybrid_context_parallel", "cuda_graph_impl"])
-def test_settings_without_support_are_refused_as_flags_and_in_configurations(setting: str) -> None:
-    from megatron.pipeline.patches import unsupported
-
-    for in_config in (False, True):
-        assert unsupported.excluded(Namespace(cuda_graph_impl="none", delay_wgrad_compute=in_config), in_config) == []
-        [(name, found)] = unsupported.excluded(Namespace(**{setting: "local"}), in_config)
-        assert name == setting and "relies on the order of megatron-core's own schedules" in found.reason
+def test_settings_without_support_are_refused_in_configurations(setting: str) -> None:
+    assert sentences(of_config(Namespace(cuda_graph_impl="none", delay_wgrad_compute=True)), EXCLUDED) == []
+    [found] = sentences(of_config(Namespace(**{setting: "local"})), EXCLUDED)
+    assert f"{flag_of(setting)} local" in found and "relies on the order of megatron-core's own schedules" in found
 
 
 def test_one_attention_variant_is_refused_by_its_name() -> None:
-    from megatron.pipeline.patches import unsupported
-
-    with pytest.raises(ValueError, match="experimental_attention_variant dsa uses the weight of a linear without its forward"):
-        unsupported.refuse(SimpleNamespace(experimental_attention_variant="dsa"))
-    unsupported.refuse(SimpleNamespace(experimental_attention_variant="gated_delta_net"))
+    with pytest.raises(ValueError, match="--experimental-attention-variant dsa uses the weight of a linear without its forward"):
+        refuse(of_config(SimpleNamespace(experimental_attention_variant="dsa")), EXCLUDED)
+    refuse(of_config(SimpleNamespace(experimental_attention_variant="gated_delta_net")), EXCLUDED)
 
 
 def refused_release(version: str) -> str:

@@ -38,7 +38,7 @@ MIB = 2**20
         (Request("dualpipe", 3, 6), ValueError, "dualpipe needs an even number of ranks, at least 2, got 3"),
         (Request("zb-v", 4, 8, chunks=3), ChunksDoNotFit, r"zb-v has 2 chunk\(s\) per rank, got 3"),
         (Request("1f1b", 4, 8, splits=2), ValueError, "1f1b does not cut microbatches into slices: leave --splits out"),
-        (Request("1f1b", 4, 8, group=2), ValueError, "1f1b does not run microbatches in groups: leave the group out"),
+        (Request("1f1b", 4, 8, group=2), ValueError, "--group 2 sets groups of microbatches, and 1f1b has its own or none"),
         (Request("1f1b", 4, 8, memory_limit=[4, 4]), ValueError, "or one for each of 4 ranks"),
         (Request("1f1b", 4, 8, recompute={4}), ValueError, "cannot recompute stage 4: the stages are 0..3"),
         (Request("1f1b", 4, 8, host_limit=1), ValueError, "a limit of host memory needs offloading, and there is none"),

@@ -262,7 +262,7 @@ def test_copies_are_planned_with_everything_else_on_the_way() -> None:
         ),
         (
             lambda: planning.plan("seq-1f1b", 4, 8, offload=FULL),
-            "seq-1f1b cuts microbatches into 2 slices, which share the memory of a microbatch: take a schedule without",
+            "--offload full moves whole microbatches, and the schedule cuts them into 2 slices",
         ),
         (
             lambda: offload(*one_rank(LINE), FULL, host_limit=0.5),

@@ -168,7 +168,7 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --sequence-parallel"
         ("--pipeline-timeout 600", 4, "600 seconds must be less than --distributed-timeout-minutes 10 = 600 seconds"),
         ("--pipeline-costs profile --timing-log-level 2", 4, "--timing-log-level 2 waits for the whole GPU"),
         (f"{EXPERTS} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 4, "2, or --expert-model-parallel"),
-        (f"{EXPERTS} --expert-tensor-parallel-size 2", 4, "gradients over the wrong ranks; give --expert-tensor"),
+        (f"{EXPERTS} --expert-tensor-parallel-size 2", 4, "gradients over the wrong ranks: give --expert-tensor"),
         ("--weight-decay-incr-style linear", 4, "needs --start-weight-decay and --end-weight-decay"),
     ],
 )
@@ -194,15 +194,21 @@ SEVERAL_TOKENS = "--mtp-num-layers 1 --untie-embeddings-and-output-weights --pos
         (PP + "--vocab-parallel 2 --fp16 --fp16-lm-cross-entropy", "leave --fp16-lm-cross-entropy out"),
         (PP + "--vocab-parallel interlaced --layer-redistribution", "--vocab-parallel interlaced leaves none there"),
         ("--layer-redistribution", "--pipeline-model-parallel-size is 1"),
-        (PP + "--layer-redistribution --num-layers-in-first-pipeline-stage 2", "and --num-layers-in-first-pipeline-stage would"),
-        (PP + "--layer-redistribution --num-layers-in-last-pipeline-stage 2", "leave out --num-layers-in-last-pipeline-stage"),
+        (
+            PP + "--layer-redistribution --num-layers-in-first-pipeline-stage 2",
+            "--num-layers-in-first-pipeline-stage 2 would",
+        ),
+        (PP + "--layer-redistribution --num-layers-in-last-pipeline-stage 2", "--num-layers-in-last-pipeline-stage 2 would fix"),
         (PP + "--layer-redistribution --pipeline-model-parallel-layout Etttt|ttttL", "chooses the number of layers"),
         (PP + "--layer-redistribution --num-layers-per-virtual-pipeline-stage 2", "--num-virtual-stages-per-pipeline-rank gives"),
         (
             PP + "--layer-redistribution --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-            "leave out them, or --layer-redistribution",
+            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split would fix",
         ),
-        (PP + "--label-smoothing 0.1 --z-loss 1e-4", "--label-smoothing and --z-loss: only the output layer of --vocab-parallel"),
+        (
+            PP + "--label-smoothing 0.1 --z-loss 1e-4",
+            "--label-smoothing 0.1 and --z-loss 0.0001: only the output layer of --voc",
+        ),
         (PP + "--vocab-mask-padding", "give --vocab-parallel 2, or leave --vocab-mask-padding out"),
         (PP + "--vocab-logits-limit 1GiB", "give --vocab-parallel 2, or leave --vocab-logits-limit out"),
     ],
@@ -222,14 +228,14 @@ ALL_TO_ALL = OVERLAP + "--num-experts 4 --expert-model-parallel-size 2 --moe-tok
     [
         ("--overlap-moe-expert-parallel-comm", "without experts: give --num-experts"),
         (OVERLAP + "--num-experts 4", "give --expert-model-parallel-size 2 or more"),
-        (OVERLAP + "--num-experts 4 --expert-model-parallel-size 2", "--moe-token-dispatcher-type is allgather: give alltoall"),
+        (OVERLAP + "--num-experts 4 --expert-model-parallel-size 2", "--moe-token-dispatcher-type allgather: give alltoall"),
         (ALL_TO_ALL.replace("--bf16 ", ""), "needs --bf16 or --fp16"),
         (
             ALL_TO_ALL + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             "--recompute-granularity full recomputes them whole: take selective",
         ),
         (ALL_TO_ALL + "--recompute-granularity selective --recompute-modules moe", "leave moe out"),
-        (ALL_TO_ALL + PP + SEVERAL_TOKENS.replace("1", "2"), "and --mtp-num-layers is 2: give 1"),
+        (ALL_TO_ALL + PP + SEVERAL_TOKENS.replace("1", "2"), "--mtp-num-layers 2 has more: give 1"),
         (ALL_TO_ALL + SEVERAL_TOKENS, "raise --pipeline-model-parallel-size"),
         (ALL_TO_ALL + "--moe-layer-freq 2", "leave the final norm out: change --moe-layer-freq"),
         (ALL_TO_ALL + PP + "--vocab-parallel 2", "--vocab-parallel 2 takes a part of them to others"),
@@ -246,7 +252,7 @@ def test_flags_that_layer_plans_exclude(flags_given: str, message: str) -> None:
 def test_flags_of_layer_plans() -> None:
     for flags_given in ("", PP, PP + SEVERAL_TOKENS, PP + "--pipeline-schedule stock --num-virtual-stages-per-pipeline-rank 2"):
         assert checked(ALL_TO_ALL + flags_given).overlap_moe_expert_parallel_comm
-    with pytest.raises(ValueError, match="--pipeline-schedule seq-1f1b has slices: take another schedule"):
+    with pytest.raises(ValueError, match="cuts them into 2 slices: take another schedule"):
         plan_pipeline(checked(ALL_TO_ALL + PP + "--pipeline-schedule seq-1f1b --position-embedding-type rope"))
 
 

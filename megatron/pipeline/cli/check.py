@@ -116,7 +116,7 @@ def sides(own: Namespace, args: Namespace, folder: Path) -> tuple[Side, Side, li
     """
     import torch
 
-    from megatron.pipeline.flags.cautions import cautions
+    from megatron.pipeline.flags.facts import cautions
     from megatron.pipeline.flags.shrink import comparable, fewer_microbatches, reference, shrunk
     from megatron.pipeline.flags.validation import validate
     from megatron.pipeline.model.layout import stage_layers

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, add_command
+from megatron.pipeline.combinations.rows import OF_FEATURES
+from megatron.pipeline.combinations.table import in_general
 from megatron.pipeline.flags.support import FEATURES
 
 _HEADER = ("feature", "pretrain_gpt.py", "mpipe launch", "")
@@ -13,11 +16,13 @@ _LEGEND = (
     "error before training. pretrain_gpt.py is this project's; mpipe launch runs Megatron-LM's own script."
 )
 
+_COMBINATIONS = "These do not go together; every command, launch and `install()` says so with the same sentence:"
+
 
 def add(commands: Commands) -> None:
     help = "list which features of Megatron-LM work with our schedules"
     parser = add_command(commands, "support", help, run, "mpipe support", "mpipe support --markdown")
-    parser.add_argument("--markdown", action="store_true", help="as the table of docs/support.md")
+    parser.add_argument("--markdown", action="store_true", help="as the tables of docs/support.md, with what excludes what")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -25,9 +30,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def markdown() -> str:
-    """The table as it is in docs/support.md."""
-    header, *rows = _rows()
-    lines = [header, ("---",) * len(header), *rows]
+    """The tables as they are in docs/support.md: features, and which of them exclude each other."""
+    combinations = [("feature", "does not go with", "because, and instead"), *in_general(OF_FEATURES)]
+    return f"{_table(_rows())}\n\n{_COMBINATIONS}\n\n{_table(combinations)}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    header, *rest = rows
+    lines = [header, ("---",) * len(header), *rest]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
 

@@ -10,19 +10,15 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of, given
-from megatron.pipeline.flags.validation_experts import (
-    check_experts,
-    check_grouped_experts,
-    check_overlap,
-    check_prediction,
-)
+from megatron.pipeline.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
+from megatron.pipeline.combinations.table import refuse
+from megatron.pipeline.flags.facts import of_flags
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
+from megatron.pipeline.flags.validation_experts import check_experts, check_grouped_experts
 from megatron.pipeline.flags.validation_files import check_checkpoints, check_data, check_outputs
 from megatron.pipeline.flags.validation_latent import check_latent
 from megatron.pipeline.flags.validation_offload import check_offload
-from megatron.pipeline.flags.validation_quantized import check_quantized
 from megatron.pipeline.flags.validation_rehearsal import check_rehearsal, rehearsed_ranks
-from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import STOCK
 
@@ -45,12 +41,11 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> None:
     _check_parallel_sizes(args, world_size)
     _check_model(args)
     check_experts(args, world_size, elsewhere)
-    check_prediction(args)
     _check_batch(args)
     _check_precision(args)
     _check_recompute(args)
     check_new_flags(args)
-    check_overlap(args)
+    refuse(of_flags(args), MODELS)
     if not elsewhere:
         _check_learning_rate(args)
         check_data(args)
@@ -64,15 +59,12 @@ def check_new_flags(args: Namespace) -> None:
     Raises:
         ValueError: they contradict each other, or some of its own.
     """
-    if args.recompute_fused_backward and not args.recompute_granularity:
-        raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
-    _check_post_validation(args)
-    check_quantized(args)
-    check_vocabulary(args)
+    refuse(of_flags(args), GROUPS, SCHEDULES, FLAGS, QUANTIZED)
+    args.post_validation_when = args.post_validation_when or "measured"
+    args.post_validation_copy = args.post_validation_copy or "device"
     check_offload(args)
     check_rehearsal(args)
     _check_timeouts(args)
-    _check_timers(args)
     check_outputs(args)
 
 
@@ -138,19 +130,6 @@ def _check_platform(args: Namespace, elsewhere: bool) -> None:
     if args.transformer_impl == "transformer_engine" and not (cuda and engine):
         lacking = "a CUDA device" if not cuda else "the package transformer-engine"
         raise ValueError(f"--transformer-impl transformer_engine needs {lacking}, which is not here: use local")
-
-
-def _check_post_validation(args: Namespace) -> None:
-    details = given(args, "post_validation_when", "post_validation_copy")
-    if details and not args.post_validation:
-        raise ValueError(f"{details[0]} says how --post-validation works, which is not given: give it, or leave {details[0]} out")
-    args.post_validation_when = args.post_validation_when or "measured"
-    args.post_validation_copy = args.post_validation_copy or "device"
-    if args.post_validation and args.pipeline_schedule == STOCK:
-        raise ValueError(
-            "--post-validation needs a schedule that says where a step must stand, and megatron-core's own does not: take 1f1b, "
-            "which runs the same passes, or another one, or leave --post-validation out"
-        )
 
 
 def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
@@ -353,14 +332,4 @@ def _check_timeouts(args: Namespace) -> None:
         raise ValueError(
             f"--pipeline-timeout {args.pipeline_timeout:g} seconds must be less than --distributed-timeout-minutes "
             f"{args.distributed_timeout_minutes:g} = {backend:g} seconds, when the backend gives up: lower it or raise the other"
-        )
-
-
-def _check_timers(args: Namespace) -> None:
-    """Costs must be those of passes alone."""
-    if args.pipeline_costs == PROFILE and args.timing_log_level > 1:
-        raise ValueError(
-            f"--timing-log-level {args.timing_log_level} waits for the whole GPU before and after every pass, also for messages "
-            f"on their way, and --pipeline-costs {PROFILE} (--offload-profile) would take that for the pass: take "
-            "--timing-log-level 1, or profile in a run without it"
         )

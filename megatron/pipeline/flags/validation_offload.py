@@ -7,7 +7,7 @@ from argparse import Namespace
 import torch
 
 from megatron.pipeline.flags.flags import PROFILE, given
-from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.schedule.core.names import OFF
 
 
 def check_offload(args: Namespace) -> None:
@@ -25,17 +25,7 @@ def check_offload(args: Namespace) -> None:
         )
     if args.offload_cpu_bandwidth is not None and torch.cuda.is_available():
         raise ValueError("--offload-cpu-bandwidth is for machines without a GPU, whose own bandwidth counts: leave it out")
-    if args.offload != OFF and args.pipeline_schedule == STOCK:
-        raise ValueError(
-            f"--offload {args.offload} needs a schedule that says when to copy, and megatron-core's own does not: take 1f1b, "
-            "which otherwise runs the same passes, or another one, or leave --offload out"
-        )
     if args.offload_profile:
-        if args.pipeline_costs not in (None, PROFILE):
-            raise ValueError(
-                f"--offload-profile measures what passes and copies cost, and --pipeline-costs {args.pipeline_costs} says it: "
-                "give one of the two"
-            )
         args.pipeline_costs = PROFILE
     if args.offload != OFF and args.offload_host_memory is not None and args.pipeline_costs is None:
         raise ValueError(

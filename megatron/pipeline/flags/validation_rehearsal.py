@@ -7,8 +7,7 @@ from argparse import Namespace
 
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.links import links_of
-from megatron.pipeline.flags.flags import PROFILE, given
-from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.flags.flags import given
 
 MEASURED = 5  # iterations: what ``runtime/profiling.py`` takes
 _PER_NODE = 8  # GPUs of a machine that is rehearsed for
@@ -66,42 +65,10 @@ def check_rehearsal(args: Namespace) -> None:
         if wrong := given(args, "rehearse_hop", "rehearse_dir", "rehearse_park", "rehearse_replicas"):
             raise ValueError(f"{wrong[0]} is for a rehearsal: add --rehearse, or leave it out")
         return
-    if args.pipeline_costs == PROFILE:
-        raise ValueError(
-            f"--rehearse measures what passes cost, and writes it to {args.rehearse_dir}/costs.json: leave --pipeline-costs "
-            f"{PROFILE} and --offload-profile out, and give --pipeline-costs with that file in a second run"
-        )
-    if args.save:
-        raise ValueError(
-            f"--rehearse trains a few iterations, and --save {args.save} would keep them: leave --save out, or --rehearse"
-        )
-    if args.rehearse_replicas and args.load:
-        raise ValueError(
-            f"--rehearse-replicas {args.rehearse_replicas} lacks ranks that have their share of the weights in {args.load}, and "
-            "its numbers mean nothing: leave --load out"
-        )
     if args.train_iters is not None and args.train_iters < MEASURED:
         raise ValueError(f"--rehearse measures {MEASURED} iterations, and --train-iters is {args.train_iters}: raise it")
-    if args.rehearse_park:
-        _check_parking(args)
     if args.rehearse_hop is not None:
         args.rehearse_hop = _hop(args.rehearse_hop, args)
-
-
-def _check_parking(args: Namespace) -> None:
-    """Refuse what reads weights outside passes and the optimizer's step, or needs those of several ranks at once."""
-    refused = {
-        f"--pipeline-schedule {STOCK}": args.pipeline_schedule == STOCK,
-        "--post-validation": args.post_validation,
-        f"--offload {args.offload}": args.offload != OFF,
-        f"--vocab-parallel {args.vocab_parallel}": args.vocab_parallel != OFF,  # its collectives compute with weights
-        f"{args.data_parallel_size} data-parallel replicas": args.data_parallel_size > 1,
-    }
-    if wrong := [name for name, present in refused.items() if present]:
-        raise ValueError(
-            f"--rehearse-park has one rank's weights on the device at a time, and does not go with {wrong[0]}: leave one of them "
-            "out (replicas: start one, which is as many ranks as pipeline, tensor and context sizes come to)"
-        )
 
 
 def _hop(text: str | float, args: Namespace) -> float:

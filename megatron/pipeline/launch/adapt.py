@@ -1,6 +1,6 @@
 """Flags of a command that was written for megatron-core's own schedules, and that another schedule replaces or excludes.
 
-``patches/unsupported.py`` has those that every schedule of ours excludes; the numbers of chunks and groups depend on the family.
+``combinations/rows.py`` has them, but for numbers of chunks, which depend on the family.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from megatron.pipeline.patches import unsupported
-
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, GROUP_FLAG, flag_of
+from megatron.pipeline.combinations import table
+from megatron.pipeline.combinations.rows import EXCLUDED, GROUPS
+from megatron.pipeline.flags.facts import of_flags
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
 from megatron.pipeline.flags.validation import chunks_per_rank
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import STOCK
-
-_GROUP = "microbatch_group_size_per_vp_stage"
 
 
 class Excluded(NamedTuple):
@@ -35,19 +34,20 @@ class Excluded(NamedTuple):
     names: tuple[str, ...]
 
 
-def exclusions(args: Namespace, in_config: bool = False) -> list[Excluded]:
+def exclusions(args: Namespace, validated: bool = False) -> list[Excluded]:
     """All flags that do not go with the schedule.
 
     Args:
-        args: as the parser has read them, or with ``in_config`` as upstream's validation has left them.
+        args: as the parser has read them, or ``validated``: as upstream's validation has left them.
     """
-    if args.pipeline_schedule == STOCK:
-        return []
+    facts = of_flags(args)
+    if validated:
+        facts["delay_wgrad_compute"] = False  # which our layers need
     found = [
-        Excluded(setting.flag or flag_of(name), setting.reason, setting.price, (name, *setting.details))
-        for name, setting in unsupported.excluded(args, in_config)
+        Excluded(one.flag, one.reason, one.price, (one.row.name, *one.row.details))
+        for one in table.found(facts, EXCLUDED if validated else (*EXCLUDED, *GROUPS))
     ]
-    return found if in_config else [*found, *_of_a_family(args)]
+    return found if validated or args.pipeline_schedule == STOCK else [*found, *_other_chunks(args)]
 
 
 def adapt(args: Namespace, default: Callable[[str], Any]) -> list[str]:
@@ -76,8 +76,8 @@ def refusal(found: list[Excluded]) -> str:
     return text
 
 
-def _of_a_family(args: Namespace) -> Iterator[Excluded]:
-    """Numbers of chunks and groups, where the family has its own."""
+def _other_chunks(args: Namespace) -> Iterator[Excluded]:
+    """Numbers of chunks, where the family has its own."""
     name = args.pipeline_schedule
     family = families.FAMILIES.get(name)
     if family is None:
@@ -93,7 +93,3 @@ def _of_a_family(args: Namespace) -> Iterator[Excluded]:
             stages = args.pipeline_model_parallel_size * family.chunks
             flags = " and ".join(f"{flag_of(flag)} {getattr(args, flag)}" for flag in given)
             yield Excluded(flags, wrong, f"layers are spread evenly over the {stages} stages of {name}", given)
-    group = getattr(args, _GROUP, None)
-    if group is not None and not family.grouped:
-        wrong = f"sets groups of microbatches, and {name} has its own or none"
-        yield Excluded(f"{GROUP_FLAG} {group}", wrong, f"none, {name} orders microbatches itself", (_GROUP,))

@@ -137,8 +137,8 @@ class Run:
             check_flags(args)
         stock = args.pipeline_schedule == STOCK
         notes = untested(args)
-        if stock and (wrong := wrong_in_megatron_core(args)):
-            notes.append(f"WARNING: {wrong}")
+        if stock:
+            notes += [f"WARNING: {wrong}" for wrong in wrong_in_megatron_core(args)]
         if not stock and checkpoint.save_by_parameter(args):
             notes.append("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
         if not stock and args.overlap_grad_reduce:
@@ -153,8 +153,8 @@ class Run:
             result = original(args, *rest, **options)
         with _refusing():
             check_validated(args)
-        if stock and (wrong := documents_run_together(args)):
-            self._say([f"WARNING: {wrong}"])
+        if stock:
+            self._say(f"WARNING: {wrong}" for wrong in documents_run_together(args))
         return result
 
     def plan(self, args: Namespace) -> None:

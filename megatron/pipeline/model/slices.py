@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline.combinations.rows import SLICES
+from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.model.adapter import adapter_of, signature
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 
@@ -53,26 +55,7 @@ def check_slices(args: Namespace, splits: int) -> None:
             f"--seq-length {args.seq_length} cannot be cut into {splits} equal slices{ranks}: it must be a multiple of {unit}, "
             f"such as {f'{below} or ' if below else ''}{below + unit}; or choose another number of slices"
         )
-    balancing, kinds = getattr(args, "moe_aux_loss_coeff", None), getattr(args, "moe_router_load_balancing_type", None)
-    whole_only = {
-        f"--context-parallel-size {args.context_parallel_size}": args.context_parallel_size > 1,
-        "--transformer-impl transformer_engine": args.transformer_impl == "transformer_engine",
-        "--mtp-num-layers": getattr(args, "mtp_num_layers", None),
-        # Means over the tokens that a router sees at once: a slice is not a microbatch.
-        "--moe-aux-loss-coeff": any(balancing) if isinstance(balancing, list) else balancing,
-        "--moe-z-loss-coeff": getattr(args, "moe_z_loss_coeff", None),
-        "--moe-expert-capacity-factor": getattr(args, "moe_expert_capacity_factor", None),
-        "--moe-router-load-balancing-type sinkhorn": kinds is not None and "sinkhorn" in kinds,
-        # Linear attention has a state that each token leaves to the next.
-        "--experimental-attention-variant": getattr(args, "experimental_attention_variant", None),
-    }
-    for flag, used in whole_only.items():
-        if used:
-            fix = "use local" if "impl" in flag else "leave it out"
-            raise ValueError(
-                f"{flag} needs whole sequences, and the schedule cuts every microbatch into {splits} slices: {fix}, or choose a "
-                "schedule without slices"
-            )
+    refuse(Facts(vars(args), splits=splits), SLICES)
     args.masked_softmax_fusion = False
 
 

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_te_version
-from megatron.pipeline.patches import unsupported
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import mark_accumulated
+from megatron.pipeline.combinations.rows import EXCLUDED
+from megatron.pipeline.combinations.table import of_config, refuse
 from megatron.pipeline.dist import sequence
 
 OLDEST = "2.8"
@@ -36,6 +37,11 @@ _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other nam
 def is_installed() -> bool:
     """Tell whether there is a Transformer Engine; where there is none, megatron-core says None, or from 0.19 on 0.0.0."""
     return str(get_te_version() or "0.0.0") != "0.0.0"
+
+
+def release() -> tuple[int, int] | None:
+    """The major and the minor number of the Transformer Engine that is installed; None without one."""
+    return get_te_version().release[:2] if is_installed() else None
 
 
 def check_version() -> None:
@@ -61,42 +67,11 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
     communication: upstream's only use of it, and not ours.
 
     Raises:
-        ValueError: as ``check_version``, or ``unsupported.UNSUPPORTED`` has a setting, such as ``tp_comm_overlap``.
+        ValueError: as ``check_version``, or ``combinations.rows.EXCLUDED`` has a setting, such as ``tp_comm_overlap``.
     """
     check_version()
-    unsupported.refuse(config)
+    refuse(of_config(config), EXCLUDED)
     config.delay_wgrad_compute = True
-
-
-def check_quantized(settings: Any, offloads: bool, steps_ahead: bool, reruns: bool) -> None:
-    """Refuse FP8 together with what takes every tensor for plain memory, or every forward for the same as before.
-
-    Args:
-        settings: a TransformerConfig, or Megatron-LM's flags.
-        offloads: activations are copied to host memory by the schedule.
-        steps_ahead: optimizer steps may be taken back.
-        reruns: the schedule runs forwards again, in passes R.
-
-    Raises:
-        ValueError: says what to use instead.
-    """
-    if not getattr(settings, "fp8", None):
-        return
-    if reruns and getattr(settings, "fp8_recipe", None) == "delayed":
-        raise ValueError(
-            "--fp8-recipe delayed with a schedule that runs forwards again (R): their scales would be those of later "
-            "microbatches: give --fp8-recipe tensorwise, mxfp8 or blockwise, or a schedule without R and --recompute-granularity"
-        )
-    if offloads:
-        raise ValueError(
-            "--offload with FP8: it would move Transformer Engine's FP8 weights with every microbatch: leave --offload "
-            "out and recompute activations (--recompute-granularity), or train in --bf16"
-        )
-    if steps_ahead:
-        raise ValueError(
-            "--post-validation with FP8: it takes steps back, and would leave Transformer Engine's scales as they are: leave "
-            "--post-validation out, or train in --bf16"
-        )
 
 
 def is_engines(module: torch.nn.Module) -> bool:

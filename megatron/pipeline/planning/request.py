@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
+from megatron.pipeline.combinations.rows import GROUPS
+from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.planning.balance import Model, balanced, check_layers, finer
 from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.costs import with_parts
@@ -127,8 +129,7 @@ class Request:
         placement = families.placement(self.schedule, self.ranks, self.chunks)
         if self.splits is not None and self.splits != family.splits and family.splits == 1:
             raise ValueError(f"{self.schedule} does not cut microbatches into slices: leave --splits out")
-        if self.group is not None and not family.grouped:
-            raise ValueError(f"{self.schedule} does not run microbatches in groups: leave the group out")
+        refuse(Facts(families.facts(self.schedule), group=self.group), GROUPS)
         return self.on(placement, family.splits if self.splits is None else self.splits, family)
 
     def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:

@@ -14,9 +14,11 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
-from megatron.pipeline.patches import compat, unsupported
+from megatron.pipeline.patches import compat
 from torch.utils._pytree import tree_map_only
 
+from megatron.pipeline.combinations.rows import CALLS, EXCLUDED, SCHEDULES, SLICES
+from megatron.pipeline.combinations.table import of_config, refuse
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.program import Flow
@@ -129,8 +131,11 @@ class Call:
             received, sent = self.adjust_tensor_shapes_fn(received, sent)
         return {Flow.ACTIVATION: received, Flow.GRADIENT: sent}
 
-    def check(self, schedule: Schedule) -> None:
+    def check(self, schedule: Schedule, ahead: bool = False) -> None:
         """Refuse what a schedule that is data cannot do, or what does not fit this one.
+
+        Args:
+            ahead: the iteration begins before the step in front of it is known to stand.
 
         Raises:
             ValueError: says what to change.
@@ -146,24 +151,25 @@ class Call:
                 f"schedule {schedule.name} has {placement.chunks} chunk(s) per rank, but the model has {chunks}: "
                 "build the model for the schedule's placement"
             )
-        if self.adjust_tensor_shapes_fn is not None and chunks > 1:
-            raise ValueError("adjust_tensor_shapes_fn works with one chunk per rank only, as in megatron-core")
-        if self.collect_non_loss_data and schedule.splits > 1:
-            raise ValueError("collect_non_loss_data needs whole sequences: choose a schedule without slices")
-        if self.collect_non_loss_data and schedule.vocabulary:
-            raise ValueError(
-                "collect_non_loss_data needs logits of the whole vocabulary on one rank: train without --vocab-parallel"
-            )
-        if self.config.overlap_moe_expert_parallel_comm and not self.forward_only:
-            self._check_layer_plans(schedule)
-        unsupported.refuse(self.config)
+        plans = self.config.overlap_moe_expert_parallel_comm and not self.forward_only
+        if plans:
+            self._check_layer_plans()
+        facts = of_config(
+            self.config,
+            adjust_tensor_shapes_fn=self.adjust_tensor_shapes_fn is not None,
+            chunks=chunks,
+            collect_non_loss_data=self.collect_non_loss_data,
+            copies=schedule.has_copies,
+            overlap_moe_expert_parallel_comm=plans,
+            pipeline_schedule=schedule.name,
+            post_validation=ahead,
+            reruns=schedule.reruns,
+            splits=schedule.splits,
+            vocab_parallel=schedule.vocabulary,
+        )
+        refuse(facts, EXCLUDED, SCHEDULES, CALLS, SLICES)
 
-    def _check_layer_plans(self, schedule: Schedule) -> None:
-        if schedule.splits > 1 or schedule.vocabulary or schedule.has_copies:
-            raise ValueError(
-                f"overlap_moe_expert_parallel_comm runs whole microbatches through whole layers, and schedule {schedule.name} "
-                "has slices, passes of the vocabulary or copies: plan one without them"
-            )
+    def _check_layer_plans(self) -> None:
         parameters = inspect.signature(self.forward_step_func).parameters.values()
         if not any(one.name == "return_schedule_plan" or one.kind is one.VAR_KEYWORD for one in parameters):
             raise ValueError(

@@ -114,7 +114,7 @@ class Iteration:
 
     def _passes(self, call: Call, ahead: bool = False) -> Generator[None, bool | None, list[Any]]:
         """All of it; ahead, it stops where the program validates, and once more when it has been taken back."""
-        call.check(self.plan.schedule)
+        call.check(self.plan.schedule, ahead)
         config, rank = call.config, self.channels.rank
         wrapped = [chunk for chunk in call.chunks if isinstance(chunk, DistributedDataParallel)]
         # DDP that overlaps has no need of that function, by which upstream aligns ranks: they would all reduce behind the passes.

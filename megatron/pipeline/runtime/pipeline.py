@@ -16,7 +16,6 @@ from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline import patches
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.model import te_linear
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.request import Request
@@ -162,7 +161,7 @@ class Pipeline:
             RanksDiffer, ValueError: see ``forward_backward``.
         """
         call = Call(**keywords)
-        self._begun = self._make(call, ahead=True), call
+        self._begun = self._make(call), call
         self._begun[0].begin(call)
 
     def start_anew(self) -> None:
@@ -171,7 +170,7 @@ class Pipeline:
         assert self._begun is not None, "an iteration has begun"
         self._begun[0].start_anew()
 
-    def _make(self, call: Call, ahead: bool = False) -> Iteration:
+    def _make(self, call: Call) -> Iteration:
         plan = self.plans.plan(call.num_microbatches, call.forward_only)
         if plan not in self._agreed:
             agree({_title(call.num_microbatches, call.forward_only): plan})
@@ -180,7 +179,6 @@ class Pipeline:
             check_chunks(call.pipeline, self.placement, self.name, call.chunks)
             self._built.add(call.chunks[0])
         measured = self.measures and not call.forward_only
-        te_linear.check_quantized(call.config, plan.schedule.has_copies, steps_ahead=ahead, reruns=plan.schedule.reruns)
 
         def record() -> Unmeasured:
             return self._in_turns(self._record(call.chunks, plan) if measured else Unmeasured())

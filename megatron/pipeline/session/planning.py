@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from textwrap import indent
 
+from megatron.pipeline.combinations.rows import SCHEDULES, VOCABULARY
+from megatron.pipeline.combinations.table import refuse
 from megatron.pipeline.costmodel.memory import makes_weights_again
 from megatron.pipeline.flags.config import microbatch_counts
+from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, GROUP_FLAG, PROFILE, flag_of
-from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.planning.choose import best as choose_best
 from megatron.pipeline.planning.choose import least_limit
@@ -90,11 +92,6 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
             )
         notes.append(f" memory limit of {text}: until activations have been measured the schedule is planned without it")
     check_name(request.schedule)
-    if request.schedule == STOCK and text:
-        raise ValueError(
-            f"--pipeline-memory-limit {text}: {STOCK} is megatron-core's own schedule, which takes no limit: take another, such "
-            "as v-auto, or leave --pipeline-memory-limit out"
-        )
     if request.schedule == AUTO:
         best, table = _best(args, costs)
         request = replace(request, schedule=best.name, chunks=best.chunks)
@@ -113,7 +110,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     placement, ranks = pipeline.placement, request.ranks
     if plans.vocabulary is not request.vocabulary:  # the file spreads the vocabulary itself
         args.vocab_parallel = str(plans.vocabulary)
-        check_vocabulary(args)
+        refuse(of_flags(args), VOCABULARY)
     if placement.chunks > 1 and ranks == 1:
         raise ValueError(
             f"--pipeline-schedule {pipeline.name} with {placement.chunks} chunks per rank needs at least 2 pipeline "
@@ -122,9 +119,9 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     if costs is not None and len(costs.stages) != placement.depth:
         given = f"--pipeline-costs {args.pipeline_costs} has the costs of {len(costs.stages)} stages"
         plans.notes.append(f" {given}: for the {placement.depth} of this schedule they are cut evenly, or joined")
+    refuse(of_flags(args, splits=plans.splits, copies=plans.offloads and args.offload == OFF), SCHEDULES)
     _check_spread(args, plans)
-    _check_offload(args, plans)
-    _check_overlap(args, plans)
+    _check_copies(args, plans)
     return pipeline
 
 
@@ -135,7 +132,7 @@ def _request(args: Namespace, costs: Costs | None) -> Request:
         max(microbatch_counts(args)),
         costs,
         args.chunks,
-        group=_group(args),
+        group=args.microbatch_group_size_per_vp_stage,
         # Without post-validation each iteration waits for all ranks to end the one before.
         objective=Objective.SPAN if args.post_validation else Objective.MAKESPAN,
         vocabulary=None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel),
@@ -154,19 +151,6 @@ def _peak_of_1f1b(request: Request) -> float:
         family = request.schedule if request.schedule in families.FAMILIES else "1f1b"
         costs = request.equal_costs(families.placement(family, request.ranks, request.chunks if family != "1f1b" else None))
     return peak_of_1f1b(costs, request.ranks, request.microbatches)
-
-
-def _group(args: Namespace) -> int | None:
-    """Number of microbatches that a chunk runs in turn; None for the schedule's own number."""
-    group: int | None = args.microbatch_group_size_per_vp_stage
-    name = args.pipeline_schedule
-    own = [known for known, family in families.FAMILIES.items() if family.grouped]
-    if group is not None and name not in (*own, STOCK):
-        raise ValueError(
-            f"{GROUP_FLAG} {group}: --pipeline-schedule {name} has groups of its own or none: leave it out, or take "
-            f"{', '.join(own)} or {STOCK}"
-        )
-    return group
 
 
 def _equal_costs(args: Namespace) -> StageCosts:
@@ -194,13 +178,8 @@ def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
 
 
 def _check_spread(args: Namespace, plans: PlanCache) -> None:
-    """Refuse schedules and costs that do not go with the vocabulary where it is."""
+    """Refuse costs that do not go with the vocabulary where it is."""
     spread = plans.vocabulary
-    if spread and plans.splits > 1:
-        raise ValueError(
-            f"--vocab-parallel {spread} needs the losses of whole sequences, and --pipeline-schedule {plans.name} cuts them "
-            f"into {plans.splits} slices: take another schedule, or leave --vocab-parallel out"
-        )
     if plans.costs is None or (plans.costs.vocabulary != VocabularyCosts()) == bool(spread):
         return
     problem = "costs of a spread vocabulary, whose stages are without it, and --vocab-parallel is off"
@@ -211,32 +190,13 @@ def _check_spread(args: Namespace, plans: PlanCache) -> None:
     )
 
 
-def _check_offload(args: Namespace, plans: PlanCache) -> None:
-    """Refuse schedules that cannot be offloaded, and costs without those of copies."""
-    if not plans.offloads:
-        return
-    if plans.splits > 1:
-        raise ValueError(
-            f"--offload {args.offload} moves whole microbatches, and --pipeline-schedule {plans.name} cuts them into "
-            f"{plans.splits} slices, which share their memory: take another schedule, or leave --offload out"
-        )
-    if plans.costs and not (plans.costs.copies.to_host and plans.costs.copies.to_device):
+def _check_copies(args: Namespace, plans: PlanCache) -> None:
+    """Refuse costs without those of copies, where there are any."""
+    if plans.offloads and plans.costs and not (plans.costs.copies.to_host and plans.costs.copies.to_device):
         raise ValueError(
             f"--pipeline-costs {args.pipeline_costs} does not say what copies to host memory take, which --offload has to know: "
             "measure it under these flags with --offload-profile, or add it, such as "
             '"copies": {"to_host": 5e-11, "to_device": 5e-11} for 20 GB/s'
-        )
-
-
-def _check_overlap(args: Namespace, plans: PlanCache) -> None:
-    """Refuse schedules whose passes megatron-core's layer plans do not have."""
-    if not args.overlap_moe_expert_parallel_comm or plans.is_stock:
-        return
-    kinds = {"slices": plans.splits > 1, "passes of the vocabulary": plans.vocabulary, "copies": plans.offloads}
-    if found := next((kind for kind, has in kinds.items() if has), None):
-        raise ValueError(
-            f"--overlap-moe-expert-parallel-comm runs whole microbatches through whole layers, and --pipeline-schedule "
-            f"{plans.name} has {found}: take another schedule, or leave that flag out"
         )
 
 

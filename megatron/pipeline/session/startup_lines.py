@@ -11,8 +11,8 @@ import torch
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.dist.device import device_memory, this_device
-from megatron.pipeline.flags.cautions import cautions
 from megatron.pipeline.flags.config import microbatch_counts
+from megatron.pipeline.flags.facts import cautions
 from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from megatron.pipeline.combinations.rows import SCHEDULES
+from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
@@ -108,15 +110,9 @@ class Problem:
         if self.host_limit is not None and not (self.offload and self.host_limit > 0):
             problem = f"must be above 0, got {self.host_limit:g}" if self.offload else "needs offloading, and there is none"
             raise ValueError(f"a limit of host memory {problem}")
-        if self.vocabulary and self.placement.ranks < 2:
-            raise ValueError("the vocabulary can be spread over 2 pipeline ranks or more, got 1: leave it where it is")
-        if self.vocabulary and self.placement.replicas > 1:
-            raise ValueError("a schedule that holds the model several times cannot spread the vocabulary: take another one")
-        if self.vocabulary and self.splits > 1:
-            raise ValueError(
-                f"microbatches cut into {self.splits} slices cannot go with a spread vocabulary, whose losses are those of whole "
-                "sequences: take 1 slice, or another schedule"
-            )
+        if self.vocabulary:
+            sizes = {"pipeline_model_parallel_size": self.placement.ranks, "models": self.placement.replicas}
+            refuse(Facts(sizes, vocab_parallel=self.vocabulary, splits=self.splits), SCHEDULES)
 
     @property
     def ranks(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit
 from megatron.pipeline.schedule.families import (
@@ -52,6 +54,17 @@ def named(name: str) -> Family:
     if name not in FAMILIES:
         raise ValueError(f"unknown schedule {name!r}; known are {', '.join(FAMILIES)}{meant(name, [*FAMILIES, AUTO])}")
     return FAMILIES[name]
+
+
+def facts(name: str) -> dict[str, Any]:
+    """Facts of a schedule by its name, for the table of combinations; a file's slices are known once it is read."""
+    family = FAMILIES.get(name)
+    return {
+        "pipeline_schedule": name,
+        "ours": name != STOCK,
+        "grouped": name == STOCK or bool(family and family.grouped),
+        "grouping": ", ".join(known for known, one in FAMILIES.items() if one.grouped),
+    } | ({"splits": family.splits} if family else {})
 
 
 def meant(name: str, known: Iterable[str]) -> str:

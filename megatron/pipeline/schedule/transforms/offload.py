@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.pipeline.combinations.rows import SCHEDULES
+from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import needed_on_own_rank
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
@@ -59,11 +61,7 @@ def offload(
     """
     if schedule.has_copies:
         raise ValueError(f"{schedule.name} has copies to host memory already: offload the schedule without them")
-    if schedule.splits > 1:
-        raise ValueError(
-            f"{schedule.name} cuts microbatches into {schedule.splits} slices, which share the memory of a microbatch: take a "
-            "schedule without slices to offload it"
-        )
+    refuse(Facts(offload=mode, splits=schedule.splits), SCHEDULES)
     ranks = [Rank(schedule, costs, rank, row) for rank, row in enumerate(simulate(schedule, costs).ranks)]
     sizes = [size for rank in ranks for size in rank.sizes.tolist()]
     if host_limit is not None and sizes and host_limit < min(sizes) * (1 - _SLACK):
