@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron.pipeline.schedule.core.boundary import Turn, completes, turns, with_turns, without_buckets
+from megatron.pipeline.schedule.core.boundary import Turn, completes, with_turns
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import SLACK, Objective, Problem
@@ -149,14 +149,14 @@ def megatron(schedule: Schedule, problem: Problem, rules: Iterable[Rules] = MEGA
     return with_turns(plain, best), steady
 
 
-def with_boundary(schedule: Schedule, problem: Problem) -> Schedule:
-    """The schedule with a planned boundary, and perhaps with W in another order near the end; its period is never longer than
-    under Megatron-LM's rules, and no rank holds more than before, or than the limits."""
-    best, _ = megatron(schedule, problem)
+def with_boundary(schedule: Schedule, problem: Problem) -> tuple[Schedule, float]:
+    """The schedule with a planned boundary, and perhaps with W in another order near the end, and the period under Megatron-LM's
+    rules: the plan's is never longer. No rank holds more than before, or than the limits."""
+    best, by_rules = megatron(schedule, problem)
     search = _Search(replace(schedule, boundary=()), problem)
     if not problem.quick:
         search.improve()
-    return search.schedule if search.steady < search.cycle.steady(turns(best)) else best  # type: ignore[operator]
+    return search.schedule if search.steady < by_rules else best, by_rules.period
 
 
 class _Search:
@@ -203,8 +203,8 @@ class _Search:
             for place in dict.fromkeys([*places[::step], *near]):
                 if place in places and place != now.steps[chunk]:
                     yield replace(now, steps=(*now.steps[:chunk], place, *now.steps[chunk + 1 :]))
-            if len(now.steps) > 1:
-                yield self._reordered(rank, hurried(now.rank.passes, chunk))
+            if len(now.steps) > 1 and (passes := hurried(now.rank.passes, chunk)) != now.rank.passes:
+                yield self._reordered(rank, passes)
         passes = self._plans[rank].rank.passes
         for slot in range(max(1, len(passes) - _NEAR), len(passes)):
             passes = self._plans[rank].rank.passes
@@ -270,6 +270,8 @@ def _alone(costs: Costs, work: Pass, stages: Sequence[int]) -> float:
 def hurried(passes: Passes, chunk: int) -> Passes:
     """A rank's passes with every W of a chunk as early, among the places of all W, as its B allows."""
     slots = [slot for slot, work in enumerate(passes) if work.kind is Kind.W]
+    if any(work.kind.finishes_weights and work.kind is not Kind.W for work in passes):
+        return passes  # W and BW of a chunk keep their order
     waiting = [passes[slot] for slot in slots]
     ready, made, begin = set[tuple[int, int]](), list(passes), 0
     for slot in slots:
@@ -287,7 +289,5 @@ def can_swap(passes: Passes, slot: int) -> bool:
     if Kind.W not in (before.kind, work.kind) or before.kind.is_copy or work.kind.is_copy:
         return False
     braided = any(each.kind.row.braided for each in passes[slot - 1 : slot + 2])
-    return not braided and before[1:] != work[1:] and not (before.kind is work.kind and before.chunk == work.chunk)
-
-
-__all__ = ["BUCKETS", "MEGATRON", "NO_OVERLAP", "Rules", "by_rules", "megatron", "with_boundary", "without_buckets"]
+    both = before.kind.finishes_weights and work.kind.finishes_weights and before.chunk == work.chunk
+    return not (braided or both or before[1:] == work[1:])
