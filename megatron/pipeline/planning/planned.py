@@ -73,7 +73,9 @@ class Planned:
     @property
     def title(self) -> str:
         """Title above a drawing."""
-        return f"{self.schedule.name}, offloaded" if self.schedule.has_copies else self.schedule.name
+        offloaded = ", offloaded" if self.schedule.has_copies else ""
+        steady = "" if self.period is None else f", two iterations of {self.period:.4g} each"
+        return f"{self.schedule.name}{offloaded}{steady}"
 
     @property
     def memory_limit(self) -> float | tuple[float, ...] | None:

@@ -285,9 +285,8 @@ class Costs:
         ``hop`` is 0 where it is left out; for ``unit`` see the class. A stage must have ``forward``, ``backward`` and ``weight``;
         where ``retained`` is left out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
         ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
-        with its defaults; ``beside_communication`` is 1 where it is left out, ``latency`` and ``norm`` are 0; ``loads`` has the numbers of a ``Load`` for every
-        microbatch. ``of`` may say of which training they are; nothing
-        here reads it.
+        with its defaults; ``beside_communication`` is 1 where it is left out, ``latency`` and ``norm`` are 0; ``loads`` has the
+        numbers of a ``Load`` for every microbatch. ``of`` may say of which training they are; nothing here reads it.
 
         Raises:
             ValueError: not JSON, or as ``costs_fields.read``.

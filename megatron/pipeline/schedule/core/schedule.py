@@ -156,15 +156,13 @@ class Schedule:
             raise ValueError(f"not a schedule: vocab_parallel must be one of {', '.join(Vocabulary)}, got {vocabulary!r}")
         if vocabulary is not None and (replicas > 1 or splits > 1):
             raise ValueError("not a schedule: a spread vocabulary goes with neither replicas nor splits above 1")
-        shielded = data.get("shielded", [])
+        shielded, between = data.get("shielded", []), data.get("boundary", [])
         if not isinstance(shielded, list) or not all(type(stage) is int for stage in shielded):
             raise ValueError(f"not a schedule: shielded must be a list of stages, got {shielded!r}")
         if not _is_table(rows) or not all(type(stage) is int for row in rows for stage in row):
             raise ValueError("not a schedule: placement must be a list of stages per rank, such as [[0, 3], [1, 2]]")
-        between = data.get("boundary", [])
-        for field, table in (("passes", passes), ("boundary", between)):
-            if not _is_table(table):
-                raise ValueError(f"not a schedule: {field} must be a list of passes per rank")
+        if wrong := [field for field in ("passes", "boundary") if not _is_table(data.get(field, []))]:
+            raise ValueError(f"not a schedule: {wrong[0]} must be a list of passes per rank")
         placement = from_rows(rows, replicas)
         if len(passes) != placement.ranks:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")

@@ -21,8 +21,8 @@ def period_bound(schedule: Schedule, problem: Problem) -> float:
     * A rank computes all of its passes and steps.
     * A rank's lane reduces and gathers all of its buckets.
     * From a stage's first F to its last W there are at least the way of the first microbatch to the last stage and back, and all
-      of the stage's backwards behind it. Then follow the stage's RS, OPT and AG, of which those of several buckets overlap, before
-      the next first F.
+      of the stage's backwards behind it; and all passes of the stage with all F and B of the rank's later stages. Then follow the
+      stage's RS, OPT and AG, of which those of several buckets overlap, and the next first F.
     * Where steps wait for the norm, the first stage's OPT and AG follow it, then a makespan (``own_bound``), and then the RS of
       the chunk that is complete last. A rank steps and computes all of its passes in the same time, but for the RS of one chunk.
     """
@@ -54,7 +54,9 @@ def _chains(problem: Problem) -> list[float]:
     behind, backward = [0.0] * len(found), [0.0] * len(found)
     for line in lines(problem):
         seconds = float(line.between(0, line.count))
-        found[line.stage] += seconds
+        for stage in problem.placement.stages[line.rank]:
+            if stage == line.stage or (stage < line.stage and line.kind is not Kind.W and problem.placement.replicas == 1):
+                found[stage] += seconds
         if line.kind in (Kind.B, Kind.W):
             behind[line.stage] += seconds
         if line.kind is Kind.B:
@@ -77,4 +79,4 @@ def _between(problem: Problem, stage: int, buckets: int, norm: bool) -> float:
     reduce, step, gather = (problem.costs.bucket_seconds(kind, stage, buckets) for kind in (Kind.RS, Kind.OPT, Kind.AG))
     if norm:
         return buckets * reduce + problem.costs.norm + step + gather + (buckets - 1) * max(step, gather)
-    return reduce + step + gather + (buckets - 1) * max(reduce, step, gather)
+    return max(reduce + step + gather + (buckets - 1) * max(reduce, step, gather), buckets * (reduce + gather))

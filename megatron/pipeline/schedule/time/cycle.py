@@ -86,8 +86,8 @@ class Cycle:
                     if work is not None:
                         timed[row].append(Timed(work, float(starts[row, slot] - begin), float(ends[row, slot] - begin)))
         lanes: list[list[Timed]] = timed[ranks : 2 * ranks]
-        for lane, row in zip(self._rows.lanes, timed[2 * ranks :], strict=True):
-            lanes[lane.rank] = sorted(lanes[lane.rank] + row, key=lambda each: each.start)
+        for lane, copies in zip(self._rows.lanes, timed[2 * ranks :], strict=True):
+            lanes[lane.rank] = sorted(lanes[lane.rank] + copies, key=lambda each: each.start)
         without = [[each for each in row if not each.work.kind.row.lane] for row in timed[:ranks]]
         return Timeline(tuple(map(tuple, without)), tuple(map(tuple, lanes)))
 

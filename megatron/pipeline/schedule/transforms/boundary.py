@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from megatron.pipeline.schedule.core.boundary import Turn, completes, with_turns
 from megatron.pipeline.schedule.core.costs import Costs
@@ -22,6 +22,7 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks
 BUCKETS = (1, 2, 4)  # of a chunk, to try
 _TRIALS = 1500  # simulations of changes
 _PLACES = 9  # for the steps of a chunk, to try at a time
+_COUNTS = (1, 2, 3, 4, 6, 8, 12)  # of last W of a chunk that are moved at a time
 _NEAR = 6  # last passes among which single W are moved
 
 Passes = tuple[Pass, ...]
@@ -169,7 +170,7 @@ class _Search:
         peaks = activation_peaks(schedule, problem.costs)
         self._limits = [max(each) for each in zip(peaks, problem.limits or peaks, strict=True)]
         ranks = [_Rank(passes) for passes in schedule.passes]
-        found = []
+        found: list[tuple[Steady, int, list[_Plan]]] = []
         for buckets in BUCKETS:
             for place in (_at_end, _as_late, _halfway, *(() if self._waits else (self._when_ready,))):
                 plans = [self._placed(number, rank, place, buckets) for number, rank in enumerate(ranks)]
@@ -185,8 +186,17 @@ class _Search:
     def improve(self) -> None:
         """Change one rank after another, and all ranks at once, until nothing helps."""
         ranks, before = range(len(self._plans)), None
-        for chunk in range(self._original.placement.chunks):
-            self._try({rank: self._reordered(rank, hurried(self._plans[rank].rank.passes, chunk)) for rank in ranks})
+        chunks, most = range(self._original.placement.chunks), self._original.slices
+        changes = [partial(hurried, chunk=chunk) for chunk in chunks]
+        changes += [
+            partial(postponed, chunk=chunk, count=count, others=others)
+            for chunk in chunks
+            for count in _COUNTS
+            for others in (False, True)
+            if count <= most
+        ]
+        for change in changes if len(chunks) > 1 else ():
+            self._try({rank: self._reordered(rank, change(self._plans[rank].rank.passes)) for rank in ranks})
         while before != self.steady and self._left > 0:
             before = self.steady
             for rank in ranks:
@@ -203,8 +213,12 @@ class _Search:
             for place in dict.fromkeys([*places[::step], *near]):
                 if place in places and place != now.steps[chunk]:
                     yield replace(now, steps=(*now.steps[:chunk], place, *now.steps[chunk + 1 :]))
-            if len(now.steps) > 1 and (passes := hurried(now.rank.passes, chunk)) != now.rank.passes:
-                yield self._reordered(rank, passes)
+            own = now.rank.passes
+            for passes in (
+                (hurried(own, chunk), *(postponed(own, chunk, count) for count in _COUNTS)) if len(now.steps) > 1 else ()
+            ):
+                if passes != own:
+                    yield self._reordered(rank, passes)
         passes = self._plans[rank].rank.passes
         for slot in range(max(1, len(passes) - _NEAR), len(passes)):
             passes = self._plans[rank].rank.passes
@@ -270,8 +284,8 @@ def _alone(costs: Costs, work: Pass, stages: Sequence[int]) -> float:
 def hurried(passes: Passes, chunk: int) -> Passes:
     """A rank's passes with every W of a chunk as early, among the places of all W, as its B allows."""
     slots = [slot for slot, work in enumerate(passes) if work.kind is Kind.W]
-    if any(work.kind.finishes_weights and work.kind is not Kind.W for work in passes):
-        return passes  # W and BW of a chunk keep their order
+    if _fuses(passes):
+        return passes
     waiting = [passes[slot] for slot in slots]
     ready, made, begin = set[tuple[int, int]](), list(passes), 0
     for slot in slots:
@@ -281,6 +295,21 @@ def hurried(passes: Passes, chunk: int) -> Passes:
         made[slot] = next((work for work in there if work.chunk == chunk), there[0])
         waiting.remove(made[slot])
     return tuple(made)
+
+
+def postponed(passes: Passes, chunk: int, count: int, others: bool = False) -> Passes:
+    """A rank's passes with the last W of a chunk behind all others; before these, perhaps, the last W of the other chunks."""
+    if _fuses(passes):
+        return passes
+    weights = [work for work in passes if work.kind is Kind.W]
+    chunks = sorted({work.chunk for work in weights} if others else {chunk}, key=lambda each: each == chunk)
+    last = [work for each in chunks for work in [work for work in weights if work.chunk == each][-count:]]
+    return (*(work for work in passes if work not in last), *last)
+
+
+def _fuses(passes: Passes) -> bool:
+    """Tell whether there is any BW: W and BW of a chunk keep their order."""
+    return any(work.kind.finishes_weights and work.kind is not Kind.W for work in passes)
 
 
 def can_swap(passes: Passes, slot: int) -> bool:
