@@ -96,7 +96,7 @@ def cost_flags() -> Parser:
         "BW is the fused backward (default: B + W), R recomputation (default: F), D2H and H2D the copies of its activations to "
         "host memory and back (default: half of F + B + W each); PART: the shares of all-to-alls and experts in these, all or "
         "none of F.dispatch, F.experts, F.combine, B.combine, B.experts, B.dispatch, W.experts; beside_communication: how many "
-        "times as long a braid computes while it communicates (default: 1); RS, OPT and AG: reductions, steps and gathers of a rank "
+        "times as long a braid computes while it communicates (default: 1); RS, OPT, AG: reductions, steps and gathers of a rank "
         "between two iterations, latency: what each RS and AG of a bucket takes besides, norm: of all gradients (default: 0)",
     )
     flags.add_argument(

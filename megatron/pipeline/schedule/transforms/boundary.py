@@ -20,7 +20,7 @@ from megatron.pipeline.schedule.time.cycle import Cycle, Steady
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 
 BUCKETS = (1, 2, 4)  # of a chunk, to try
-_TRIALS = 1500  # simulations of changes
+_TRIALS = 1000  # simulations of changes
 _PLACES = 9  # for the steps of a chunk, to try at a time
 _COUNTS = (1, 2, 3, 4, 6, 8, 12)  # of last W of a chunk that are moved at a time
 _NEAR = 6  # last passes among which single W are moved
@@ -186,16 +186,7 @@ class _Search:
     def improve(self) -> None:
         """Change one rank after another, and all ranks at once, until nothing helps."""
         ranks, before = range(len(self._plans)), None
-        chunks, most = range(self._original.placement.chunks), self._original.slices
-        changes = [partial(hurried, chunk=chunk) for chunk in chunks]
-        changes += [
-            partial(postponed, chunk=chunk, count=count, others=others)
-            for chunk in chunks
-            for count in _COUNTS
-            for others in (False, True)
-            if count <= most
-        ]
-        for change in changes if len(chunks) > 1 else ():
+        for change in self._moves():
             self._try({rank: self._reordered(rank, change(self._plans[rank].rank.passes)) for rank in ranks})
         while before != self.steady and self._left > 0:
             before = self.steady
@@ -203,6 +194,16 @@ class _Search:
                 for change in self._changes(rank):
                     if self._left > 0:
                         self._try({rank: change})
+
+    def _moves(self) -> Iterator[Callable[[Passes], Passes]]:
+        """Moves of a chunk's W in a rank's passes: with one chunk none matters."""
+        chunks = range(self._original.placement.chunks)
+        for chunk in chunks if len(chunks) > 1 else ():
+            yield partial(hurried, chunk=chunk)
+            for count in _COUNTS:
+                if count <= self._original.slices:
+                    yield partial(at_once, chunk=chunk, count=count)
+                    yield partial(postponed, chunk=chunk, count=count)
 
     def _changes(self, rank: int) -> Iterator[_Plan]:
         for chunk in range(len(self._plans[rank].steps)):
@@ -213,17 +214,15 @@ class _Search:
             for place in dict.fromkeys([*places[::step], *near]):
                 if place in places and place != now.steps[chunk]:
                     yield replace(now, steps=(*now.steps[:chunk], place, *now.steps[chunk + 1 :]))
-            own = now.rank.passes
-            for passes in (
-                (hurried(own, chunk), *(postponed(own, chunk, count) for count in _COUNTS)) if len(now.steps) > 1 else ()
-            ):
-                if passes != own:
-                    yield self._reordered(rank, passes)
         passes = self._plans[rank].rank.passes
         for slot in range(max(1, len(passes) - _NEAR), len(passes)):
             passes = self._plans[rank].rank.passes
             if can_swap(passes, slot):
                 yield self._reordered(rank, (*passes[: slot - 1], passes[slot], passes[slot - 1], *passes[slot + 1 :]))
+        for change in self._moves():
+            own = self._plans[rank].rank.passes
+            if (passes := change(own)) != own:
+                yield self._reordered(rank, passes)
 
     def _reordered(self, rank: int, passes: Passes) -> _Plan:
         now, own = self._plans[rank], _Rank(passes)
@@ -297,14 +296,26 @@ def hurried(passes: Passes, chunk: int) -> Passes:
     return tuple(made)
 
 
-def postponed(passes: Passes, chunk: int, count: int, others: bool = False) -> Passes:
-    """A rank's passes with the last W of a chunk behind all others; before these, perhaps, the last W of the other chunks."""
-    if _fuses(passes):
-        return passes
-    weights = [work for work in passes if work.kind is Kind.W]
-    chunks = sorted({work.chunk for work in weights} if others else {chunk}, key=lambda each: each == chunk)
-    last = [work for each in chunks for work in [work for work in weights if work.chunk == each][-count:]]
+def postponed(passes: Passes, chunk: int, count: int) -> Passes:
+    """A rank's passes with the last W of a chunk behind all others."""
+    last = _last(passes, chunk, count)
     return (*(work for work in passes if work not in last), *last)
+
+
+def at_once(passes: Passes, chunk: int, count: int) -> Passes:
+    """A rank's passes with the places of the last W of a chunk directly behind their B; all W of it keep their order."""
+    last = {work[1:]: work for work in _last(passes, chunk, count)}
+    made: list[Pass] = []
+    for work in passes:
+        if last.get(work[1:]) != work:
+            made.append(work)
+            made += [last[work[1:]]] if work.kind.sends_gradient and work[1:] in last else []
+    in_order = iter(_last(passes, chunk, len(passes)))
+    return tuple(next(in_order, work) if work.kind is Kind.W and work.chunk == chunk else work for work in made)
+
+
+def _last(passes: Passes, chunk: int, count: int) -> Passes:
+    return () if _fuses(passes) else tuple(work for work in passes if work.kind is Kind.W and work.chunk == chunk)[-count:]
 
 
 def _fuses(passes: Passes) -> bool:
