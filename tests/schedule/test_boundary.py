@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from examples import examples
@@ -42,9 +43,9 @@ def planned(
     """A family's schedule without a boundary, and its problem with what a rank does between two iterations."""
     plan = Request(name, ranks, microbatches, chunks=chunks, objective=goal).plan()
     between = {"reduce": 4.0, "step": 1.0, "gather": 2.0} | costs
-    shared = {field: between.pop(field) for field in ("hop", "latency", "norm") if field in between}
+    shared: dict[str, Any] = {field: between.pop(field) for field in ("hop", "latency", "norm") if field in between}
     parts = plan.problem.placement.chunks_per_replica
-    own = {field: value / parts for field, value in between.items()}
+    own: dict[str, Any] = {field: value / parts for field, value in between.items()}
     stages = tuple(replace(stage, **own) for stage in plan.problem.costs.stages)
     return plan.schedule, replace(plan.problem, costs=replace(plan.problem.costs, stages=stages, **shared))
 

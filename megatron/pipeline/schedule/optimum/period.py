@@ -42,10 +42,16 @@ def period_bound(schedule: Schedule, problem: Problem) -> float:
     between = [min(_between(problem, stage, buckets, norm) for buckets in BUCKETS) for stage in range(len(stages))]
     best = max(best, *(chain + more for chain, more in zip(_chains(own), between, strict=True)))
     if norm:
-        makespan = own_bound(schedule, replace(problem, objective=Objective.MAKESPAN))
-        first = min(_between(problem, 0, buckets, norm) - _reduced(problem, 0, buckets) for buckets in BUCKETS)
-        best = max(best, first + makespan + min(reduced))
+        best = max(best, own_bound(schedule, replace(problem, objective=Objective.MAKESPAN)) + least_between(problem))
     return best
+
+
+def least_between(problem: Problem) -> float:
+    """Seconds by which every period is longer than the makespan of its passes; 0 where iterations interlock."""
+    if not waits_for_norm(problem):
+        return 0.0
+    first = min(_between(problem, 0, buckets, True) - _reduced(problem, 0, buckets) for buckets in BUCKETS)
+    return first + min(_reduced(problem, stage, 1) for stage in range(len(problem.costs.stages)))
 
 
 def _chains(problem: Problem) -> list[float]:

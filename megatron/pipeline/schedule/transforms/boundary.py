@@ -186,8 +186,8 @@ class _Search:
     def improve(self) -> None:
         """Change one rank after another, and all ranks at once, until nothing helps."""
         ranks, before = range(len(self._plans)), None
-        for change in self._moves():
-            self._try({rank: self._reordered(rank, change(self._plans[rank].rank.passes)) for rank in ranks})
+        for move in self._moves():
+            self._try({rank: self._reordered(rank, move(self._plans[rank].rank.passes)) for rank in ranks})
         while before != self.steady and self._left > 0:
             before = self.steady
             for rank in ranks:
