@@ -15,7 +15,7 @@ from megatron.pipeline.costmodel import activations, traffic
 from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.costmodel.estimate import estimate, layer_parts
 from megatron.pipeline.costmodel.links import Links, exchange_seconds
-from megatron.pipeline.costmodel.memory import expert_copies, fixed_memory
+from megatron.pipeline.costmodel.memory import expert_copies
 from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
@@ -221,9 +221,9 @@ def test_gradients_of_experts_are_summed_over_ranks_with_the_same_ones(slow: Lay
     found = {}
     for parallel, copies in ((1, 4), (2, 2), (4, 1)):
         one = candidate(slow, "1f1b", expert_model_parallel_size=parallel, **some)
-        fixed = fixed_memory(one.args, one.placement, one.layers, None)
         assert expert_copies(one.args) == copies
-        found[parallel] = between_pipelines(slow.cluster, one, fixed, costs_of(slow.cluster, one))
+        costs = costs_of(slow.cluster, one)
+        found[parallel] = between_pipelines(slow.cluster, one, costs, Request("1f1b", 2, 4, costs).plan().schedule)
     assert found[1] > found[2] > found[4]
 
 

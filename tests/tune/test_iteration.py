@@ -12,7 +12,7 @@ from megatron.pipeline.cli import costs as command
 from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.costmodel.estimate import layer_seconds
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.memory import fixed_memory
+from megatron.pipeline.planning.request import Request
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune import iteration, relax
@@ -55,8 +55,8 @@ def eight() -> Layouts:
 
 
 def between(on: Layouts, one: Candidate) -> float:
-    besides = fixed_memory(one.args, one.placement, one.layers, one.vocabulary)
-    return between_pipelines(on.cluster, one, besides, costs_of(on.cluster, one))
+    costs = costs_of(on.cluster, one)
+    return between_pipelines(on.cluster, one, costs, Request(one.variant.name, one.placement.ranks, 4, costs).plan().schedule)
 
 
 def test_1f1b_of_equal_stages_takes_its_closed_form(four: Layouts) -> None:

@@ -23,6 +23,8 @@ from megatron.pipeline.schedule.core.problem import Objective
 
 T = TypeVar("T")
 
+REPLICA_LINK = 50.0  # GB/s: a network card of 400 Gbit/s per GPU
+
 
 class Parser(argparse.ArgumentParser):
     """Complains in one line, without the usage; flags are to be written out, as those of training are.
@@ -88,12 +90,14 @@ def cost_flags() -> Parser:
     flags.add_argument(
         "--cost",
         type=numbers(*TIMES),
-        metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..][,D2H=..,H2D=..][,PART=..,layers=..][,beside_communication=..]",
+        metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..][,D2H=..,H2D=..][,PART=..,layers=..][,beside_communication=..]"
+        "[,RS=..,OPT=..,AG=..][,latency=..,norm=..]",
         help="one rank's share of one microbatch and one message (comm), in any unit of time (default: 1,1,1,0, or the file's); "
         "BW is the fused backward (default: B + W), R recomputation (default: F), D2H and H2D the copies of its activations to "
         "host memory and back (default: half of F + B + W each); PART: the shares of all-to-alls and experts in these, all or "
         "none of F.dispatch, F.experts, F.combine, B.combine, B.experts, B.dispatch, W.experts; beside_communication: how many "
-        "times as long a braid computes while it communicates (default: 1)",
+        "times as long a braid computes while it communicates (default: 1); RS, OPT, AG: reductions, steps and gathers of a rank "
+        "between two iterations, latency: what each RS and AG of a bucket takes besides, norm: of all gradients (default: 0)",
     )
     flags.add_argument(
         "--activation",
@@ -136,6 +140,32 @@ def cost_flags() -> Parser:
     )
     flags.add_argument(
         "--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches, or as --costs says"
+    )
+    return flags
+
+
+def boundary_flags() -> Parser:
+    """Flags for what ranks do between two iterations, from sizes in place of times."""
+    flags = Parser(add_help=False)
+    flags.add_argument(
+        "--replicas",
+        type=positive_int,
+        metavar="D",
+        help="data-parallel replicas: the reduction of gradients and the gather of parameters between two iterations count, in "
+        "seconds, so --cost is in seconds too (give its OPT and norm there)",
+    )
+    flags.add_argument("--grad-bytes", type=memory_size, metavar="X", help="with --replicas: a rank's gradients, such as 4GiB")
+    flags.add_argument(
+        "--param-bytes",
+        type=memory_size,
+        metavar="X",
+        help="with --replicas: a rank's parameters (default: half of --grad-bytes)",
+    )
+    flags.add_argument(
+        "--replica-link",
+        type=float,
+        metavar="GB/S",
+        help=f"with --replicas: 1e9 bytes a second between the replicas of a rank (default: {REPLICA_LINK:g})",
     )
     return flags
 

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.pipeline.cli.arguments import (
     Commands,
     add_command,
+    boundary_flags,
     cost_flags,
     goal_flags,
     names,
@@ -30,7 +31,7 @@ from megatron.pipeline.planning.choose import candidates
 from megatron.pipeline.planning.costs import costs_of
 from megatron.pipeline.planning.document import gain, row
 from megatron.pipeline.planning.limits import peak_of_1f1b
-from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planning.planned import Planned, above
 from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, folded, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
@@ -59,7 +60,7 @@ def add(commands: Commands) -> None:
         epilog=f"{above_bound('objective').capitalize()}. Of 1F1B: memory, as a multiple of what 1F1B holds. With --offload, "
         "without: memory without copies; host: memory there; moved: the share of all activations that is copied. With parts of "
         "layers in --cost, or --overlap-experts, exposed: the share of all-to-alls that no computation hides.",
-        parents=[size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report],
+        parents=[size_flags(), goal_flags(), cost_flags(), boundary_flags(), pass_flags(), offload_flags(), report],
     )
     parser.add_argument("--schedules", type=names, metavar="A,B,..", help="these only (default: all)")
     parser.add_argument(
@@ -143,9 +144,12 @@ def _print_table(compared: Comparison) -> None:
     heads[-2:-2] = ["without", "host", "moved"] if request.offload else []
     communicating = any(plan.communication[1] for plan in compared.planned)
     heads[-2:-2] = ["exposed"] if communicating else []
+    periods = any(plan.period is not None for plan in compared.planned)
+    heads[1:1] = ["period", "by rules", "above its bound"] if periods else []
     cells = [
         [
             str(plan.variant),
+            *(_periods(plan) if periods else []),
             f"{plan.timeline.makespan:g}",
             f"{plan.timeline.bubble_rate:.1%}",
             f"{plan.timeline.span:g}",
@@ -176,6 +180,13 @@ def _offloaded(plan: Planned, unit: Unit) -> tuple[str, str, str]:
     fields = gain(plan)
     without, host = (unit.number(max(fields[name])) for name in ("peak_without", "host_peak"))
     return without, host, f"{fmean(fields['moved_share']):.1%}"
+
+
+def _periods(plan: Planned) -> tuple[str, str, str]:
+    """The period, that under Megatron-LM's rules, and how far the former is above its bound."""
+    if plan.period is None or plan.by_rules is None:
+        return "-", "-", "-"
+    return f"{plan.period:g}", f"{plan.by_rules:g}", f"{above(plan.period, plan.period_bound):z.1%}"
 
 
 def _exposed(plan: Planned) -> str:

@@ -8,6 +8,7 @@ from megatron.pipeline.cli.arguments import (
     Commands,
     Parser,
     add_command,
+    boundary_flags,
     cost_flags,
     goal_flags,
     length_flags,
@@ -48,7 +49,10 @@ def add(commands: Commands) -> None:
         "mpipe plan --schedule zb-v --pp 8 --microbatches 32 --cost F=1,B=1.2,W=0.8,comm=0.05",
         "mpipe plan --schedule auto --pp 8 --microbatches 32 --memory-limit 5 -o plan.json",
         epilog=bounds,
-        parents=[family, size_flags(), length_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()],
+        parents=[
+            *(family, size_flags(), length_flags(), goal_flags(), cost_flags(), boundary_flags(), pass_flags(), offload_flags()),
+            report_flags(),
+        ],
     )
     parser.add_argument("--chunks", type=positive_int, metavar="V", help="model chunks per rank (default: the family's)")
     parser.add_argument("--splits", type=positive_int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")

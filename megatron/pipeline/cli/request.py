@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
-from megatron.pipeline.cli.arguments import StageList
-from megatron.pipeline.planning.costs import COPIES, CostFlags, costs_of, with_shards
+from megatron.pipeline.cli.arguments import REPLICA_LINK, StageList
+from megatron.pipeline.planning.costs import COPIES, CostFlags, Numbers, costs_of, with_shards
 from megatron.pipeline.planning.document import Changes
 from megatron.pipeline.planning.refusals import check_limit, unit_of
 from megatron.pipeline.planning.request import Request
@@ -106,7 +106,30 @@ def changes(options: Namespace) -> Changes:
 
 
 def cost_flags_of(options: Namespace) -> CostFlags:
-    return CostFlags(**{field.name: getattr(options, field.name) for field in fields(CostFlags)})
+    given = {field.name: getattr(options, field.name) for field in fields(CostFlags) if field.name != "boundary"}
+    return CostFlags(**given, boundary=_boundary(options))
+
+
+def _boundary(options: Namespace) -> Numbers | None:
+    """Seconds of a rank's reductions and gathers, each in a ring of all replicas.
+
+    Raises:
+        ValueError: flags do not go together, or the link has no speed.
+    """
+    given = vars(options)
+    replicas, gradients, speed = (given.get(name) for name in ("replicas", "grad_bytes", "replica_link"))
+    if replicas is None:
+        for flag in ("grad_bytes", "param_bytes", "replica_link"):
+            if given.get(flag) is not None:
+                raise ValueError(f"--{flag.replace('_', '-')} is of data-parallel replicas: give --replicas, or leave it out")
+        return None
+    if gradients is None:
+        raise ValueError(f"--replicas {replicas} needs the bytes of a rank's gradients: give --grad-bytes, such as 4GiB")
+    if speed is not None and not 0 < speed < float("inf"):
+        raise ValueError(f"--replica-link {speed:g}: give 1e9 bytes a second above 0, such as {REPLICA_LINK:g}")
+    parameters = given["param_bytes"] if given.get("param_bytes") is not None else gradients / 2
+    seconds = (replicas - 1) / replicas / (1e9 * (speed or REPLICA_LINK))
+    return {"RS": gradients * seconds, "AG": parameters * seconds}
 
 
 def _offload(options: Namespace) -> Offload | None:

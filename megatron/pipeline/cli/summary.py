@@ -47,6 +47,8 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     order = f"no order {_within(held, unit)} has a shorter {kind} on this placement"
     add("lower bound", bound, f"{order}; this one is {above:z.1%} above")
     add("memory", *amounts(peaks))
+    if "period" in data:
+        rows += _period(data)
     if "balance" in data:
         split, value = data["balance"], data[kind]
         even = "the even split does not fit into the limit"
@@ -79,6 +81,21 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     title = f"{data['schedule']}: {counted(data['pp'], 'rank')}{chunks}, {counted(data['microbatches'], 'microbatch')}{spread}"
     table = "\n".join(f"  {name:<12}{value:>{wide}}  {meaning}" for name, value, meaning in rows)
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
+
+
+def _period(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Lines of a report about steady training, with what ranks do between two iterations."""
+    period, rules = data["period"], data["period_by_rules"]
+    shorter = 1 - period / rules if rules else 0.0
+    return [
+        ("period", f"{period:g}", "from an iteration's start to the next one's, with reductions, steps and gathers"),
+        (
+            "its bound",
+            f"{data['period_lower_bound']:g}",
+            f"no order has a shorter period; this one is {data['period_gap']:z.1%} above",
+        ),
+        ("by rules", f"{rules:g}", f"period under Megatron-LM's overlaps of both; this one is {shorter:z.1%} shorter"),
+    ]
 
 
 def _batch(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
+from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.memory import expert_copies, gathered_bytes, gradient_bytes
-from megatron.pipeline.costmodel.parameters import Parameters
+from megatron.pipeline.costmodel.memory import expert_copies, gathered_bytes, gradient_bytes, optimizer_parameters
+from megatron.pipeline.costmodel.parameters import Parameters, parameters
+from megatron.pipeline.schedule.core.boundary import turns
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement, linear
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.time.cycle import Cycle
+from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.transforms.boundary import Rules, megatron, waits_for_norm, with_boundary
+from megatron.pipeline.shape.gpt import Shape
 
+STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; no pass overlaps the last sum
 
 
@@ -39,3 +55,90 @@ def replica_seconds(args: Namespace, links: Links, count: Parameters, forward: f
         return reduce
     gather = gathered(gathered_bytes(args, count))
     return reduce + (gather - links.hides(gather, forward) if args.overlap_param_gather else gather)
+
+
+def with_replicas(
+    args: Namespace, costs: Costs, placement: Placement, layers: Sequence[int], links: Links, device: Device, fused: bool
+) -> Costs:
+    """Costs with what ranks do between two iterations: reductions and gathers over the replicas, steps, and the norm.
+
+    A rank's parameters are shared out to its stages as those of the stages alone; the gradients of tied embeddings that are apart
+    are summed with those of either end. Where flags overlap them, DDP reduces layers while the last pass of a chunk computes the
+    gradients of others, and gathers layers while its first pass uses others: what that hides is left out here.
+
+    Args:
+        args: flags of a training, validated, with ``padded_vocab_size``.
+        layers: of every stage.
+        fused: whether the last pass of a chunk is BW; otherwise it is W.
+    """
+    vocabulary = None if args.vocab_parallel == "off" else Vocabulary(args.vocab_parallel)
+    shape, tied = Shape.of(args), not args.untie_embeddings_and_output_weights
+    counts = parameters(shape, placement, layers, vocabulary, tied)
+    alone = [max(1, count.total) for count in parameters(shape, linear(len(layers)), layers)]
+    copies = args.data_parallel_size * args.context_parallel_size
+    stages = list(costs.stages)
+    for row, count in zip(placement.stages, counts, strict=True):
+        reduce = gather = 0.0
+        if copies > 1:
+            reduce = _gathered(args, links, count, gradient_bytes(args)) * (1 if args.use_distributed_optimizer else 2)
+            gather = _gathered(args, links, count, gathered_bytes(args, count)) if args.use_distributed_optimizer else 0.0
+        step, whole = device.moving(STEP_BYTES * optimizer_parameters(args, count)), sum(alone[stage] for stage in row)
+        for stage in row:
+            share, cost = alone[stage] / whole, stages[stage]
+            reduced, gathered = share * reduce, share * gather
+            if args.overlap_grad_reduce:
+                bucket = reduced * min(1.0, BUCKET / max(1.0, share * count.total))
+                reduced = max(bucket, reduced - links.hides(reduced, cost.value("fused") if fused else cost.weight))
+            if args.overlap_param_gather:
+                gathered -= links.hides(gathered, cost.forward)
+            stages[stage] = replace(cost, reduce=reduced, step=share * step, gather=gathered)
+    last = len(stages) - 1
+    if tied and vocabulary is None and placement.home(last)[0] != placement.home(0)[0]:
+        size = gradient_bytes(args) * args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
+        for end in (0, last):
+            more = links.hop.all_reduce(size, 2)
+            stages[end] = replace(stages[end], reduce=stages[end].value("reduce") + more)
+    ranks = args.pipeline_model_parallel_size
+    latency, norm = (copies - 1) * links.data.latency, links.hop.all_reduce(gradient_bytes(args), ranks)
+    return replace(costs, stages=tuple(stages), latency=latency if copies > 1 else 0.0, norm=norm)
+
+
+def _gathered(args: Namespace, links: Links, count: Parameters, size: float) -> float:
+    """Seconds until all ranks with the same parameters have ``size`` bytes of each, without a ring's latency."""
+    copies, own = args.data_parallel_size * args.context_parallel_size, expert_copies(args) if count.expert else 1
+    dense = (copies - 1) / copies * size * count.dense / links.data.bandwidth
+    return dense + (own - 1) / own * size * count.expert / links.expert_data.bandwidth
+
+
+def between_seconds(args: Namespace, links: Links, schedule: Schedule, problem: Problem, plans: bool) -> float:
+    """Seconds of a period beyond the iteration alone: of a planned boundary, or by the rules that the flags name.
+
+    Computation takes longer while gradients and weights are on their way (``Links.hides``): on the rank where that is most.
+
+    Args:
+        problem: with the costs of ``with_replicas``.
+        plans: whether the training plans its boundary, where flags let reductions overlap with passes at all.
+    """
+    plain = simulate(schedule, problem.costs)
+    overlaps = args.overlap_grad_reduce and (args.overlap_param_gather or not args.use_distributed_optimizer)
+    if plans and overlaps:
+        whole, _ = with_boundary(schedule, replace(problem, quick=True))
+    else:
+        aligned = not plans and getattr(args, "align_grad_reduce", True)
+        whole, _ = megatron(schedule, problem, [Rules(args.overlap_grad_reduce, aligned, args.overlap_param_gather)])
+    cycle = Cycle(whole, problem.costs, waits_for_norm(problem))
+    steady, shown = cycle.steady(turns(whole)), cycle.timeline(turns(whole))
+    assert steady, "a boundary by rules or planned does not block"
+    slowed = (1 - 1 / links.beside_communication) * max(_overlap(shown, rank) for rank in range(len(shown.ranks))) / 2
+    return max(0.0, steady.period - problem.value(plain)) + slowed
+
+
+def _overlap(timeline: Timeline, rank: int) -> float:
+    """Seconds in which a rank computes and its lane is in use."""
+    rows = (*timeline.ranks[rank], *(each for each in timeline.copies[rank] if each.work.kind.row.bucket))
+    moments = sorted(moment for each in rows for moment in ((each.start, 1), (each.end, -1)))
+    found, level = 0.0, 0
+    for (moment, change), (after, _) in pairwise(moments):
+        level += change
+        found += after - moment if level == 2 else 0.0
+    return found

@@ -46,7 +46,7 @@ def candidates(
             refused.append(Refusal(variant, str(error), _needs(request.of(variant))))
     if progress:
         progress(len(wanted), len(wanted))
-    planned.sort(key=lambda plan: (plan.value, plan.peak))
+    planned.sort(key=lambda plan: (plan.length, plan.peak))
     return planned, refused
 
 
@@ -131,16 +131,16 @@ def choose(planned: Sequence[Planned], refused: Sequence[Refusal] = ()) -> Choic
         raise ValueError(
             "no schedule that holds the model once fits: raise the memory limit, or change the ranks or microbatches"
         )
-    limit = min(plan.value for plan in single) * NEAR
-    shortest = min((plan for plan in single if plan.value <= limit), key=_ties)
+    limit = min(plan.length for plan in single) * NEAR
+    shortest = min((plan for plan in single if plan.length <= limit), key=_ties)
     why_not = {}
     for plan in planned:
         if plan is shortest:
             continue
         if plan.problem.placement.replicas > 1:
             reason = "holds the model twice"
-        elif plan.value > limit:
-            reason = f"{plan.value / shortest.value - 1:.1%} longer"
+        elif plan.length > limit:
+            reason = f"{plan.length / shortest.length - 1:.1%} longer"
         else:
             more = ("holds more", "sends more", "less simple")
             differ = (mine != its for mine, its in zip(_ties(plan), _ties(shortest), strict=True))

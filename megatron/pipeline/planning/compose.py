@@ -283,6 +283,7 @@ def adapted(schedule: Schedule, problem: Problem, mode: Offload | None) -> Sched
     if mode:
         result = offload(result, problem.costs, mode, problem.limits, problem.host_limit)
     if result is not schedule:
+        result = replace(result, boundary=())  # which is of other passes
         verify(result)
     return _schedule(_fit(result, problem))
 

@@ -22,7 +22,7 @@ from megatron.pipeline.schedule.core.costs import (
 from megatron.pipeline.schedule.core.costs_fields import COST_RANGE, MOST_LAYERS, is_cost, is_layers
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.stage_costs import NAMES, PARTS
+from megatron.pipeline.schedule.core.stage_costs import BETWEEN, NAMES, PARTS
 
 Numbers: TypeAlias = dict[str, float]
 
@@ -30,7 +30,9 @@ COPIES = ("D2H", "H2D")
 BESIDE = "beside_communication"
 _FIELDS = {short: name for name, short in NAMES.items()} | {"layers": "layers"}
 _PARTS = tuple(NAMES[part] for part in PARTS)
-TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PARTS, "layers", BESIDE)
+BOUNDARY = tuple(NAMES[name] for name in BETWEEN)
+_SHARED = {"comm": "hop", BESIDE: BESIDE, "latency": "latency", "norm": "norm"}  # of all stages
+TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PARTS, "layers", BESIDE, *BOUNDARY, "latency", "norm")
 MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
 SPREAD = tuple(field.name for field in fields(VocabularyCosts) if field.name != "ranks")
@@ -46,6 +48,7 @@ class CostFlags:
         copy: how copies disturb each other, by ``SHARED``.
         first_stage, last_stage: what is added to the first and the last stage, by ``EXTRA``.
         costs: of every stage, in place of ``cost``, ``activation``, ``first_stage`` and ``last_stage``.
+        boundary: what a rank does between two iterations, by ``BOUNDARY``, also on top of ``costs``.
     """
 
     cost: Numbers | None = None
@@ -55,6 +58,7 @@ class CostFlags:
     vocab_cost: Numbers | None = None
     copy: Numbers | None = None
     costs: Costs | None = None
+    boundary: Numbers | None = None
 
 
 def checked(given: object, names: tuple[str, ...]) -> Numbers:
@@ -118,6 +122,8 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     spread = checked(file.get("vocab_costs", {}), SPREAD) | (flags.vocab_cost or {})
     if spread:
         costs = replace(costs, vocabulary=VocabularyCosts(**({"S": EQUAL_SHARDS.S, "T": EQUAL_SHARDS.T} | spread)))
+    if flags.boundary:
+        costs = _set(costs, placement, flags.boundary, None)
     return taking_time(_with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {}))
 
 
@@ -209,6 +215,9 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
     if all(stage.has_parts for stage in stages):
         parts = (*_PARTS, "layers")
         times |= {name: share_of(costs, placement, partial(StageCosts.value, name=_FIELDS[name])) for name in parts}
+    if costs.has_boundary:
+        times |= {name: share_of(costs, placement, partial(StageCosts.value, name=_FIELDS[name])) for name in BOUNDARY}
+    times |= {name: value for name in ("latency", "norm") if (value := getattr(costs, name))}
     if costs.beside_communication != 1:
         times[BESIDE] = costs.beside_communication
     found: dict[str, Any] = {"costs": times, "activation": held}
@@ -263,9 +272,8 @@ def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers 
             given = f"B={held:g},W={retained:g}" + (f",R={kept:g}" if kept else "")
             raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which R remains before R")
         named |= {"activation": 1 / parts, "retained": retained / held / parts, "checkpoint": kept / held / parts}
-    hop, beside = (cost.get(name, value) for name, value in (("comm", costs.hop), (BESIDE, costs.beside_communication)))
-    stages = tuple(replace(stage, **named) for stage in costs.stages)
-    costs = replace(costs, stages=stages, hop=hop, beside_communication=beside)
+    shared: dict[str, Any] = {field: cost[name] for name, field in _SHARED.items() if name in cost}
+    costs = replace(costs, stages=tuple(replace(stage, **named) for stage in costs.stages), **shared)
     if not any(name in cost for name in COPIES):
         return costs
     # One direction that is not named takes as long as the other.

@@ -26,7 +26,9 @@ from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.torch_csv import from_csv
 from megatron.pipeline.schedule.optimum.bound import own_bound, with_own_passes
 from megatron.pipeline.schedule.optimum.sustain import smallest_sustaining_limit
+from megatron.pipeline.schedule.rules.boundary import verify_boundary
 from megatron.pipeline.schedule.time.simulate import activation_changes, activation_peaks, activation_profile, simulate
+from megatron.pipeline.schedule.transforms.boundary import megatron, waits_for_norm
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved
 from megatron.pipeline.schedule.transforms.transform import without_copies
 
@@ -36,7 +38,7 @@ _Read = TypeVar("_Read")
 _OF_EACH = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "span_bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "plan_seconds"),
-    *("offload", "overlap", "balance"),
+    *("offload", "overlap", "balance", "period", "period_lower_bound", "period_gap", "period_by_rules"),
 )
 
 
@@ -71,6 +73,7 @@ def _report(planned: Planned) -> dict[str, Any]:
         "makespan_gap": above(timeline.makespan, bounds[Objective.MAKESPAN]),
         **({"offload": gain(planned)} if copies else {}),
         **_overlap(planned),
+        **_period(planned),
         **_split(planned),
         **({} if planned.seconds is None else {"plan_seconds": planned.seconds}),
         **{name: value for name, value in schedule.fields().items() if name not in ("schedule", "microbatches")},
@@ -96,6 +99,15 @@ def _overlap(planned: Planned) -> dict[str, Any]:
     if not (whole or planned.braids):
         return {}
     return {"overlap": {"braids": planned.braids, "communication": whole, "exposed": exposed}}
+
+
+def _period(planned: Planned) -> dict[str, Any]:
+    """The period, its bound, and the period under Megatron-LM's rules, where it is known what ranks do between iterations."""
+    if planned.period is None or planned.by_rules is None:
+        return {}
+    bound = planned.period_bound
+    gap = above(planned.period, bound)
+    return {"period": planned.period, "period_lower_bound": bound, "period_gap": gap, "period_by_rules": planned.by_rules}
 
 
 def _split(planned: Planned) -> dict[str, Any]:
@@ -196,7 +208,7 @@ def read_timeline(path: str, changes: Changes) -> tuple[Timeline, Planned | None
     if not is_schedule(path):
         return naming(path, Timeline.from_json), None
     planned = read(path, changes)
-    return planned.timeline, planned
+    return planned.shown, planned
 
 
 def read_recorded_plan(path: str) -> Timeline | None:
@@ -297,7 +309,12 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
         raise in_unit(error, unit, schedule.name, lowest, host_limit) from None
     stages = {kind: _all_run(schedule, kind) for kind in (Kind.R, Kind.BW)}
     problem = replace(problem, recompute=stages[Kind.R], fused=frozenset(fused) & stages[Kind.BW])
-    return Planned(schedule, problem, Variant(schedule.name))
+    by_rules = None
+    if problem.costs.has_boundary:
+        ruled, steady = megatron(schedule, problem)
+        schedule, by_rules = schedule if schedule.boundary else ruled, steady.period
+        verify_boundary(schedule, waits_for_norm(problem))
+    return Planned(schedule, problem, Variant(schedule.name), by_rules=by_rules)
 
 
 def _offload(file: Mapping[str, Any]) -> tuple[Offload | None, float | None]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from megatron.pipeline.schedule.core.boundary import turns
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
@@ -14,7 +15,10 @@ from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.posting import leads, message_buffers
 from megatron.pipeline.schedule.lower.program import Program
 from megatron.pipeline.schedule.optimum.bound import own_bound
+from megatron.pipeline.schedule.optimum.period import period_bound
+from megatron.pipeline.schedule.time.cycle import Cycle
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.boundary import waits_for_norm
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Planned:
         seconds: what planning took; None for a schedule from a file.
         split: of the layers over the stages, where that was planned too.
         order: of the microbatches, where that was planned too: which of those given is in every place.
+        by_rules: the period of the family's own order under Megatron-LM's rules for what ranks do between two iterations; None
+            where the costs do not say what that takes.
     """
 
     schedule: Schedule
@@ -62,11 +68,14 @@ class Planned:
     seconds: float | None = None
     split: Split | None = None
     order: tuple[int, ...] | None = None
+    by_rules: float | None = None
 
     @property
     def title(self) -> str:
         """Title above a drawing."""
-        return f"{self.schedule.name}, offloaded" if self.schedule.has_copies else self.schedule.name
+        offloaded = ", offloaded" if self.schedule.has_copies else ""
+        steady = "" if self.period is None else f", two iterations of {self.period:.4g} each"
+        return f"{self.schedule.name}{offloaded}{steady}"
 
     @property
     def memory_limit(self) -> float | tuple[float, ...] | None:
@@ -100,6 +109,32 @@ class Planned:
     def value(self) -> float:
         """The objective, span or makespan, in the costs' unit."""
         return self.problem.value(self.timeline)
+
+    @cached_property
+    def cycle(self) -> Cycle:
+        """Iterations one after another, where the schedule has a boundary."""
+        return Cycle(self.schedule, self.problem.costs, waits_for_norm(self.problem))
+
+    @cached_property
+    def period(self) -> float | None:
+        """Seconds from the start of an iteration to the next one's, in steady training; None without a boundary."""
+        steady = self.cycle.steady(turns(self.schedule)) if self.schedule.boundary else None
+        return steady and steady.period
+
+    @cached_property
+    def period_bound(self) -> float:
+        """A period that no order within the schedule's own memory can beat: see ``optimum.period``."""
+        return period_bound(self.schedule, self.problem)
+
+    @property
+    def length(self) -> float:
+        """What is to be short: the period where it is known, else the objective."""
+        return self.value if self.period is None else self.period
+
+    @property
+    def shown(self) -> Timeline:
+        """When everything runs: two iterations of steady training where the schedule has a boundary, else one."""
+        return self.cycle.timeline(turns(self.schedule)) if self.schedule.boundary else self.timeline
 
     @cached_property
     def peaks(self) -> Sequence[float]:

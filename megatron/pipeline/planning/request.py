@@ -28,7 +28,9 @@ from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import Objective, Problem, per_rank
 from megatron.pipeline.schedule.families import Family
+from megatron.pipeline.schedule.rules.boundary import verify_boundary
 from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.transforms.boundary import waits_for_norm, with_boundary
 
 MOST_CHUNKS = 4  # per rank, where the user gives no number: the bubble of more is hardly shorter, and each sends activations too
 MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
@@ -178,10 +180,13 @@ class Request:
             return self._balanced(self.layers)
         begin = time.perf_counter()
         problem = self.problem()
-        schedule = solve(self.schedule, problem)
+        schedule, by_rules = solve(self.schedule, problem), None
+        if problem.costs.has_boundary:
+            schedule, by_rules = with_boundary(schedule, problem)
         seconds = time.perf_counter() - begin
         verify(schedule)
-        return Planned(schedule, replace(problem, quick=False), self.variant, seconds)
+        verify_boundary(schedule, waits_for_norm(problem))
+        return Planned(schedule, replace(problem, quick=False), self.variant, seconds, by_rules=by_rules)
 
     def _balanced(self, layers: int) -> Planned:
         """The schedule of the split of the layers that makes it shortest."""

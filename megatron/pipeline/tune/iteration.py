@@ -1,7 +1,8 @@
 """The time of one iteration of a training and its parts, predicted from flags, a schedule's family and a cluster.
 
-``evaluate`` plans the schedule for the memory that is left on a GPU, simulates it at the costs of ``estimate``, and adds what
-comes between two pipelines: the sum of gradients over data-parallel ranks, the optimizer's step, and new weights on all of them.
+``evaluate`` plans the schedule for the memory that is left on a GPU and simulates it at the costs of ``estimate``: one iteration,
+and iterations one after another, with the sums of gradients over data-parallel ranks, the optimizer's steps, and new weights on
+all of them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ from megatron.pipeline.costmodel.memory import (
     FixedMemory,
     RankMemory,
     fixed_memory,
-    gradient_bytes,
     makes_weights_again,
-    optimizer_parameters,
     predict,
     recomputed,
 )
-from megatron.pipeline.costmodel.replicas import replica_seconds
+from megatron.pipeline.costmodel.replicas import between_seconds, with_replicas
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
@@ -35,13 +34,13 @@ from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.bound import lower_bound
+from megatron.pipeline.schedule.optimum.period import least_between
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import combined
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 
-STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
 _OFFLOADED = 3  # times as many, for the copies
 _BRAIDED = 20  # more where braids are tried, and families that search do so twice
@@ -59,7 +58,7 @@ class IterationParts:
         recomputation: forwards that run again.
         inequality: until the rank with most to do has done as much.
         bubble: the rest of the pipeline's time, idle.
-        between: two pipelines: gradients, step and weights.
+        between: two pipelines: by how much a period is longer than an iteration alone, with gradients, steps and weights.
     """
 
     kernels: float
@@ -154,7 +153,6 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
     if min(left) <= 0:
         return _infeasible(candidate, fixed, 0.0)
     apart = costs_of(cluster, candidate)
-    between = between_pipelines(cluster, candidate, fixed, apart)
     costs, within = _as_trained(candidate, apart)
     family = families.named(variant.name)
     limits: list[float | None] = [max(0.0, min(left) - within) if family.plans_for_limits else None]
@@ -167,7 +165,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
             limits.append(max(least) - within)
     for limit in limits:
         try:
-            planned = _plan(candidate, costs, limit, beat - between)
+            planned = _plan(candidate, costs, limit, beat - least_between(_steady(cluster, candidate, costs, 1)))
         except LimitTooLow as error:
             return _infeasible(candidate, fixed, error.least + within)
         if isinstance(planned, Dominated):
@@ -178,6 +176,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
             break
     else:
         return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
+    between = between_pipelines(cluster, candidate, costs, schedule)
     parts = _parts(cluster, candidate, apart, schedule, pipeline, between)
     shape = Shape.of(args)
     operations = gpt.training_operations(shape) * candidate.microbatches * args.data_parallel_size
@@ -199,21 +198,19 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     return costs if _fuses(candidate) else costs.without_fused()
 
 
-def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedMemory], costs: Costs) -> float:
-    """Seconds from the end of one pipeline to the start of the next on the slowest rank: see ``replica_seconds`` too."""
-    args, links, device = candidate.args, links_of(cluster.device, cluster.per_node, candidate.args), cluster.device
-    largest = max((each.count for each in fixed), key=lambda count: count.total)
-    step = device.moving(STEP_BYTES * optimizer_parameters(args, largest))
-    tied = 0.0
-    apart = candidate.placement.home(candidate.placement.last_stage)[0] and candidate.vocabulary is None
-    if apart and not args.untie_embeddings_and_output_weights:  # both ends add up the gradients of one matrix
-        size = args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
-        tied = links.hop.all_reduce(gradient_bytes(args) * size, 2)
-    work = costs.stages
-    rows = candidate.placement.stages
-    backward = min(sum(work[stage].value("fused") for stage in row) for row in rows)
-    forward = min(sum(work[stage].forward for stage in row) for row in rows)
-    return step + tied + replica_seconds(args, links, largest, forward, backward)
+def between_pipelines(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
+    """Seconds by which a period is longer than an iteration alone: see ``between_seconds``."""
+    links = links_of(cluster.device, cluster.per_node, candidate.args)
+    problem = _steady(cluster, candidate, costs, schedule.microbatches)
+    return between_seconds(candidate.args, links, schedule, problem, plans=not candidate.is_stock)
+
+
+def _steady(cluster: Cluster, candidate: Candidate, costs: Costs, microbatches: int) -> Problem:
+    """The problem with what ranks do between two iterations."""
+    args, links = candidate.args, links_of(cluster.device, cluster.per_node, candidate.args)
+    fused = families.named(candidate.variant.name).fused
+    whole = with_replicas(args, costs, candidate.placement, candidate.layers, links, cluster.device, fused)
+    return Problem(candidate.placement, microbatches, whole, objective=candidate.objective, vocabulary=candidate.vocabulary)
 
 
 def least_seconds(cluster: Cluster, candidate: Candidate) -> float:

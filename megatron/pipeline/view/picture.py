@@ -58,9 +58,9 @@ def draw(
 ) -> None:
     """Draw timelines, planned or measured, one under another.
 
-    Copies to host memory and back are two thin lanes below the passes of their rank. A forward and a backward that run as one
-    are two boxes of half the height, one above the other. Where passes are too narrow or too many, each rank's row shows columns
-    instead, in which every kind of pass is as high as its share of the time.
+    Lanes are thin and below the passes of their rank: copies to host memory and back, and what runs between replicas. A
+    forward and a backward that run as one are two boxes of half the height, one above the other. Where passes are too narrow or
+    too many, each rank's row shows columns instead, in which every kind of pass is as high as its share of the time.
 
     Args:
         timelines: what to draw, by title. Each is shifted to start at 0.
@@ -159,8 +159,9 @@ def _bars(timeline: Timeline) -> dict[Kind | None, tuple[float, float]]:
     if not timeline.copies:
         return {None: (-0.42, 0.42)}
     kinds = lane_kinds(timeline)
-    pitch = 0.3 / len(kinds)
-    tops = {kind: 0.18 + pitch * lane for lane, kind in enumerate(kinds)}
+    order = list(dict.fromkeys(kind.row.lane for kind in kinds))
+    pitch = 0.3 / len(order)
+    tops = {kind: 0.18 + pitch * order.index(kind.row.lane) for kind in kinds}
     return {None: (-0.46, 0.14)} | {kind: (top, top + 0.8 * pitch) for kind, top in tops.items()}
 
 
@@ -253,8 +254,11 @@ def _columns(axes: Axes, timeline: Timeline) -> None:
     lines = 24 if timeline.copies else 16
     image = numpy.full((ranks * lines, _BINS, 3), 255, dtype=numpy.uint8)
     for row, rank in enumerate(timeline.ranks):
-        for bar, passes in ({None: rank} | lanes(timeline, row)).items():
-            top, bottom = (row * lines + round((edge + 0.5) * lines) for edge in bars[bar])
+        by_bar: dict[tuple[float, float], list[Timed]] = {}
+        for kind, passes in ({None: rank} | lanes(timeline, row)).items():
+            by_bar.setdefault(bars[kind], []).extend(passes)
+        for bar, passes in by_bar.items():
+            top, bottom = (row * lines + round((edge + 0.5) * lines) for edge in bar)
             image[top:bottom] = _stacked(passes, start_of(timeline), _BINS / float(timeline.makespan), bottom - top)
     extent = (0, float(timeline.makespan), ranks - 0.5, -0.5)
     axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest")
@@ -337,7 +341,7 @@ def _handles(timelines: Sequence[Timeline], crowded: bool, waits: bool) -> list[
     from matplotlib.patches import Patch
 
     chunks = _chunks(timelines)
-    kinds = {timed.work.kind for timeline in timelines for rank in timeline.ranks for timed in rank}
+    kinds = {timed.work.kind for each in timelines for rank in (*each.ranks, *each.copies) for timed in rank}
     handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {kind.row.meaning}") for kind in COLOURS if kind in kinds]
     shown = range(chunks) if chunks <= 4 else (0, chunks - 1)
     handles += [Patch(facecolor=shade("#777777", chunk, chunks), label=f"chunk {chunk}") for chunk in shown if chunks > 1]

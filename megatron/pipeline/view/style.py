@@ -30,6 +30,10 @@ COLOURS = {
     # Paul Tol's wine and indigo: dark, on lanes of their own.
     Kind.D2H: "#882255",
     Kind.H2D: "#332288",
+    # Of the same palette, what runs once an iteration.
+    Kind.RS: "#AA4499",
+    Kind.OPT: "#DDCC77",
+    Kind.AG: "#117733",
 }
 INK = "#222222"
 LIGHTEST = 0.55  # how far the last chunk's colour is on the way to white

@@ -41,6 +41,8 @@ class Costs:
     Attributes:
         unit: of memory; where it is not said, as in files of earlier releases, bytes if a stage has ``_FEWEST_BYTES`` or more.
         beside_communication: how many times as long a braid computes while its layers communicate.
+        latency: seconds that RS and AG of a bucket take beside those of its bytes.
+        norm: seconds of the gradients' norm over all ranks, for which steps wait where iterations do not interlock.
         loads: of every microbatch, where these are of unequal lengths: all else is then of a microbatch whose load is 1. Empty
             where all are equal.
 
@@ -55,13 +57,16 @@ class Costs:
     unit: MemoryUnit | None = None
     beside_communication: float = 1.0
     loads: tuple[Load, ...] = ()
+    latency: float = 0.0
+    norm: float = 0.0
 
     def __post_init__(self) -> None:
         if self.unit is None:
             are_bytes = max((stage.activation for stage in self.stages), default=0.0) >= _FEWEST_BYTES
             object.__setattr__(self, "unit", MemoryUnit.BYTES if are_bytes else MemoryUnit.MICROBATCHES)
-        if not 0 <= self.hop < float("inf"):
-            raise ValueError(f"the hop must take 0 seconds or more, got {self.hop}")
+        for name in ("hop", "latency", "norm"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"the {name} must take 0 seconds or more, got {getattr(self, name)}")
         if not 1 <= self.beside_communication < float("inf"):
             raise ValueError(f"beside_communication must be a number of at least 1, got {self.beside_communication:g}")
         named: list[tuple[str, StageCosts | VocabularyCosts]] = [("the vocabulary", self.vocabulary)]
@@ -181,7 +186,7 @@ class Costs:
         if splits == 1:
             return self
         loads = tuple(load for load in self.loads for _ in range(splits))
-        return replace(self, stages=tuple(stage.share(splits) for stage in self.stages), loads=loads)
+        return replace(self, stages=tuple(stage.sliced(splits) for stage in self.stages), loads=loads)
 
     def seconds(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
         """Seconds of a pass; of a copy, with no other copy at the same time.
@@ -193,6 +198,15 @@ class Costs:
         if kind.is_copy:
             return self.stages[stage].moved(recomputed) * float(getattr(self.copies, kind.row.seconds))
         return (self.vocabulary if kind.row.shard else self.stages[stage]).seconds(kind)
+
+    def bucket_seconds(self, kind: Kind, stage: int, buckets: int) -> float:
+        """Seconds of RS, OPT or AG of one of a stage's buckets, which are equally large."""
+        return self.stages[stage].seconds(kind) / buckets + (self.latency if kind.row.lane else 0.0)
+
+    @property
+    def has_boundary(self) -> bool:
+        """Tell whether it is known what ranks do between two iterations."""
+        return any(stage.has_boundary for stage in self.stages)
 
     def braid(self, stage: int, kind: Kind, other: int, microbatches: tuple[int, int] = (0, 0)) -> tuple[float, float]:
         """Seconds of a braid: until its forward is over, and from then on.
@@ -250,14 +264,15 @@ class Costs:
         return self.hop if self.vocabulary.exchange is None else self.vocabulary.exchange
 
     def fields(self) -> dict[str, Any]:
-        """Fields that ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary, copies and
-        ``beside_communication`` where they cost something, ``loads`` where microbatches are unequal."""
+        """Fields that ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary, copies,
+        ``latency``, ``norm`` and ``beside_communication`` where they cost something, ``loads`` where microbatches are unequal."""
         rows = [by_name(stage) for stage in self.stages]
         spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}
         copies = {} if self.copies == CopyCosts() else {"copies": asdict(self.copies)}
         beside = {} if self.beside_communication == 1 else {"beside_communication": self.beside_communication}
         loads = {"loads": [list(load) for load in self.loads]} if self.loads else {}
-        return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies | beside | loads
+        between = {name: getattr(self, name) for name in ("latency", "norm") if getattr(self, name)}
+        return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies | beside | loads | between
 
     def to_json(self) -> str:
         """One JSON object, ``{"hop": .., "unit": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
@@ -270,9 +285,8 @@ class Costs:
         ``hop`` is 0 where it is left out; for ``unit`` see the class. A stage must have ``forward``, ``backward`` and ``weight``;
         where ``retained`` is left out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
         ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
-        with its defaults; ``beside_communication`` is 1 where it is left out; ``loads`` has the numbers of a ``Load`` for every
-        microbatch. ``of`` may say of which training they are; nothing
-        here reads it.
+        with its defaults; ``beside_communication`` is 1 where it is left out, ``latency`` and ``norm`` are 0; ``loads`` has the
+        numbers of a ``Load`` for every microbatch. ``of`` may say of which training they are; nothing here reads it.
 
         Raises:
             ValueError: not JSON, or as ``costs_fields.read``.

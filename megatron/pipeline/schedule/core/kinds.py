@@ -66,6 +66,7 @@ class Lane(StrEnum):
 
     TO_HOST = "to host"
     TO_DEVICE = "to device"
+    REPLICAS = "between replicas"
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Row:
         seconds: the field of the costs with its seconds.
         allocates, frees: the fields of the costs with the memory that a pass allocates when it starts, and frees when it ends.
         recomputed: the field that takes the place of these where the microbatch has an R on the stage.
-        lane: the lane that copies of activations run on, concurrently with the computation of the rank; ``seconds`` is then a
+        lane: the lane that it runs on, concurrently with the computation of the rank; of copies of activations ``seconds`` is a
             field of ``CopyCosts``, per unit of memory. None for that computation.
         starts: on a lane, whether its place in the rank's order is where the rank starts it; otherwise it starts as soon as it
             can, and its place is where the rank waits for it.
@@ -111,6 +112,8 @@ class Row:
         shard: whether every rank runs it for its shard of the vocabulary, with the costs of ``VocabularyCosts``.
         optional: whether a schedule may have it for some microbatches only, or for none.
         replaces: the kinds that it stands for: a microbatch has either these or this kind.
+        bucket: whether it is of a bucket of a chunk's parameters, whose number stands in the place of a microbatch's: it runs
+            between two iterations, and ``core.boundary`` says where.
         braided: the kind that it would be alone. It runs as one with the pass directly before it on its rank, an F of another
             microbatch or chunk: the two start together, and the collectives of one run while the other computes.
     """
@@ -130,6 +133,7 @@ class Row:
     optional: bool = False
     replaces: tuple[str, ...] = ()
     braided: str | None = None
+    bucket: bool = False
 
     @property
     def starts_on_lane(self) -> bool:
@@ -242,6 +246,21 @@ class Kind(StrEnum):
         seconds="fused", frees="activation", in_order=(_BACKWARD, WEIGHTS), sends=Flow.GRADIENT, replaces=("B", "W"),
         optional=True, braided="BW",
     )  # fmt: skip
+    RS = "RS", Row(  # once the last pass that adds to the chunk's gradients is over
+        meaning="reduction of a bucket's gradients",
+        needs=(),
+        seconds="reduce", lane=Lane.REPLICAS, optional=True, bucket=True,
+    )  # fmt: skip
+    OPT = "OPT", Row(
+        meaning="optimizer step of a bucket",
+        needs=(Need(("RS",)),),
+        seconds="step", optional=True, bucket=True,
+    )  # fmt: skip
+    AG = "AG", Row(  # before the first pass that uses the chunk's parameters
+        meaning="gather of a bucket's parameters",
+        needs=(Need(("OPT",)),),
+        seconds="gather", lane=Lane.REPLICAS, optional=True, bucket=True,
+    )  # fmt: skip
 
     @property
     def sends_gradient(self) -> bool:
@@ -261,7 +280,7 @@ class Kind(StrEnum):
     @property
     def is_copy(self) -> bool:
         """Tell whether it copies activations, on a lane of its own, concurrently with what its rank computes."""
-        return self.row.lane is not None
+        return self.row.lane in COPY_LANES
 
     @property
     def is_forward(self) -> bool:
@@ -269,11 +288,12 @@ class Kind(StrEnum):
         return self.row.forward
 
 
-STAGE_KINDS = tuple(kind for kind in Kind if not (kind.row.shard or kind.row.lane or kind.row.braided))
+COPY_LANES = (Lane.TO_HOST, Lane.TO_DEVICE)
+STAGE_KINDS = tuple(kind for kind in Kind if not (kind.row.shard or kind.row.lane or kind.row.braided or kind.row.bucket))
 BRAIDED = {Kind(kind.row.braided): kind for kind in Kind if kind.row.braided}  # by what they are alone
 VOCABULARY_KINDS = tuple(kind for kind in Kind if kind.row.shard)
 COPY_KINDS = tuple(kind for kind in Kind if kind.is_copy)
-COPY_LANES = (Lane.TO_HOST, Lane.TO_DEVICE)
+BUCKET_KINDS = tuple(kind for kind in Kind if kind.row.bucket)
 
 
 class Shared(NamedTuple):

@@ -19,7 +19,8 @@ class Offload(StrEnum):
 
 
 class Pass(NamedTuple):
-    """One pass; written ``F0.1``: kind, microbatch, chunk. Passes of the vocabulary belong to the rank, and have chunk 0.
+    """One pass; written ``F0.1``: kind, microbatch, chunk. Passes of the vocabulary belong to the rank, and have chunk 0. Passes
+    between iterations (RS, OPT, AG) are of a bucket of the chunk, whose number stands in the microbatch's place.
 
     In a schedule that cuts its microbatches into ``splits`` slices along the sequence, the number counts slices: slice s of
     microbatch i is ``i * splits + s``.

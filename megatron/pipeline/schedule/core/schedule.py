@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import Lane, Sources, needed_on_own_rank, sources
-from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.core.passes import Kind, Order, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 from megatron.pipeline.schedule.core.reading import parse_json, printable
 
@@ -34,6 +34,8 @@ class Schedule:
         vocabulary: how the vocabulary is spread over all ranks; None where the first and the last stage have it.
         shielded: the stages whose B has weight gradients behind its collectives between tensor-parallel ranks, which nothing
             else would hide: those of row-parallel linears, and of a linear before which there is none. W computes the others.
+        boundary: for each rank, what it runs between two iterations, among its own last and first passes (``core.boundary``);
+            empty where that is not planned.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Schedule:
     splits: int = 1
     vocabulary: Vocabulary | None = None
     shielded: frozenset[int] = frozenset()
+    boundary: Order = ()
 
     @property
     def ranks(self) -> int:
@@ -104,15 +107,15 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """The same schedule with its forwards alone, for evaluation: dropping passes that they do not need keeps it valid."""
         forwards = tuple(tuple(work for work in passes if work.kind.is_forward) for passes in self.passes)
-        return replace(self, name=f"{self.name} (forward only)", passes=forwards)
+        return replace(self, name=f"{self.name} (forward only)", passes=forwards, boundary=())
 
     def to_json(self) -> str:
         """One JSON object that ``from_json`` reads back into an equal schedule."""
         return json.dumps(self.fields())
 
     def fields(self) -> dict[str, Any]:
-        """Fields that ``to_json`` writes; ``replicas`` and ``splits`` only where they are not 1, ``vocab_parallel`` and
-        ``shielded`` where there are any.
+        """Fields that ``to_json`` writes; ``replicas`` and ``splits`` only where they are not 1, ``vocab_parallel``,
+        ``shielded`` and ``boundary`` where there are any.
         """
         return {
             "schedule": self.name,
@@ -123,6 +126,7 @@ class Schedule:
             **({"vocab_parallel": self.vocabulary} if self.vocabulary else {}),
             **({"shielded": sorted(self.shielded)} if self.shielded else {}),
             "passes": [[str(work) for work in passes] for passes in self.passes],
+            **({"boundary": [[str(work) for work in row] for row in self.boundary]} if self.boundary else {}),
         }
 
     @classmethod
@@ -152,19 +156,19 @@ class Schedule:
             raise ValueError(f"not a schedule: vocab_parallel must be one of {', '.join(Vocabulary)}, got {vocabulary!r}")
         if vocabulary is not None and (replicas > 1 or splits > 1):
             raise ValueError("not a schedule: a spread vocabulary goes with neither replicas nor splits above 1")
-        shielded = data.get("shielded", [])
+        shielded, between = data.get("shielded", []), data.get("boundary", [])
         if not isinstance(shielded, list) or not all(type(stage) is int for stage in shielded):
             raise ValueError(f"not a schedule: shielded must be a list of stages, got {shielded!r}")
         if not _is_table(rows) or not all(type(stage) is int for row in rows for stage in row):
             raise ValueError("not a schedule: placement must be a list of stages per rank, such as [[0, 3], [1, 2]]")
-        if not _is_table(passes):
-            raise ValueError("not a schedule: passes must be a list of passes per rank")
+        if wrong := [field for field in ("passes", "boundary") if not _is_table(data.get(field, []))]:
+            raise ValueError(f"not a schedule: {wrong[0]} must be a list of passes per rank")
         placement = from_rows(rows, replicas)
         if len(passes) != placement.ranks:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")
-        order = tuple(_read_row(rank, row) for rank, row in enumerate(passes))
+        order, boundary = (tuple(_read_row(rank, row) for rank, row in enumerate(table)) for table in (passes, between))
         spread = Vocabulary(vocabulary) if vocabulary else None
-        return cls(printable(str(name)), placement, microbatches, order, splits, spread, frozenset(shielded))
+        return cls(printable(str(name)), placement, microbatches, order, splits, spread, frozenset(shielded), boundary)
 
 
 class RankPasses:

@@ -25,6 +25,9 @@ NAMES = {
     "backward_experts": "B.experts",
     "backward_dispatch": "B.dispatch",
     "weight_experts": "W.experts",
+    "reduce": "RS",
+    "step": "OPT",
+    "gather": "AG",
 }
 # The parts of a forward, of a backward and of W, whose rest is attention.
 PARTS = tuple(name for name, short in NAMES.items() if "." in short)
@@ -35,6 +38,7 @@ _LOAD_OF = {
     **{"recompute": "forward", "behind": "weight", "fused": "fused", "saved": "saved"},
     **dict.fromkeys(("activation", "retained", "checkpoint", "movable"), "memory"),
 }
+BETWEEN = ("reduce", "step", "gather")  # what is done once an iteration
 ALL_TO_ALL = {"forward": ("dispatch", "combine"), "backward": ("backward_combine", "backward_dispatch")}
 
 
@@ -64,6 +68,7 @@ class StageCosts:
         behind, saved: seconds of the part of W that B can compute behind its collectives between tensor-parallel ranks (the
             weight gradients of row-parallel linears, and of the output layer), and how much shorter B and W are together then;
             None for 0.
+        reduce, step, gather: seconds, once an iteration, of all buckets' RS, OPT and AG, without the latency of each; None for 0.
         layers: of the stage; None for 1. A braid takes those of its two halves in turn.
     """
 
@@ -86,6 +91,9 @@ class StageCosts:
     layers: float | None = None
     behind: float | None = None
     saved: float | None = None
+    reduce: float | None = None
+    step: float | None = None
+    gather: float | None = None
 
     def value(self, name: str) -> float:
         """A cost by name; where it is None, what follows from the others."""
@@ -189,7 +197,17 @@ class StageCosts:
         given = ((name, getattr(self, name), by[of]) for name, of in _LOAD_OF.items())
         return replace(self, **{name: value * times for name, value, times in given if value is not None})
 
+    @property
+    def has_boundary(self) -> bool:
+        """Tell whether it is known what it does between two iterations."""
+        return any(getattr(self, name) is not None for name in BETWEEN)
+
+    def sliced(self, parts: int) -> StageCosts:
+        """The costs of one slice of a microbatch, where each is cut into several: what runs once an iteration stays."""
+        return replace(self.share(parts), **{name: getattr(self, name) for name in BETWEEN})
+
     def share(self, parts: int) -> StageCosts:
+        """The costs of one of equal parts of a stage."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: value / parts for name, value in values.items() if value is not None})
 

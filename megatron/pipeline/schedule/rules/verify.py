@@ -13,6 +13,7 @@ from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind, Pass
 from megatron.pipeline.schedule.core.problem import SLACK, LimitTooLow, per_rank
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.rules.boundary import verify_boundary
 from megatron.pipeline.schedule.rules.verify_programs import verify_programs
 from megatron.pipeline.schedule.time.replay import Stuck, dependency_order
 from megatron.pipeline.schedule.time.simulate import activation_changes
@@ -46,6 +47,7 @@ def verify(
     verify_passes(schedule, forward_only)
     passes_of_a_chunk_are_in_microbatch_order(schedule)
     dependencies_can_be_met(schedule)
+    verify_boundary(schedule)
     if memory_limit is not None:
         memory_stays_within(schedule, costs or uniform(schedule.placement), memory_limit)
 
@@ -75,6 +77,8 @@ def every_pass_is_known(schedule: Schedule) -> None:
         numbers = [schedule.numbers(rank, chunk) for chunk in range(chunks)]
         for work in passes:
             kind, microbatch, chunk = work
+            if kind.row.bucket:
+                raise ScheduleError(f'rank {rank}: {work} runs between two iterations; it belongs into "boundary"')
             if not 0 <= microbatch < slices:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{slices - 1}")
             if kind.is_of_vocabulary and not schedule.vocabulary:

@@ -81,14 +81,14 @@ def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -
     """
     lanes = lane_rows(schedule) if costs and with_lanes else []
     table = _Table(schedule, costs, bool(lanes))
-    keyed = [_keyed(row, row.passes, row.awaited if lanes else {}) for row in schedule.rows]
-    keyed += [_keyed(schedule.rows[lane.rank], lane.passes, {}) for lane in lanes]
-    passes, works = zip(*keyed, strict=True)
+    made = [keyed(row, row.passes, row.awaited if lanes else {}) for row in schedule.rows]
+    made += [keyed(schedule.rows[lane.rank], lane.passes, {}) for lane in lanes]
+    passes, works = zip(*made, strict=True)
     links = [table.of_rank(rank) for rank in range(schedule.ranks)] + [table.of_lane(lane) for lane in lanes]
     return Rows(passes, works, links, table.made_at, lanes)
 
 
-def _keyed(row: RankPasses, passes: Sequence[Pass], awaited: Mapping[Pass, Pass]) -> tuple[Sequence[Pass], Sequence[Pass | None]]:
+def keyed(row: RankPasses, passes: Sequence[Pass], awaited: Mapping[Pass, Pass]) -> tuple[Sequence[Pass], Sequence[Pass | None]]:
     """The passes of a row with their keys, and as they are (None for a wait that stands before a pass).
 
     The key of a wait for a lane is ("wait", kind of the pass on it); that of the wait before a braid is ("gradient", its kind).

@@ -60,4 +60,8 @@ def without_copies(schedule: Schedule) -> Schedule:
     """The same schedule without offloading."""
     if not schedule.has_copies:
         return schedule
-    return replace(schedule, passes=tuple(tuple(work for work in row if not work.kind.is_copy) for row in schedule.passes))
+    passes, boundary = (
+        tuple(tuple(work for work in row if not work.kind.is_copy) for row in order)
+        for order in (schedule.passes, schedule.boundary)
+    )
+    return replace(schedule, passes=passes, boundary=boundary)

@@ -1,0 +1,333 @@
+"""Boundaries of iterations: by Megatron-LM's rules, and planned so that the period is short.
+
+A plan of a rank is the order of its passes, and for every chunk where its steps stand: so many passes of the next iteration
+before them, or so many of this one behind them where that is negative. RS follow the last pass that fills their bucket, and AG
+their step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from megatron.pipeline.schedule.core.boundary import Turn, completes, with_turns
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.problem import SLACK, Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.time.cycle import Cycle, Steady
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+
+BUCKETS = (1, 2, 4)  # of a chunk, to try
+_TRIALS = 1000  # simulations of changes
+_PLACES = 9  # for the steps of a chunk, to try at a time
+_COUNTS = (1, 2, 3, 4, 6, 8, 12)  # of last W of a chunk that are moved at a time
+_NEAR = 6  # last passes among which single W are moved
+
+Passes = tuple[Pass, ...]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Megatron-LM's rules.
+
+    Attributes:
+        overlap_grad_reduce: RS of a chunk starts behind the last pass that fills its buckets; otherwise behind all passes.
+        align_grad_reduce: that holds for the first rank, and all others reduce behind all of their passes.
+        overlap_param_gather: AG of a chunk starts with the first pass that uses the chunk before it, in the order of their use;
+            otherwise all of them run before the first pass.
+    """
+
+    overlap_grad_reduce: bool = True
+    align_grad_reduce: bool = False
+    overlap_param_gather: bool = True
+
+
+MEGATRON = (Rules(), Rules(align_grad_reduce=True))  # with both of its overlaps, aligned or not
+NO_OVERLAP = Rules(overlap_grad_reduce=False, overlap_param_gather=False)
+
+
+def waits_for_norm(problem: Problem) -> bool:
+    """Tell whether steps wait for the norm of all gradients: where iterations do not interlock."""
+    return problem.objective is Objective.MAKESPAN
+
+
+def by_rules(schedule: Schedule, rules: Rules, buckets: int) -> list[Turn]:
+    """Turns of all ranks under Megatron-LM's rules; it steps once all of a rank's gradients are reduced."""
+    return [_by_rules(_Rank(passes), rules, buckets, rank > 0) for rank, passes in enumerate(schedule.passes)]
+
+
+def _by_rules(rank: _Rank, rules: Rules, buckets: int, is_later: bool) -> Turn:
+    late = not rules.overlap_grad_reduce or (rules.align_grad_reduce and is_later)
+    behind: dict[int, list[Pass]] = {}  # by number of passes before
+    for chunk in rank.by_completion:
+        place = len(rank.passes) if late else rank.complete[chunk] + 1
+        behind.setdefault(place, []).extend(_of(Kind.RS, chunk, buckets))
+    end = behind.setdefault(len(rank.passes), [])
+    for chunk in rank.by_use:
+        end += _of(Kind.OPT, chunk, buckets)
+    early: dict[int, list[Pass]] = {}
+    for before, chunk in zip([None, *rank.by_use], rank.by_use, strict=False):
+        place = rank.first[before] if before is not None and rules.overlap_param_gather else 0
+        (early.setdefault(place, []) if place else end).extend(_of(Kind.AG, chunk, buckets))
+    return _merged(rank.passes, early, behind)
+
+
+def _of(kind: Kind, chunk: int, buckets: int) -> list[Pass]:
+    return [Pass(kind, bucket, chunk) for bucket in range(buckets)]
+
+
+def _merged(passes: Passes, early: dict[int, list[Pass]], behind: dict[int, list[Pass]]) -> Turn:
+    """A turn.
+
+    Args:
+        early, behind: of the boundary before and of the own one, by the number of the rank's passes before them.
+    """
+    made: list[Pass] = []
+    late = 0
+    for place, work in enumerate((*passes, None)):
+        if place in early:
+            made += early[place]
+            late = len(made)
+        made += behind.get(place, ())
+        made += [] if work is None else [work]
+    return Turn(tuple(made), late)
+
+
+class _Rank:
+    """The passes of a rank, and what its chunks wait for."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+        self.complete = {work.chunk: slot for slot, work in enumerate(passes) if completes(work.kind)}
+        self.first = {work.chunk: slot for slot, work in reversed(list(enumerate(passes))) if work.kind.is_forward}
+
+    @cached_property
+    def by_completion(self) -> list[int]:
+        return sorted(self.complete, key=self.complete.__getitem__)
+
+    @cached_property
+    def by_use(self) -> list[int]:
+        return sorted(self.first, key=self.first.__getitem__)
+
+    def places(self, chunk: int, waits: bool) -> range:
+        """Places for the steps of a chunk."""
+        least = 0 if waits else self.complete[chunk] + 1 - len(self.passes)
+        return range(least, self.first[chunk] + 1)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A rank's plan: see above."""
+
+    rank: _Rank
+    steps: tuple[int, ...]  # by chunk
+    buckets: int
+
+    @cached_property
+    def turn(self) -> Turn:
+        rank, count = self.rank, len(self.rank.passes)
+        behind: dict[int, list[Pass]] = {}
+        early: dict[int, list[Pass]] = {}
+        for chunk in rank.by_completion:
+            behind.setdefault(rank.complete[chunk] + 1, []).extend(_of(Kind.RS, chunk, self.buckets))
+        for chunk in rank.by_use:
+            place = self.steps[chunk]
+            there = early.setdefault(place, []) if place > 0 else behind.setdefault(count + place, [])
+            for step, gather in zip(*(_of(kind, chunk, self.buckets) for kind in (Kind.OPT, Kind.AG)), strict=True):
+                there += [step, gather]
+        return _merged(rank.passes, early, behind)
+
+
+def megatron(schedule: Schedule, problem: Problem, rules: Iterable[Rules] = MEGATRON) -> tuple[Schedule, Steady]:
+    """The schedule with the boundary of Megatron-LM's rules that has the shortest period, with the best number of buckets."""
+    plain = replace(schedule, boundary=())
+    cycle = Cycle(plain, problem.costs, waits_for_norm(problem))
+    made = [by_rules(plain, rule, buckets) for rule in rules for buckets in BUCKETS]
+    found = [(steady, each) for each in made if (steady := cycle.steady(each)) is not None]
+    steady, best = min(found, key=lambda each: each[0])
+    return with_turns(plain, best), steady
+
+
+def with_boundary(schedule: Schedule, problem: Problem) -> tuple[Schedule, float]:
+    """The schedule with a planned boundary, and perhaps with W in another order near the end, and the period under Megatron-LM's
+    rules: the plan's is never longer. No rank holds more than before, or than the limits."""
+    best, by_rules = megatron(schedule, problem)
+    search = _Search(replace(schedule, boundary=()), problem)
+    if not problem.quick:
+        search.improve()
+    return search.schedule if search.steady < by_rules else best, by_rules.period
+
+
+class _Search:
+    """Changes of plans that are kept where they make the period shorter."""
+
+    def __init__(self, schedule: Schedule, problem: Problem) -> None:
+        self._original, self._problem, self._waits = schedule, problem, waits_for_norm(problem)
+        self.cycle = Cycle(schedule, problem.costs, self._waits)
+        self._left = _TRIALS
+        peaks = activation_peaks(schedule, problem.costs)
+        self._limits = [max(each) for each in zip(peaks, problem.limits or peaks, strict=True)]
+        ranks = [_Rank(passes) for passes in schedule.passes]
+        found: list[tuple[Steady, int, list[_Plan]]] = []
+        for buckets in BUCKETS:
+            for place in (_at_end, _as_late, _halfway, *(() if self._waits else (self._when_ready,))):
+                plans = [self._placed(number, rank, place, buckets) for number, rank in enumerate(ranks)]
+                if (steady := self._of(plans)) is not None:
+                    found.append((steady, len(found), plans))
+        self.steady, _, self._plans = min(found)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The best so far."""
+        return with_turns(self._original, [plan.turn for plan in self._plans])
+
+    def improve(self) -> None:
+        """Change one rank after another, and all ranks at once, until nothing helps."""
+        ranks, before = range(len(self._plans)), None
+        for move in self._moves():
+            self._try({rank: self._reordered(rank, move(self._plans[rank].rank.passes)) for rank in ranks})
+        while before != self.steady and self._left > 0:
+            before = self.steady
+            for rank in ranks:
+                for change in self._changes(rank):
+                    if self._left > 0:
+                        self._try({rank: change})
+
+    def _moves(self) -> Iterator[Callable[[Passes], Passes]]:
+        """Moves of a chunk's W in a rank's passes: with one chunk none matters."""
+        chunks = range(self._original.placement.chunks)
+        for chunk in chunks if len(chunks) > 1 else ():
+            yield partial(hurried, chunk=chunk)
+            for count in _COUNTS:
+                if count <= self._original.slices:
+                    yield partial(at_once, chunk=chunk, count=count)
+                    yield partial(postponed, chunk=chunk, count=count)
+
+    def _changes(self, rank: int) -> Iterator[_Plan]:
+        for chunk in range(len(self._plans[rank].steps)):
+            now = self._plans[rank]
+            places = now.rank.places(chunk, self._waits)
+            step = max(1, len(places) // _PLACES)
+            near = range(now.steps[chunk] - 1, now.steps[chunk] + 2)
+            for place in dict.fromkeys([*places[::step], *near]):
+                if place in places and place != now.steps[chunk]:
+                    yield replace(now, steps=(*now.steps[:chunk], place, *now.steps[chunk + 1 :]))
+        passes = self._plans[rank].rank.passes
+        for slot in range(max(1, len(passes) - _NEAR), len(passes)):
+            passes = self._plans[rank].rank.passes
+            if can_swap(passes, slot):
+                yield self._reordered(rank, (*passes[: slot - 1], passes[slot], passes[slot - 1], *passes[slot + 1 :]))
+        for change in self._moves():
+            own = self._plans[rank].rank.passes
+            if (passes := change(own)) != own:
+                yield self._reordered(rank, passes)
+
+    def _reordered(self, rank: int, passes: Passes) -> _Plan:
+        now, own = self._plans[rank], _Rank(passes)
+        steps = []
+        for chunk, step in enumerate(now.steps):
+            places = own.places(chunk, self._waits)
+            steps.append(min(max(step, places[0]), places[-1]))
+        return replace(now, rank=own, steps=tuple(steps))
+
+    def _try(self, changed: dict[int, _Plan]) -> None:
+        plans = [changed.get(rank, plan) for rank, plan in enumerate(self._plans)]
+        self._left -= 1
+        moved = any(plan.rank.passes != self._plans[rank].rank.passes for rank, plan in changed.items())
+        if (steady := self._of(plans)) is not None and steady < self.steady and (not moved or self._fits(plans)):
+            self.steady, self._plans = steady, plans
+
+    def _fits(self, plans: Sequence[_Plan]) -> bool:
+        schedule = replace(self._original, passes=tuple(plan.rank.passes for plan in plans))
+        peaks = activation_peaks(schedule, self._problem.costs)
+        return all(peak <= limit * SLACK for peak, limit in zip(peaks, self._limits, strict=True))
+
+    def _of(self, plans: Sequence[_Plan]) -> Steady | None:
+        return self.cycle.steady([plan.turn for plan in plans])
+
+    def _placed(self, number: int, rank: _Rank, place: Callable[[int, _Rank, int, range], int], buckets: int) -> _Plan:
+        chunks = range(self._original.placement.chunks)
+        return _Plan(rank, tuple(place(number, rank, chunk, rank.places(chunk, self._waits)) for chunk in chunks), buckets)
+
+    def _when_ready(self, number: int, rank: _Rank, chunk: int, places: range) -> int:
+        """Steps stand where the rank would have reduced the chunk if it computed without a pause."""
+        costs, stages = self._original.costs(self._problem.costs), self._original.placement.stages[number]
+        seconds = costs.stages[stages[chunk]].value("reduce")
+        place = places[0]
+        for work in rank.passes[rank.complete[chunk] + 1 :]:
+            if seconds <= 0:
+                break
+            seconds -= 0.0 if work.kind.row.lane else _alone(costs, work, stages)
+            place += 1
+        return place
+
+
+def _at_end(number: int, rank: _Rank, chunk: int, places: range) -> int:
+    return 0
+
+
+def _as_late(number: int, rank: _Rank, chunk: int, places: range) -> int:
+    return places[-1]
+
+
+def _halfway(number: int, rank: _Rank, chunk: int, places: range) -> int:
+    return places[-1] // 2
+
+
+def _alone(costs: Costs, work: Pass, stages: Sequence[int]) -> float:
+    return costs.seconds(work.kind, stages[work.chunk])
+
+
+def hurried(passes: Passes, chunk: int) -> Passes:
+    """A rank's passes with every W of a chunk as early, among the places of all W, as its B allows."""
+    slots = [slot for slot, work in enumerate(passes) if work.kind is Kind.W]
+    if _fuses(passes):
+        return passes
+    waiting = [passes[slot] for slot in slots]
+    ready, made, begin = set[tuple[int, int]](), list(passes), 0
+    for slot in slots:
+        ready |= {work[1:] for work in passes[begin:slot] if work.kind.sends_gradient}
+        begin = slot
+        there = [work for work in waiting if work[1:] in ready]
+        made[slot] = next((work for work in there if work.chunk == chunk), there[0])
+        waiting.remove(made[slot])
+    return tuple(made)
+
+
+def postponed(passes: Passes, chunk: int, count: int) -> Passes:
+    """A rank's passes with the last W of a chunk behind all others."""
+    last = _last(passes, chunk, count)
+    return (*(work for work in passes if work not in last), *last)
+
+
+def at_once(passes: Passes, chunk: int, count: int) -> Passes:
+    """A rank's passes with the places of the last W of a chunk directly behind their B; all W of it keep their order."""
+    last = {work[1:]: work for work in _last(passes, chunk, count)}
+    made: list[Pass] = []
+    for work in passes:
+        if last.get(work[1:]) != work:
+            made.append(work)
+            made += [last[work[1:]]] if work.kind.sends_gradient and work[1:] in last else []
+    in_order = iter(_last(passes, chunk, len(passes)))
+    return tuple(next(in_order, work) if work.kind is Kind.W and work.chunk == chunk else work for work in made)
+
+
+def _last(passes: Passes, chunk: int, count: int) -> Passes:
+    return () if _fuses(passes) else tuple(work for work in passes if work.kind is Kind.W and work.chunk == chunk)[-count:]
+
+
+def _fuses(passes: Passes) -> bool:
+    """Tell whether there is any BW: W and BW of a chunk keep their order."""
+    return any(work.kind.finishes_weights and work.kind is not Kind.W for work in passes)
+
+
+def can_swap(passes: Passes, slot: int) -> bool:
+    """Tell whether a pass and the one before it can change places: one is a W, and neither needs the other."""
+    before, work = passes[slot - 1 : slot + 1]
+    if Kind.W not in (before.kind, work.kind) or before.kind.is_copy or work.kind.is_copy:
+        return False
+    braided = any(each.kind.row.braided for each in passes[slot - 1 : slot + 2])
+    both = before.kind.finishes_weights and work.kind.finishes_weights and before.chunk == work.chunk
+    return not (braided or both or before[1:] == work[1:])
