@@ -1,8 +1,8 @@
 """Boundaries of iterations: by Megatron-LM's rules, and planned so that the period is short.
 
-A plan of a rank is the order of its passes, and for every chunk where its steps stand: so many passes of the next iteration
-before them, or so many of this one behind them where that is negative. RS follow the last pass that fills their bucket, and AG
-their step.
+A plan of a rank is the order of its passes and a number of buckets. RS follow the last pass that fills their bucket. Behind all
+passes the rank steps its buckets in the order of their use, and each AG follows its step: a training loop's optimizer takes its
+step between two iterations (``patches/distrib_optimizer.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from megatron.pipeline.schedule.core.boundary import Turn, completes, with_turns
-from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import SLACK, Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -21,7 +20,6 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks
 
 BUCKETS = (1, 2, 4)  # of a chunk, to try
 _TRIALS = 1000  # simulations of changes
-_PLACES = 9  # for the steps of a chunk, to try at a time
 _COUNTS = (1, 2, 3, 4, 6, 8, 12)  # of last W of a chunk that are moved at a time
 _NEAR = 6  # last passes among which single W are moved
 
@@ -111,33 +109,25 @@ class _Rank:
     def by_use(self) -> list[int]:
         return sorted(self.first, key=self.first.__getitem__)
 
-    def places(self, chunk: int, waits: bool) -> range:
-        """Places for the steps of a chunk."""
-        least = 0 if waits else self.complete[chunk] + 1 - len(self.passes)
-        return range(least, self.first[chunk] + 1)
-
 
 @dataclass(frozen=True)
 class _Plan:
     """A rank's plan: see above."""
 
     rank: _Rank
-    steps: tuple[int, ...]  # by chunk
     buckets: int
 
     @cached_property
     def turn(self) -> Turn:
-        rank, count = self.rank, len(self.rank.passes)
+        rank = self.rank
         behind: dict[int, list[Pass]] = {}
-        early: dict[int, list[Pass]] = {}
         for chunk in rank.by_completion:
             behind.setdefault(rank.complete[chunk] + 1, []).extend(_of(Kind.RS, chunk, self.buckets))
+        end = behind.setdefault(len(rank.passes), [])
         for chunk in rank.by_use:
-            place = self.steps[chunk]
-            there = early.setdefault(place, []) if place > 0 else behind.setdefault(count + place, [])
             for step, gather in zip(*(_of(kind, chunk, self.buckets) for kind in (Kind.OPT, Kind.AG)), strict=True):
-                there += [step, gather]
-        return _merged(rank.passes, early, behind)
+                end += [step, gather]
+        return _merged(rank.passes, {}, behind)
 
 
 def megatron(schedule: Schedule, problem: Problem, rules: Iterable[Rules] = MEGATRON) -> tuple[Schedule, Steady]:
@@ -164,18 +154,17 @@ class _Search:
     """Changes of plans that are kept where they make the period shorter."""
 
     def __init__(self, schedule: Schedule, problem: Problem) -> None:
-        self._original, self._problem, self._waits = schedule, problem, waits_for_norm(problem)
-        self.cycle = Cycle(schedule, problem.costs, self._waits)
+        self._original, self._problem = schedule, problem
+        self._cycle = Cycle(schedule, problem.costs, waits_for_norm(problem))
         self._left = _TRIALS
         peaks = activation_peaks(schedule, problem.costs)
         self._limits = [max(each) for each in zip(peaks, problem.limits or peaks, strict=True)]
         ranks = [_Rank(passes) for passes in schedule.passes]
         found: list[tuple[Steady, int, list[_Plan]]] = []
         for buckets in BUCKETS:
-            for place in (_at_end, _as_late, _halfway, *(() if self._waits else (self._when_ready,))):
-                plans = [self._placed(number, rank, place, buckets) for number, rank in enumerate(ranks)]
-                if (steady := self._of(plans)) is not None:
-                    found.append((steady, len(found), plans))
+            plans = [_Plan(rank, buckets) for rank in ranks]
+            if (steady := self._of(plans)) is not None:
+                found.append((steady, len(found), plans))
         self.steady, _, self._plans = min(found)
 
     @property
@@ -206,14 +195,6 @@ class _Search:
                     yield partial(postponed, chunk=chunk, count=count)
 
     def _changes(self, rank: int) -> Iterator[_Plan]:
-        for chunk in range(len(self._plans[rank].steps)):
-            now = self._plans[rank]
-            places = now.rank.places(chunk, self._waits)
-            step = max(1, len(places) // _PLACES)
-            near = range(now.steps[chunk] - 1, now.steps[chunk] + 2)
-            for place in dict.fromkeys([*places[::step], *near]):
-                if place in places and place != now.steps[chunk]:
-                    yield replace(now, steps=(*now.steps[:chunk], place, *now.steps[chunk + 1 :]))
         passes = self._plans[rank].rank.passes
         for slot in range(max(1, len(passes) - _NEAR), len(passes)):
             passes = self._plans[rank].rank.passes
@@ -225,18 +206,12 @@ class _Search:
                 yield self._reordered(rank, passes)
 
     def _reordered(self, rank: int, passes: Passes) -> _Plan:
-        now, own = self._plans[rank], _Rank(passes)
-        steps = []
-        for chunk, step in enumerate(now.steps):
-            places = own.places(chunk, self._waits)
-            steps.append(min(max(step, places[0]), places[-1]))
-        return replace(now, rank=own, steps=tuple(steps))
+        return replace(self._plans[rank], rank=_Rank(passes))
 
     def _try(self, changed: dict[int, _Plan]) -> None:
         plans = [changed.get(rank, plan) for rank, plan in enumerate(self._plans)]
         self._left -= 1
-        moved = any(plan.rank.passes != self._plans[rank].rank.passes for rank, plan in changed.items())
-        if (steady := self._of(plans)) is not None and steady < self.steady and (not moved or self._fits(plans)):
+        if (steady := self._of(plans)) is not None and steady < self.steady and self._fits(plans):
             self.steady, self._plans = steady, plans
 
     def _fits(self, plans: Sequence[_Plan]) -> bool:
@@ -245,39 +220,7 @@ class _Search:
         return all(peak <= limit * SLACK for peak, limit in zip(peaks, self._limits, strict=True))
 
     def _of(self, plans: Sequence[_Plan]) -> Steady | None:
-        return self.cycle.steady([plan.turn for plan in plans])
-
-    def _placed(self, number: int, rank: _Rank, place: Callable[[int, _Rank, int, range], int], buckets: int) -> _Plan:
-        chunks = range(self._original.placement.chunks)
-        return _Plan(rank, tuple(place(number, rank, chunk, rank.places(chunk, self._waits)) for chunk in chunks), buckets)
-
-    def _when_ready(self, number: int, rank: _Rank, chunk: int, places: range) -> int:
-        """Steps stand where the rank would have reduced the chunk if it computed without a pause."""
-        costs, stages = self._original.costs(self._problem.costs), self._original.placement.stages[number]
-        seconds = costs.stages[stages[chunk]].value("reduce")
-        place = places[0]
-        for work in rank.passes[rank.complete[chunk] + 1 :]:
-            if seconds <= 0:
-                break
-            seconds -= 0.0 if work.kind.row.lane else _alone(costs, work, stages)
-            place += 1
-        return place
-
-
-def _at_end(number: int, rank: _Rank, chunk: int, places: range) -> int:
-    return 0
-
-
-def _as_late(number: int, rank: _Rank, chunk: int, places: range) -> int:
-    return places[-1]
-
-
-def _halfway(number: int, rank: _Rank, chunk: int, places: range) -> int:
-    return places[-1] // 2
-
-
-def _alone(costs: Costs, work: Pass, stages: Sequence[int]) -> float:
-    return costs.seconds(work.kind, stages[work.chunk])
+        return self._cycle.steady([plan.turn for plan in plans])
 
 
 def hurried(passes: Passes, chunk: int) -> Passes:
