@@ -41,17 +41,17 @@ def verify_boundary(schedule: Schedule, waits_for_norm: bool = False) -> None:
 
 def every_bucket_is_there_once(rank: int, row: Sequence[Pass], chunks: int) -> None:
     """A rank reduces, steps and gathers every bucket of each of its chunks once; buckets of a chunk count from 0."""
+    counts, there = buckets(row), set(row)
     for work, times in Counter(row).items():
         if times > 1:
             raise ScheduleError(f"rank {rank}: {work} is in the boundary {times} times; remove all but one")
-        if work.kind.row.bucket and not (work.chunk < chunks and work.microbatch < max(1, buckets(row, work.chunk))):
+        if work.kind.row.bucket and not (work.chunk < chunks and work.microbatch < max(1, counts[work.chunk])):
             raise ScheduleError(
                 f"rank {rank}: {work} is of an unknown bucket; chunks are 0..{chunks - 1}, and the buckets of one count from 0"
             )
-    there = set(row)
     for chunk in range(chunks):
         for kind in BUCKET_KINDS:
-            for bucket in range(max(1, buckets(row, chunk))):
+            for bucket in range(max(1, counts[chunk])):
                 if (work := Pass(kind, bucket, chunk)) not in there:
                     raise ScheduleError(f"rank {rank}: {work} is missing in the boundary; add it")
 

@@ -1,0 +1,123 @@
+"""What planning the boundary of iterations saves: simulated periods, as the tables and the picture of docs/boundary.md.
+
+    python benchmarks/boundary.py [--picture docs/images/boundary.png]
+
+First a pipeline of 8 ranks with 64 replicas, at round costs; then Llama 3 70B and DeepSeek-V3, at costs that ``mpipe costs``
+predicts for GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from common import markdown
+
+from megatron.pipeline.cli.costs import costs_of
+from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.costmodel import device
+from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planning.request import Request
+from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.transforms.boundary import NO_OVERLAP, megatron
+from megatron.pipeline.view import draw
+
+FAMILIES = (("zb-v", None), ("v-half", None), ("interleaved", 4), ("1f1b", None))
+RANKS, REPLICAS, SPEED = 8, 64, 45.0  # GB/s
+GRADIENTS = 4.4  # GB of float32 on a rank: 70 billion parameters over 8 stages and 8 tensor-parallel ranks
+PASSES = (0.031, 0.034, 0.029)  # seconds of F, B and W of a rank
+STEP, NORM, LATENCY = 0.001, 0.001, 0.0005
+
+MODELS = {
+    "Llama 3 70B": ("configs/llama3/70B.yaml", ["--use-distributed-optimizer", "--vocab-parallel", "off"]),
+    "DeepSeek-V3": ("configs/deepseek_v3/671B.yaml", []),
+}
+DEVICES = ("H100-80GB", "GB200")
+
+
+def round_costs(placement: Placement) -> Costs:
+    ring = (REPLICAS - 1) / REPLICAS / SPEED
+    parts = placement.chunks_per_replica
+    costs = uniform(placement, *PASSES)
+    between = {"reduce": GRADIENTS * ring / parts, "step": STEP / parts, "gather": GRADIENTS / 2 * ring / parts}
+    return replace(costs, stages=tuple(replace(stage, **between) for stage in costs.stages), norm=NORM, latency=LATENCY)
+
+
+def both(name: str, chunks: int | None, ranks: int, microbatches: int, costs: object) -> tuple[float, Planned, Planned]:
+    """The period without any overlap, and plans whose steps wait for the norm, and whose do not."""
+    norm, ahead = (
+        Request(name, ranks, microbatches, costs, chunks, objective=goal).plan()  # type: ignore[arg-type]
+        for goal in (Objective.MAKESPAN, Objective.SPAN)
+    )
+    return megatron(norm.schedule, norm.problem, [NO_OVERLAP])[1].period, norm, ahead
+
+
+def row(none: float, norm: Planned, ahead: Planned) -> list[str]:
+    def saved(plan: Planned) -> str:
+        assert plan.period and plan.by_rules
+        return f"{1 - plan.period / plan.by_rules:z.1%}"
+
+    assert norm.period and norm.by_rules and ahead.period
+    above = f"{norm.period / norm.period_bound - 1:z.1%}"
+    return [
+        *(f"{1e3 * each:.0f}" for each in (norm.value, none, norm.by_rules, norm.period)),
+        *(saved(norm), above, f"{1e3 * ahead.period:.0f}", f"{1 - ahead.period / norm.by_rules:z.1%}"),
+    ]
+
+
+HEADS = ["makespan", "no overlap", "rules", "planned", "saved", "above bound", "post-validation", "saved"]
+
+
+def families() -> str:
+    rows = [
+        [f"{name}{f', {chunks} chunks' if chunks else ''}", str(count), *row(*both(name, chunks, RANKS, count, round_costs))]
+        for name, chunks in FAMILIES
+        for count in (8, 16, 32)
+    ]
+    return markdown(["schedule", "m", *HEADS], rows)
+
+
+def models() -> str:
+    rows = []
+    for model, (path, more) in MODELS.items():
+        for gpu in DEVICES:
+            flags = ["--config", path, *more, "--overlap-grad-reduce", "--overlap-param-gather", "--pipeline-schedule", "zb-h1"]
+            found = predicted(flags, REPLICAS)
+            placement = found.schedule.placement
+            costs = costs_of(found.args, placement, found.layers, device.named(gpu))
+            for name, chunks in FAMILIES:
+                for times in (1, 2):
+                    count = times * placement.ranks
+                    cells = row(*both(name, chunks, placement.ranks, count, lambda place: costs.of_depth(place.depth)))  # noqa: B023
+                    rows.append([f"{model}, {gpu}", name, str(count), *cells])
+                    print(rows[-1], flush=True)
+    return markdown(["model", "schedule", "m", *HEADS], rows)
+
+
+def picture(path: str) -> None:
+    """ZB-V by Megatron-LM's rules and planned, with the norm and with post-validation."""
+    _, norm, ahead = both("zb-v", None, 4, 4, lambda place: _large(round_costs(place)))
+    original: Schedule = replace(norm.schedule, boundary=())
+    rules = replace(norm, schedule=megatron(original, norm.problem)[0])
+    shown = {"by Megatron-LM's rules": rules, "planned": norm, "planned, with post-validation": ahead}
+    draw(
+        {f"{title}: {1e3 * (plan.period or 0):.0f} ms an iteration": plan.shown for title, plan in shown.items()}, path, unit="s"
+    )
+
+
+def _large(costs: Costs) -> Costs:
+    return replace(costs, stages=tuple(replace(stage, step=0.01) for stage in costs.stages))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--picture", metavar="FILE", help="draw the picture there, instead of printing the tables")
+    options = parser.parse_args()
+    if options.picture:
+        picture(options.picture)
+    else:
+        print(families())
+        print(models())
