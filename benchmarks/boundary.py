@@ -88,12 +88,10 @@ def models() -> str:
             found = predicted(flags, REPLICAS)
             placement = found.schedule.placement
             costs = costs_of(found.args, placement, found.layers, device.named(gpu))
-            for name, chunks in FAMILIES:
-                for times in (1, 2):
-                    count = times * placement.ranks
-                    cells = row(*both(name, chunks, placement.ranks, count, lambda place: costs.of_depth(place.depth)))  # noqa: B023
-                    rows.append([f"{model}, {gpu}", name, str(count), *cells])
-                    print(rows[-1], flush=True)
+            for name in ("zb-v", "v-half", "1f1b"):
+                count = placement.ranks
+                cells = row(*both(name, None, count, count, lambda place: costs.of_depth(place.depth)))  # noqa: B023
+                rows.append([f"{model}, {gpu}", name, str(count), *cells])
     return markdown(["model", "schedule", "m", *HEADS], rows)
 
 

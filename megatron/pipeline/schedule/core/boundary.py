@@ -24,7 +24,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 
 
 class Turn(NamedTuple):
-    """What a rank repeats in every iteration: its passes of the iteration, with those of the boundaries at both ends.
+    """Passes that a rank repeats in every iteration: its own, with those of the boundaries at both ends.
 
     Attributes:
         passes: in their order.

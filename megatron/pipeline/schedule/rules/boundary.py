@@ -87,7 +87,7 @@ def chunks_are_complete_and_there(rank: int, repeated: Turn) -> None:
 
 
 def steps_follow_all_reductions(rank: int, row: Sequence[Pass]) -> None:
-    """Where the norm is known first, a rank starts all RS before any OPT and any AG: the norm waits for every RS of every rank,
+    """A rank starts all RS before any OPT and any AG where the norm is known first: the norm waits for every RS of every rank,
     each OPT for the norm, and an RS behind a step, or behind a gather on the lane, would wait for the norm in turn."""
     last = max((slot for slot, work in enumerate(row) if work.kind is Kind.RS), default=-1)
     for work in row[:last]:

@@ -1,8 +1,7 @@
 """Boundaries of iterations: by Megatron-LM's rules, and planned so that the period is short.
 
-A plan of a rank is the order of its passes, and for every chunk where its steps stand: so many passes of the next iteration
-before them, or so many of this one behind them where that is negative. RS follow the last pass that fills their bucket, and AG
-their step.
+A plan of a rank is the order of its passes, and for every chunk the place of its steps: the number of passes of the next iteration
+before them, or, negative, of passes of this one behind them. RS follow the last pass that fills their bucket, and AG their step.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ def waits_for_norm(problem: Problem) -> bool:
 
 def by_rules(schedule: Schedule, rules: Rules, buckets: int) -> list[Turn]:
     """Turns of all ranks under Megatron-LM's rules; it steps once all of a rank's gradients are reduced."""
-    return [_by_rules(_Rank(passes), rules, buckets, rank > 0) for rank, passes in enumerate(schedule.passes)]
+    return [_by_rules(_Completed(passes), rules, buckets, rank > 0) for rank, passes in enumerate(schedule.passes)]
 
 
-def _by_rules(rank: _Rank, rules: Rules, buckets: int, is_later: bool) -> Turn:
+def _by_rules(rank: _Completed, rules: Rules, buckets: int, is_later: bool) -> Turn:
     late = not rules.overlap_grad_reduce or (rules.align_grad_reduce and is_later)
     behind: dict[int, list[Pass]] = {}  # by number of passes before
     for chunk in rank.by_completion:
@@ -95,7 +94,7 @@ def _merged(passes: Passes, early: dict[int, list[Pass]], behind: dict[int, list
     return Turn(tuple(made), late)
 
 
-class _Rank:
+class _Completed:
     """The passes of a rank, and what its chunks wait for."""
 
     def __init__(self, passes: Passes) -> None:
@@ -118,10 +117,10 @@ class _Rank:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Placed:
     """A rank's plan: see above."""
 
-    rank: _Rank
+    rank: _Completed
     steps: tuple[int, ...]  # by chunk
     buckets: int
 
@@ -169,8 +168,8 @@ class _Search:
         self._left = _TRIALS
         peaks = activation_peaks(schedule, problem.costs)
         self._limits = [max(each) for each in zip(peaks, problem.limits or peaks, strict=True)]
-        ranks = [_Rank(passes) for passes in schedule.passes]
-        found: list[tuple[Steady, int, list[_Plan]]] = []
+        ranks = [_Completed(passes) for passes in schedule.passes]
+        found: list[tuple[Steady, int, list[_Placed]]] = []
         for buckets in BUCKETS:
             for place in (_at_end, _as_late, _halfway, *(() if self._waits else (self._when_ready,))):
                 plans = [self._placed(number, rank, place, buckets) for number, rank in enumerate(ranks)]
@@ -205,7 +204,7 @@ class _Search:
                     yield partial(at_once, chunk=chunk, count=count)
                     yield partial(postponed, chunk=chunk, count=count)
 
-    def _changes(self, rank: int) -> Iterator[_Plan]:
+    def _changes(self, rank: int) -> Iterator[_Placed]:
         for chunk in range(len(self._plans[rank].steps)):
             now = self._plans[rank]
             places = now.rank.places(chunk, self._waits)
@@ -224,34 +223,36 @@ class _Search:
             if (passes := change(own)) != own:
                 yield self._reordered(rank, passes)
 
-    def _reordered(self, rank: int, passes: Passes) -> _Plan:
-        now, own = self._plans[rank], _Rank(passes)
+    def _reordered(self, rank: int, passes: Passes) -> _Placed:
+        now, own = self._plans[rank], _Completed(passes)
         steps = []
         for chunk, step in enumerate(now.steps):
             places = own.places(chunk, self._waits)
             steps.append(min(max(step, places[0]), places[-1]))
         return replace(now, rank=own, steps=tuple(steps))
 
-    def _try(self, changed: dict[int, _Plan]) -> None:
+    def _try(self, changed: dict[int, _Placed]) -> None:
         plans = [changed.get(rank, plan) for rank, plan in enumerate(self._plans)]
         self._left -= 1
         moved = any(plan.rank.passes != self._plans[rank].rank.passes for rank, plan in changed.items())
         if (steady := self._of(plans)) is not None and steady < self.steady and (not moved or self._fits(plans)):
             self.steady, self._plans = steady, plans
 
-    def _fits(self, plans: Sequence[_Plan]) -> bool:
+    def _fits(self, plans: Sequence[_Placed]) -> bool:
         schedule = replace(self._original, passes=tuple(plan.rank.passes for plan in plans))
         peaks = activation_peaks(schedule, self._problem.costs)
         return all(peak <= limit * SLACK for peak, limit in zip(peaks, self._limits, strict=True))
 
-    def _of(self, plans: Sequence[_Plan]) -> Steady | None:
+    def _of(self, plans: Sequence[_Placed]) -> Steady | None:
         return self.cycle.steady([plan.turn for plan in plans])
 
-    def _placed(self, number: int, rank: _Rank, place: Callable[[int, _Rank, int, range], int], buckets: int) -> _Plan:
+    def _placed(
+        self, number: int, rank: _Completed, place: Callable[[int, _Completed, int, range], int], buckets: int
+    ) -> _Placed:
         chunks = range(self._original.placement.chunks)
-        return _Plan(rank, tuple(place(number, rank, chunk, rank.places(chunk, self._waits)) for chunk in chunks), buckets)
+        return _Placed(rank, tuple(place(number, rank, chunk, rank.places(chunk, self._waits)) for chunk in chunks), buckets)
 
-    def _when_ready(self, number: int, rank: _Rank, chunk: int, places: range) -> int:
+    def _when_ready(self, number: int, rank: _Completed, chunk: int, places: range) -> int:
         """Steps stand where the rank would have reduced the chunk if it computed without a pause."""
         costs, stages = self._original.costs(self._problem.costs), self._original.placement.stages[number]
         seconds = costs.stages[stages[chunk]].value("reduce")
@@ -264,15 +265,15 @@ class _Search:
         return place
 
 
-def _at_end(number: int, rank: _Rank, chunk: int, places: range) -> int:
+def _at_end(number: int, rank: _Completed, chunk: int, places: range) -> int:
     return 0
 
 
-def _as_late(number: int, rank: _Rank, chunk: int, places: range) -> int:
+def _as_late(number: int, rank: _Completed, chunk: int, places: range) -> int:
     return places[-1]
 
 
-def _halfway(number: int, rank: _Rank, chunk: int, places: range) -> int:
+def _halfway(number: int, rank: _Completed, chunk: int, places: range) -> int:
     return places[-1] // 2
 
 
