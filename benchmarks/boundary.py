@@ -88,7 +88,7 @@ def models() -> str:
             found = predicted(flags, REPLICAS)
             placement = found.schedule.placement
             costs = costs_of(found.args, placement, found.layers, device.named(gpu))
-            for name in ("zb-v", "v-half", "1f1b"):
+            for name in ("zb-v", "1f1b"):
                 count = placement.ranks
                 cells = row(*both(name, None, count, count, lambda place: costs.of_depth(place.depth)))  # noqa: B023
                 rows.append([f"{model}, {gpu}", name, str(count), *cells])

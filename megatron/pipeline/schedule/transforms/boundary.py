@@ -1,7 +1,8 @@
 """Boundaries of iterations: by Megatron-LM's rules, and planned so that the period is short.
 
-A plan of a rank is the order of its passes, and for every chunk the place of its steps: the number of passes of the next iteration
-before them, or, negative, of passes of this one behind them. RS follow the last pass that fills their bucket, and AG their step.
+A plan of a rank is the order of its passes, and for every chunk the place of its steps: the number of passes of the next
+iteration before them, or, negative, of passes of this one behind them. RS follow the last pass that fills their bucket, and AG
+their step.
 """
 
 from __future__ import annotations
