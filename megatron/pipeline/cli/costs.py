@@ -16,10 +16,13 @@ from megatron.pipeline.costmodel.estimate import estimate
 from megatron.pipeline.costmodel.links import links_of
 from megatron.pipeline.costmodel.memory import makes_weights_again
 from megatron.pipeline.costmodel.origin import described, shares_layers
+from megatron.pipeline.costmodel.replicas import with_replicas
 from megatron.pipeline.planning.refusals import MIB
+from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.stage_costs import BETWEEN
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.view.table import plain_table
 
@@ -58,7 +61,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: Device, per_node: int | None = None) -> Costs:
-    """Seconds and bytes of the passes of a training, by the model of docs/model.md.
+    """Seconds and bytes of the passes of a training, by the model of docs/model.md, and where it has replicas also of what ranks
+    do between two iterations.
 
     Args:
         args: flags of a training, validated, with ``padded_vocab_size``.
@@ -72,7 +76,11 @@ def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: 
     if shape.holding.recomputes:
         costs = costs.remade(weights_again)
     # Else BW would save the start of a pass alone, for which no plan gives up the choice of when W runs: as mpipe tune plans.
-    return costs if args.tensor_model_parallel_size > 1 else costs.without_fused()
+    costs = costs if args.tensor_model_parallel_size > 1 else costs.without_fused()
+    if args.data_parallel_size * args.context_parallel_size == 1:
+        return costs
+    fused = weights_again or args.pipeline_schedule not in families.FAMILIES or families.named(args.pipeline_schedule).fused
+    return with_replicas(args, costs, placement, layers, links, gpu, fused)
 
 
 def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device, shape: Shape) -> str:
@@ -85,6 +93,10 @@ def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device
         ]
         for index, stage in enumerate(costs.stages)
     ]
+    if costs.has_boundary:
+        heads += ["RS ms", "OPT ms", "AG ms"]
+        for row, stage in zip(cells, costs.stages, strict=True):
+            row += [f"{1e3 * stage.value(name):.4g}" for name in BETWEEN]
     spread = costs.vocabulary
     shards = f"; S takes {1e3 * spread.S:.4g} ms and T {1e3 * spread.T:.4g} ms on every rank" if spread.total else ""
     sure = ranges.learnt("throughput", shape, gpu)

@@ -128,12 +128,12 @@ class Planned:
 
     @property
     def length(self) -> float:
-        """What is to be short: the period where it is known, else the objective."""
+        """Length that is to be short: the period where it is known, else the objective."""
         return self.value if self.period is None else self.period
 
     @property
     def shown(self) -> Timeline:
-        """When everything runs: two iterations of steady training where the schedule has a boundary, else one."""
+        """Timeline to draw: two iterations of steady training where the schedule has a boundary, else one."""
         return self.cycle.timeline(turns(self.schedule)) if self.schedule.boundary else self.timeline
 
     @cached_property

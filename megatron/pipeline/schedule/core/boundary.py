@@ -13,6 +13,7 @@ iteration; in the very first iteration there is nothing of it to do, and after t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 
 
 class Turn(NamedTuple):
-    """What a rank repeats in every iteration: its passes of the iteration, with those of the boundaries at both ends.
+    """Passes that a rank repeats in every iteration: its own, with those of the boundaries at both ends.
 
     Attributes:
         passes: in their order.
@@ -69,9 +70,9 @@ def without_buckets(passes: Iterable[Pass]) -> tuple[Pass, ...]:
     return tuple(work for work in passes if not work.kind.row.bucket)
 
 
-def buckets(row: Iterable[Pass], chunk: int) -> int:
-    """Number of buckets that a rank's row has of a chunk."""
-    return sum(work.kind is Kind.RS and work.chunk == chunk for work in row)
+def buckets(row: Iterable[Pass]) -> Counter[int]:
+    """By chunk, the number of buckets that a rank's row has of it."""
+    return Counter(work.chunk for work in row if work.kind is Kind.RS)
 
 
 def completes(kind: Kind) -> bool:

@@ -81,7 +81,7 @@ def _reduced(problem: Problem, stage: int, buckets: int) -> float:
 
 
 def _between(problem: Problem, stage: int, buckets: int, norm: bool) -> float:
-    """The least seconds of a stage's RS, OPT and AG of so many buckets, each of which is stepped and gathered when it can be."""
+    """The least seconds of a stage's RS, OPT and AG in a number of buckets, each stepped and gathered when it can be."""
     reduce, step, gather = (problem.costs.bucket_seconds(kind, stage, buckets) for kind in (Kind.RS, Kind.OPT, Kind.AG))
     if norm:
         return buckets * reduce + problem.costs.norm + step + gather + (buckets - 1) * max(step, gather)

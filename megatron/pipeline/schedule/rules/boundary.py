@@ -41,17 +41,17 @@ def verify_boundary(schedule: Schedule, waits_for_norm: bool = False) -> None:
 
 def every_bucket_is_there_once(rank: int, row: Sequence[Pass], chunks: int) -> None:
     """A rank reduces, steps and gathers every bucket of each of its chunks once; buckets of a chunk count from 0."""
+    counts, there = buckets(row), set(row)
     for work, times in Counter(row).items():
         if times > 1:
             raise ScheduleError(f"rank {rank}: {work} is in the boundary {times} times; remove all but one")
-        if work.kind.row.bucket and not (work.chunk < chunks and work.microbatch < max(1, buckets(row, work.chunk))):
+        if work.kind.row.bucket and not (work.chunk < chunks and work.microbatch < max(1, counts[work.chunk])):
             raise ScheduleError(
                 f"rank {rank}: {work} is of an unknown bucket; chunks are 0..{chunks - 1}, and the buckets of one count from 0"
             )
-    there = set(row)
     for chunk in range(chunks):
         for kind in BUCKET_KINDS:
-            for bucket in range(max(1, buckets(row, chunk))):
+            for bucket in range(max(1, counts[chunk])):
                 if (work := Pass(kind, bucket, chunk)) not in there:
                     raise ScheduleError(f"rank {rank}: {work} is missing in the boundary; add it")
 
@@ -87,7 +87,7 @@ def chunks_are_complete_and_there(rank: int, repeated: Turn) -> None:
 
 
 def steps_follow_all_reductions(rank: int, row: Sequence[Pass]) -> None:
-    """Where the norm is known first, a rank starts all RS before any OPT and any AG: the norm waits for every RS of every rank,
+    """A rank starts all RS before any OPT and any AG where the norm is known first: the norm waits for every RS of every rank,
     each OPT for the norm, and an RS behind a step, or behind a gather on the lane, would wait for the norm in turn."""
     last = max((slot for slot, work in enumerate(row) if work.kind is Kind.RS), default=-1)
     for work in row[:last]:

@@ -11,6 +11,7 @@ import numpy as np
 from megatron.pipeline.schedule.core.boundary import Turn, buckets, turns
 from megatron.pipeline.schedule.core.compiled import compiled
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.kinds import BUCKET_KINDS
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import RankPasses, Schedule, ScheduleError
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
@@ -156,13 +157,14 @@ class Cycle:
         gathers = {work.chunk: (work, int(slot >= own.late)) for slot, work in _in_row(own) if work.kind is Kind.AG}
         first_step = next((work for _, work in _in_row(own) if work.kind is Kind.OPT), None)
         nodes: list[tuple[_Node, Pass | None]] = []
+        seconds = self._seconds(rank, own)
         for slot, work in enumerate(own.passes):
             late = int(slot < own.late)
             if work.kind is Kind.OPT:
                 if self._waits and work == first_step:
                     nodes.append((_Node(self._number("norm"), late, self._costs.norm), None))
-                seconds = self._seconds(rank, own, work)
-                nodes.append((_Node(self._number(rank, work._replace(kind=Kind.RS)), late, seconds=seconds), work))
+                reduced = self._number(rank, work._replace(kind=Kind.RS))
+                nodes.append((_Node(reduced, late, seconds=seconds[work.kind, work.chunk]), work))
             elif work.kind.row.bucket:
                 nodes.append((_Node(made=self._number("start", rank, work)), None))
             else:
@@ -177,20 +179,22 @@ class Cycle:
     def _lane(self, rank: int, own: Turn) -> list[tuple[_Node, Pass | None]]:
         """The steps of a rank's lane; the rank's part of the norm follows its last RS."""
         nodes: list[tuple[_Node, Pass | None]] = []
+        seconds = self._seconds(rank, own)
         left = sum(work.kind is Kind.RS for work in own.passes)
         for work in own.passes:
             if work.kind.row.bucket and work.kind.row.lane:
-                seconds = self._seconds(rank, own, work)
                 start, done = self._number("start", rank, work), self._number(rank, work)
-                nodes.append((_Node(start, seconds=seconds, made=done), work))
+                nodes.append((_Node(start, seconds=seconds[work.kind, work.chunk], made=done), work))
                 left -= work.kind is Kind.RS
                 if work.kind is Kind.RS and not left:
                     nodes.append((_Node(made=self._number("norm"), part=True), None))
         return nodes
 
-    def _seconds(self, rank: int, own: Turn, work: Pass) -> float:
-        stage = self._placement.stages[rank][work.chunk]
-        return self._costs.bucket_seconds(work.kind, stage, buckets(own.passes, work.chunk))
+    def _seconds(self, rank: int, own: Turn) -> dict[tuple[Kind, int], float]:
+        """Seconds of a bucket, by kind and chunk."""
+        stages, counts = self._placement.stages[rank], buckets(own.passes)
+        found = {(kind, chunk): (stages[chunk], count) for chunk, count in counts.items() for kind in BUCKET_KINDS}
+        return {key: self._costs.bucket_seconds(key[0], *of) for key, of in found.items()}
 
 
 def _in_row(own: Turn) -> list[tuple[int, Pass]]:

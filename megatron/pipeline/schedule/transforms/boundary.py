@@ -53,10 +53,10 @@ def waits_for_norm(problem: Problem) -> bool:
 
 def by_rules(schedule: Schedule, rules: Rules, buckets: int) -> list[Turn]:
     """Turns of all ranks under Megatron-LM's rules; it steps once all of a rank's gradients are reduced."""
-    return [_by_rules(_Rank(passes), rules, buckets, rank > 0) for rank, passes in enumerate(schedule.passes)]
+    return [_by_rules(_Completed(passes), rules, buckets, rank > 0) for rank, passes in enumerate(schedule.passes)]
 
 
-def _by_rules(rank: _Rank, rules: Rules, buckets: int, is_later: bool) -> Turn:
+def _by_rules(rank: _Completed, rules: Rules, buckets: int, is_later: bool) -> Turn:
     late = not rules.overlap_grad_reduce or (rules.align_grad_reduce and is_later)
     behind: dict[int, list[Pass]] = {}  # by number of passes before
     for chunk in rank.by_completion:
@@ -93,7 +93,7 @@ def _merged(passes: Passes, early: dict[int, list[Pass]], behind: dict[int, list
     return Turn(tuple(made), late)
 
 
-class _Rank:
+class _Completed:
     """The passes of a rank, and what its chunks wait for."""
 
     def __init__(self, passes: Passes) -> None:
@@ -111,10 +111,10 @@ class _Rank:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Placed:
     """A rank's plan: see above."""
 
-    rank: _Rank
+    rank: _Completed
     buckets: int
 
     @cached_property
@@ -159,10 +159,10 @@ class _Search:
         self._left = _TRIALS
         peaks = activation_peaks(schedule, problem.costs)
         self._limits = [max(each) for each in zip(peaks, problem.limits or peaks, strict=True)]
-        ranks = [_Rank(passes) for passes in schedule.passes]
-        found: list[tuple[Steady, int, list[_Plan]]] = []
+        ranks = [_Completed(passes) for passes in schedule.passes]
+        found: list[tuple[Steady, int, list[_Placed]]] = []
         for buckets in BUCKETS:
-            plans = [_Plan(rank, buckets) for rank in ranks]
+            plans = [_Placed(rank, buckets) for rank in ranks]
             if (steady := self._of(plans)) is not None:
                 found.append((steady, len(found), plans))
         self.steady, _, self._plans = min(found)
@@ -194,7 +194,7 @@ class _Search:
                     yield partial(at_once, chunk=chunk, count=count)
                     yield partial(postponed, chunk=chunk, count=count)
 
-    def _changes(self, rank: int) -> Iterator[_Plan]:
+    def _changes(self, rank: int) -> Iterator[_Placed]:
         passes = self._plans[rank].rank.passes
         for slot in range(max(1, len(passes) - _NEAR), len(passes)):
             passes = self._plans[rank].rank.passes
@@ -205,21 +205,21 @@ class _Search:
             if (passes := change(own)) != own:
                 yield self._reordered(rank, passes)
 
-    def _reordered(self, rank: int, passes: Passes) -> _Plan:
-        return replace(self._plans[rank], rank=_Rank(passes))
+    def _reordered(self, rank: int, passes: Passes) -> _Placed:
+        return replace(self._plans[rank], rank=_Completed(passes))
 
-    def _try(self, changed: dict[int, _Plan]) -> None:
+    def _try(self, changed: dict[int, _Placed]) -> None:
         plans = [changed.get(rank, plan) for rank, plan in enumerate(self._plans)]
         self._left -= 1
         if (steady := self._of(plans)) is not None and steady < self.steady and self._fits(plans):
             self.steady, self._plans = steady, plans
 
-    def _fits(self, plans: Sequence[_Plan]) -> bool:
+    def _fits(self, plans: Sequence[_Placed]) -> bool:
         schedule = replace(self._original, passes=tuple(plan.rank.passes for plan in plans))
         peaks = activation_peaks(schedule, self._problem.costs)
         return all(peak <= limit * SLACK for peak, limit in zip(peaks, self._limits, strict=True))
 
-    def _of(self, plans: Sequence[_Plan]) -> Steady | None:
+    def _of(self, plans: Sequence[_Placed]) -> Steady | None:
         return self._cycle.steady([plan.turn for plan in plans])
 
 

@@ -1,0 +1,238 @@
+"""The time from one iteration to the next, with reductions, steps and gathers, under Megatron-LM's rules and under ours.
+
+    torchrun --nproc-per-node 4 benchmarks/sleep_boundary.py --microbatches 8 --reduce 80 --gather 80
+
+Layers sleep, as in sleep_stages.py; around them are megatron-core's own DDP, with a bucket for each layer, and its distributed
+optimizer. Reductions and gathers sleep one after another on a lane of their own, each begun where DDP begins it; a step sleeps on
+the device, and every rank waits for the norm of all gradients. Megatron-LM's schedules train with its flags
+``--overlap-grad-reduce`` and ``--overlap-param-gather``, whose defaults align both over pipeline ranks, and without aligning;
+ours by ``megatron.pipeline.install``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from common import add_flags, command_line, in_rounds, print_table, save
+from contenders import STEPS, _forward_step
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import TransformerConfig
+from sleeping import HIDDEN, MegatronStage, Sleeper, SleepingLayer, bind_to_core
+
+import megatron.pipeline
+from megatron.pipeline import patches
+from megatron.pipeline.backward import weight_tasks
+from megatron.pipeline.model.adapter import GPT
+from megatron.pipeline.schedule.core.placement import Placement, interleaved
+
+LAYERS = 4  # of a chunk, and so its buckets
+STOCK = {
+    "1f1b": (1, True),
+    "1f1b, not aligned": (1, False),
+    "interleaved": (2, True),
+    "interleaved, not aligned": (2, False),
+}
+
+
+class UnderWay:
+    """A reduction or a gather that has begun."""
+
+    def __init__(self, sleeper: Sleeper, end: float) -> None:
+        self._sleeper, self._end = sleeper, end
+
+    def wait(self) -> None:
+        """As with NCCL, the device waits and the host does not."""
+        self._sleeper.wait(self._end)
+
+
+class Lane:
+    """What a rank does with other replicas, one thing after another, while its device computes."""
+
+    def __init__(self, sleeper: Sleeper) -> None:
+        self._sleeper, self._free = sleeper, 0.0
+
+    def start(self, seconds: float) -> UnderWay:
+        """Begin behind the passes so far."""
+        self._free = max(self._free, self._sleeper.free) + seconds
+        return UnderWay(self._sleeper, self._free)
+
+    def takes(self, method: str, handle: str, seconds: float) -> None:
+        """Have a method of DDP's groups of buckets, which leaves a handle, take seconds for all buckets of a rank together."""
+        start: Callable[..., Any] = getattr(Group, method)
+
+        def start_on_lane(group: Any, *args: Any, **options: Any) -> None:
+            start(group, *args, **options)
+            setattr(group, handle, self.start(seconds * group.share))
+
+        setattr(Group, method, start_on_lane)
+
+
+class Chunk(torch.nn.Module):
+    """A stage of sleeping layers."""
+
+    model_type = MegatronStage.model_type
+    pipeline_adapter = GPT
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, config: TransformerConfig, layers: list[SleepingLayer], vp_stage: int | None, gives_loss: bool) -> None:
+        super().__init__()
+        self.config, self.vp_stage, self._gives_loss = config, vp_stage, gives_loss
+        self.layers = torch.nn.Sequential(*layers)
+        self._received: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        self._received = tensors[0]
+
+    def forward(self, tokens: torch.Tensor, _positions: None, _mask: None, labels: torch.Tensor) -> torch.Tensor:
+        """Called as a GPT model is."""
+        received = torch.zeros(1, 1, HIDDEN, requires_grad=True) if self._received is None else self._received
+        output: torch.Tensor = self.layers(received)
+        return output.sum() if self._gives_loss else output
+
+
+class Training:
+    """Iterations of one schedule on this rank, with their steps."""
+
+    def __init__(self, name: str, options: Any, sleeper: Sleeper) -> None:
+        ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        chunks, aligned = STOCK.get(name, (0, True))
+        self._loop = loop = megatron.pipeline.install("stock" if chunks else name)
+        placement: Placement = interleaved(ranks, chunks) if chunks else loop.pipeline(ranks).placement
+        self._microbatches = options.microbatches
+        self._sleeper = sleeper
+        chunks = placement.chunks
+        each = [value / 1000 / chunks / LAYERS for value in options.milliseconds]
+        config = TransformerConfig(
+            num_layers=ranks * chunks,
+            hidden_size=HIDDEN,
+            num_attention_heads=1,
+            pipeline_model_parallel_size=ranks,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            pipeline_dtype=torch.float32,
+            batch_p2p_comm=chunks == 1,
+            overlap_p2p_comm=chunks > 1,
+            batch_p2p_sync=False,
+            deallocate_pipeline_outputs=True,
+        )
+        self.model = []
+        for chunk, stage in enumerate(placement.stages[rank]):
+            layers = [SleepingLayer(sleeper, *each) for _ in range(LAYERS)]
+            one = Chunk(config, layers, chunk if chunks > 1 else None, stage == placement.last_stage)
+            if name in STOCK:
+                for layer in layers:
+                    weight_tasks.prepare(layer.weight)
+            settings = DistributedDataParallelConfig(
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+                align_param_gather=aligned,
+                use_distributed_optimizer=True,
+                bucket_size=HIDDEN,
+                delay_wgrad_compute=True,
+            )
+            # As Megatron-LM has it: chunks but the first are gathered in one bucket.
+            self.model.append(DistributedDataParallel(config, settings, one, disable_bucketing=chunk > 0))
+            for group in self.model[-1].bucket_groups:
+                group.share = len(group.params) / LAYERS / chunks
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(lr=0.0, optimizer="adam", use_distributed_optimizer=True, overlap_param_gather=True, clip_grad=1.0),
+            self.model,
+        )
+        self._step_sleeps(options.step / 1000)
+        config.finalize_model_grads_func = _finalize
+        config.no_sync_func = [one.no_sync for one in self.model] if chunks > 1 else self.model[0].no_sync
+        if aligned and name in STOCK:
+            starts = [one.start_grad_sync for one in self.model], [one.start_param_sync for one in self.model]
+            config.grad_sync_func, config.param_sync_func = starts if chunks > 1 else (starts[0][0], starts[1][0])
+        stock = partial(schedules.get_forward_backward_func, ranks, chunks if chunks > 1 else None)
+        self._forward_backward = stock() if name in STOCK else loop.forward_backward
+
+    def _step_sleeps(self, seconds: float) -> None:
+        """Have a step of all of this rank's weights take seconds."""
+        for part in self._optimizer.chained_optimizers:
+            inner, step, count = part.optimizer, part.optimizer.step, sum(len(group["params"]) for group in part.param_groups)
+
+            def sleep(
+                *args: Any, inner: Any = inner, step: Callable[..., Any] = step, each: float = seconds / max(count, 1)
+            ) -> None:
+                self._sleeper.occupy(each * sum(len(group["params"]) for group in inner.param_groups))
+                step(*args)
+
+            inner.step = sleep
+
+    def run(self, iterations: int) -> list[float]:
+        """Seconds from this rank's first pass to that of the next iteration, of each but the first."""
+        schedules.forward_step, schedules.backward_step = map(self._sleeper.step, STEPS)
+        self._loop.install()  # in place of another one's
+        self._sleeper.passes.clear()
+        torch.distributed.barrier()
+        firsts = []
+        for _ in range(iterations + 2):
+            for chunk in self.model:
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            firsts.append(len(self._sleeper.passes))
+            self._forward_backward(
+                forward_step_func=_forward_step,
+                data_iterator=[None] * len(self.model) if len(self.model) > 1 else None,
+                model=self.model if len(self.model) > 1 else self.model[0],
+                num_microbatches=self._microbatches,
+                seq_length=1,
+                micro_batch_size=1,
+            )
+            self._optimizer.step()
+        begins = [self._sleeper.passes[first].start for first in firsts]
+        return [end - start for start, end in pairwise(begins[1:])]
+
+
+def _finalize(model: list[DistributedDataParallel], *_: Any, **__: Any) -> None:
+    for chunk in model:
+        chunk.finish_grad_sync()
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    add = parser.add_argument
+    add("--ours", nargs="*", default=["zb-h1", "zb-v", "v-half"], metavar="NAME")
+    add("--stock", nargs="*", default=list(STOCK), choices=list(STOCK), metavar="NAME")
+    add_flags(add)
+    add("--reduce", type=float, default=40, help="milliseconds of a rank's reductions, of all its buckets")
+    add("--step", type=float, default=20, help="milliseconds of its step")
+    add("--gather", type=float, default=40, help="milliseconds of its gathers")
+    add("--save", metavar="FILE")
+    options = parser.parse_args()
+    patches.install()
+    torch.set_num_threads(1)
+    bind_to_core()
+    torch.distributed.init_process_group("gloo")
+    ranks = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    sleeper = Sleeper()
+    sleeper.precede_communication("send", "allreduce")
+    lane = Lane(sleeper)
+    trainings = {name: Training(name, options, sleeper) for name in (*options.stock, *options.ours)}
+    lane.takes("start_grad_sync", "grad_reduce_handle", options.reduce / 1000)
+    lane.takes("start_param_sync", "param_gather_handle", options.gather / 1000)
+    found = in_rounds({name: partial(one.run, 4) for name, one in trainings.items()}, options.rounds)
+    if torch.distributed.get_rank() == 0:
+        seconds = {name: [statistics.median(periods) for periods in rounds] for name, rounds in found.items()}
+        first = next(iter(seconds.values()))
+        rows = [
+            (name, f"{1000 * statistics.median(each):.1f}", f"{statistics.median(first) / statistics.median(each):.3f}")
+            for name, each in seconds.items()
+        ]
+        print_table("periods", ("schedule", "period ms", f"times {next(iter(seconds))}"), rows)
+        save(options.save, "periods", seconds)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
