@@ -197,6 +197,17 @@ class OwnLoop:
         split_chunks([chunk])
         ddp_config.delay_wgrad_compute = True
 
+    def announce(self, lengths: Sequence[Sequence[int]]) -> None:
+        """The lengths of a batch that will come: see ``BatchPlans.announce``.
+
+        Raises:
+            ValueError: as there; or ``install`` was called without ``every_batch``.
+        """
+        batches = self.pipeline(parallel_state.get_pipeline_model_parallel_world_size()).batches
+        if batches is None:
+            raise ValueError("lengths are announced, and no batch is planned: install(..., every_batch=EveryBatch(...))")
+        batches.announce(lengths)
+
     def forward_backward(self, **keywords: Any) -> list[Any]:
         """One iteration, in place of megatron-core's; a number of microbatches is planned when it first comes.
 
