@@ -84,7 +84,6 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.rerun_state_machine import RerunDataIterator
 
     from megatron.pipeline import install
     from megatron.pipeline.runtime.every_batch import EveryBatch
@@ -106,7 +105,7 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
         model.config.variable_seq_lengths = True
     wrapped = own.wrap(models)
     optimizer, losses, orders = optimizer_of(wrapped), [], set()
-    iterators: list[Any] = [RerunDataIterator(stream(1, ends)) if schedule == "zb-auto" else stream(1, ends) for _ in wrapped]
+    iterators: list[Any] = [_replayable(schedule, stream(1, ends)) for _ in wrapped]
     batches = pipeline.batches if plans else None
 
     def call(microbatches: int, data: list[Any], forward_only: bool = False) -> None:
@@ -129,9 +128,7 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
         for iteration, microbatches in enumerate(NUMBERS):
             if ends is not None and sum(NUMBERS[: iteration + 1]) > ends:
                 break
-            optimizer.zero_grad()
-            for chunk in wrapped:
-                chunk.zero_grad_buffer()
+            _zero(optimizer, wrapped)
             if announces:
                 batch, following = following, [next(data) for _ in range(NUMBERS[(iteration + 1) % len(NUMBERS)])]
                 iterators = [iter(batch) for _ in wrapped]
@@ -150,6 +147,19 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
         PlanningProcess.plan = real  # type: ignore[method-assign]
     counts = {} if batches is None else dict(batches.counts)
     return Trained(losses, [float(weight.sum()) for model in models for weight in model.parameters()], counts, len(orders), lines)
+
+
+def _replayable(schedule: str, data: Iterator[torch.Tensor]) -> Any:
+    """What Megatron-LM makes of an iterator, under one of the schedules."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    return RerunDataIterator(data) if schedule == "zb-auto" else data
+
+
+def _zero(optimizer: Any, chunks: list[Any]) -> None:
+    optimizer.zero_grad()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
 
 
 def _lengths_of(item: torch.Tensor) -> list[int]:

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
 from pool import Pool
 from runtime import batches
-
-from megatron.pipeline import install, planning
-from megatron.pipeline.planning.aside import PlanningProcess, plan_batch
-from megatron.pipeline.planning.plan_cache import PlanCache
-from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, ReadAhead, lengths_of
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.loads import Size
-from megatron.pipeline.schedule.core.passes import Offload
-from megatron.pipeline.schedule.lower.posting import Posting
 
 
 def losses(found: list[batches.Trained]) -> list[list[float]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of, given
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, EVERY_BATCH, PROFILE, flag_of, given, switched_on
 from megatron.pipeline.flags.validation_experts import (
     check_experts,
     check_grouped_experts,
@@ -67,6 +67,7 @@ def check_new_flags(args: Namespace) -> None:
     if args.recompute_fused_backward and not args.recompute_granularity:
         raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
     _check_post_validation(args)
+    _check_plan(args)
     check_quantized(args)
     check_vocabulary(args)
     check_offload(args)
@@ -150,6 +151,15 @@ def _check_post_validation(args: Namespace) -> None:
         raise ValueError(
             "--post-validation needs a schedule that says where a step must stand, and megatron-core's own does not: take 1f1b, "
             "which runs the same passes, or another one, or leave --post-validation out"
+        )
+
+
+def _check_plan(args: Namespace) -> None:
+    names = {"post_validation": "begins an iteration within the one before", "rehearse": "has batches of equal lengths"}
+    if args.pipeline_plan == EVERY_BATCH and (name := switched_on(args, *names)):
+        raise ValueError(
+            f"--pipeline-plan {EVERY_BATCH} swaps plans between two iterations, for their lengths, and {flag_of(name)} "
+            f"{names[name]}: leave one of the two out"
         )
 
 

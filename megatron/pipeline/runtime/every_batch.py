@@ -53,8 +53,8 @@ def lengths_of(item: Any) -> Sequence[int]:
     shape: Sequence[int] = getattr(tokens, "shape", ())
     if len(shape) < 2:
         raise ValueError(
-            f"every_batch: a microbatch of {type(item).__name__} has neither cu_seqlens nor tokens [b, s]: give a function that "
-            "says its lengths, EveryBatch(lengths_of=...)"
+            f"a plan for every batch needs lengths, and a microbatch of {type(item).__name__} has neither cu_seqlens nor tokens "
+            "[b, s]: give a function that says them, EveryBatch(lengths_of=...)"
         )
     return [int(shape[1])] * int(shape[0])
 
@@ -142,7 +142,7 @@ class BatchPlans:
 
     def __init__(self, settings: EveryBatch, plans: PlanCache, posting: Posting) -> None:
         if reason := _reason_against(plans):
-            raise ValueError(f"every_batch plans orders of whole microbatches, and {plans.name} {reason}")
+            raise ValueError(f"plans for every batch are orders of whole microbatches, and {plans.name} {reason}")
         self._settings, self._plans, self._posting = settings, plans, posting
         self._process = PlanningProcess()
         self._pending: deque[_Pending] = deque()
@@ -154,8 +154,8 @@ class BatchPlans:
         self._gains: list[float] = []
 
     def announce(self, lengths: Sequence[Sequence[int]]) -> None:
-        """Plan for a batch. A loop that makes an iterator for every batch announces each, in their order, on all ranks, as early as
-        it can: before the iteration before. From then on iterators are not read ahead.
+        """Plan for a batch, of a loop that makes an iterator for every batch. It announces each batch, in their order, on all ranks
+        and before the iteration before. From then on iterators are not read ahead.
 
         Args:
             lengths: of the sequences of every microbatch, in tokens.
@@ -248,10 +248,8 @@ class BatchPlans:
         if batch:
             self._gains.append(1 - batch.planned.value / batch.of_equal if batch.of_equal else 0.0)
         self.counts["planned" if batch else "without" if failed else "late" if pending else "unknown"] += 1
-        if (
-            self.counts.total() % self._settings.interval == 0
-            and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-        ):
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        if last and self.counts.total() % self._settings.interval == 0:
             self._settings.say(self._in_words())
 
     def _in_words(self) -> str:
