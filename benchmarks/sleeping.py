@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.pipeline.backward.weight_tasks import submit
 from megatron.pipeline.model.adapter import GPT
 from megatron.pipeline.schedule.core.costs import StageCosts
+from megatron.pipeline.schedule.core.loads import Load
 
 HIDDEN = 64
 AWAKE = 0.0005  # seconds at the end of a pass that are not slept: a sleep ends up to that much too late
@@ -134,6 +135,9 @@ class MegatronStage(torch.nn.Module):
 
     Args:
         gives_loss: whether it is the last.
+
+    Attributes:
+        load: of the microbatch that comes next; its passes take as many times as long.
     """
 
     model_type = ModelType.encoder_or_decoder
@@ -148,6 +152,7 @@ class MegatronStage(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, 1, HIDDEN))
         self._sleeper, self._gives_loss = sleeper, gives_loss
         self._passes = costs.forward, costs.backward, costs.weight
+        self.load = Load()
         self._received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
@@ -156,7 +161,8 @@ class MegatronStage(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, _positions: None, _mask: None, labels: torch.Tensor) -> torch.Tensor:
         """Called as a GPT model is."""
         received = self.weight if self._received is None else self._received
-        output: torch.Tensor = _Sleep.apply(received, self._sleeper, *self._passes)
+        seconds = (one * times for one, times in zip(self._passes, self.load, strict=False))
+        output: torch.Tensor = _Sleep.apply(received, self._sleeper, *seconds)
         return output.sum() if self._gives_loss else output
 
 

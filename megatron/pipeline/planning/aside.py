@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,15 +26,25 @@ _NICER = 10  # than the training, whose own threads go first where there are too
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """A plan for a batch of unequal microbatches.
+    """A plan for a batch of unequal microbatches, verified and proved.
 
     Attributes:
-        planned: verified, with programs that are proved.
+        planned: with its programs.
         of_equal: what the order of passes for equal microbatches takes with these, in the costs' unit.
     """
 
     planned: Planned
     of_equal: float
+
+    def packed(self) -> bytes:
+        """All of it in a message, with what is computed at first use."""
+        _ = self.planned.programs, self.planned.leads
+        return zlib.compress(pickle.dumps(self))
+
+    @classmethod
+    def unpacked(cls, message: bytes) -> PlannedBatch:
+        batch: PlannedBatch = pickle.loads(zlib.decompress(message))
+        return batch
 
 
 def plan_batch(request: Request, posting: Posting = Posting.SINGLE, any_order: bool = False) -> PlannedBatch:
@@ -75,11 +86,11 @@ class PlanningProcess:
         self._asking = ThreadPoolExecutor(1, "planning of batches")
         self._process: subprocess.Popen[bytes] | None = None
 
-    def plan(self, request: Request, posting: Posting, any_order: bool) -> Future[PlannedBatch]:
-        """Start ``plan_batch``; one that has not begun may be cancelled."""
+    def plan(self, request: Request, posting: Posting, any_order: bool) -> Future[bytes]:
+        """Start ``plan_batch``, whose answer comes packed; one that has not begun may be cancelled."""
         return self._asking.submit(self._ask, request, posting, any_order)
 
-    def _ask(self, *asked: Any) -> PlannedBatch:
+    def _ask(self, *asked: Any) -> bytes:
         if self._process is None or self._process.poll() is not None:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             command = [sys.executable, "-c", f"from {__name__} import main; main()"]
@@ -88,17 +99,15 @@ class PlanningProcess:
         assert sent is not None and received is not None, "both are pipes"
         pickle.dump(asked, sent)
         sent.flush()
-        answer: PlannedBatch | ValueError = pickle.load(received)
+        answer: bytes | ValueError = pickle.load(received)
         if isinstance(answer, ValueError):
             raise answer
         return answer
 
 
-def _answer(asked: Any) -> PlannedBatch | ValueError:
+def _answer(asked: Any) -> bytes | ValueError:
     try:
-        batch = plan_batch(*asked)
-        _ = batch.planned.leads, batch.planned.digest  # computed here, not where passes run
-        return batch
+        return plan_batch(*asked).packed()
     except Exception as error:  # the training goes on, and says so
         return ValueError(f"{type(error).__name__}: {error}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,14 +80,6 @@ class Planned:
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         return lower(self.schedule, self.problem.costs)
-
-    @cached_property
-    def digest(self) -> str:
-        """Digest of all that ranks must have in common: the order of microbatches and passes, and all programs."""
-        digest = hashlib.sha256(f"{self.order}{self.schedule.to_json()}".encode())
-        for program in self.programs:
-            digest.update(repr(program).encode())
-        return digest.hexdigest()[:16]
 
     @cached_property
     def leads(self) -> tuple[tuple[int, ...], ...]:

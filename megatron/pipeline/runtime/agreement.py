@@ -42,7 +42,7 @@ def agree(plans: Mapping[str, Planned]) -> None:
     Raises:
         RanksDiffer: on every rank; names the ranks that differ from most others, and what differs.
     """
-    mine = _versions() | {name: plan.digest for name, plan in plans.items()}
+    mine = _versions() | {name: _digest(plan) for name, plan in plans.items()}
     own = hashlib.sha256(repr(sorted(mine.items())).encode()).digest()
     sent = torch.tensor(list(own), dtype=torch.uint8, device=this_device())
     gathered = [torch.empty_like(sent) for _ in range(torch.distributed.get_world_size())]
@@ -167,3 +167,11 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # run from its source, on PYTHONPATH
         return "not installed"
+
+
+def _digest(plan: Planned) -> str:
+    """Digest of all that ranks must have in common: the order of all passes, and all programs."""
+    digest = hashlib.sha256(plan.schedule.to_json().encode())
+    for program in plan.programs:
+        digest.update(repr(program).encode())
+    return digest.hexdigest()[:16]

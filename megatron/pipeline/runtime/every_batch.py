@@ -3,8 +3,9 @@
     install("zb-auto", every_batch=EveryBatch(attention=0.1))
 
 At its start an iteration knows the lengths of the next one's microbatches: its iterator is read two batches ahead, or the loop
-has announced them. One small collective gives them to all ranks that run one order of passes, and tells these whether all have
-the plan of the batch that begins. If not, they run the order for equal microbatches: nothing waits for a plan.
+has announced them. One rank plans for all that run passes in the same order. A small collective brings it the lengths, and tells
+all whether the plan of the batch that begins is there: if so they get it, else they run the order for equal microbatches.
+Nothing waits for a plan.
 """
 
 from __future__ import annotations
@@ -115,15 +116,10 @@ class ReadAhead:
 
 
 class _Pending(NamedTuple):
-    """A batch that is being planned.
+    """A batch that is being planned."""
 
-    Attributes:
-        own: sizes of its microbatches as this rank has read them; None where it reads none.
-    """
-
-    microbatches: int
-    own: tuple[Size, ...] | None
-    plan: Future[PlannedBatch]
+    sizes: tuple[Size, ...]
+    plan: Future[bytes]
 
 
 class BatchPlans:
@@ -133,8 +129,8 @@ class BatchPlans:
         plans: for equal microbatches, whose order a batch has where its own is not there.
 
     Attributes:
-        counts: of iterations: ``planned``; ``late``, where the plan came too late, or ranks had
-            different ones; ``unknown``, where lengths were not known one iteration before; ``without``, for which there is none.
+        counts: of iterations: ``planned``; ``late``, whose plan came too late, or was for data that an evaluation has read;
+            ``unknown``, whose lengths were not known one iteration before; ``without``, for which there is none.
 
     Raises:
         ValueError: nothing can be planned for the batches of this schedule.
@@ -149,13 +145,14 @@ class BatchPlans:
         self._readers: dict[int, ReadAhead] = {}  # by the identity of the iterators that they read
         self._latest: Any = None  # iterator of the last training iteration
         self._announced = False
-        self._group: tuple[Any] | None = None  # opened by all ranks together
+        self._ranks: list[int] = []  # that run one order of passes, the first of which plans; and their group
+        self._group: Any = None
         self.counts: Counter[str] = Counter()
         self._gains: list[float] = []
 
     def announce(self, lengths: Sequence[Sequence[int]]) -> None:
-        """Plan for a batch, of a loop that makes an iterator for every batch. It announces each batch, in their order, on all ranks
-        and before the iteration before. From then on iterators are not read ahead.
+        """Plan for a batch, of a loop that makes an iterator for every batch. It announces each batch, in their order, and before
+        the iteration before, on all ranks or on the first of its pipeline. From then on iterators are not read ahead there.
 
         Args:
             lengths: of the sequences of every microbatch, in tokens.
@@ -165,7 +162,8 @@ class BatchPlans:
         """
         loads_of(lengths)
         self._announced = True
-        self._start([Size.of(sequences) for sequences in lengths], None)
+        if self._plans_here:
+            self._start([Size.of(sequences) for sequences in lengths])
 
     def begin(self, call: Call) -> tuple[Call, Planned | None]:
         """Start planning the next batch; collective over the ranks that run one order of passes, at first over the world.
@@ -179,24 +177,44 @@ class BatchPlans:
             call = replace(call, data_iterator=[self._readers.get(id(items), items) for items in call.iterators])
         if call.forward_only:
             return call, None
-        if self._group is None:
-            ranks = _in_one_order(call)
-            self._group = (new_group(ranks if len(ranks) > 1 else (), backend="gloo"),)
+        if not self._ranks:
+            self._ranks = _in_one_order(call)
+            self._group = new_group(self._ranks if len(self._ranks) > 1 else (), backend="gloo")
         count = call.num_microbatches
         sizes = reader.sizes(2 * count) if reader else ()
+        following = sizes[count:] if len(sizes) == 2 * count else ()
         pending = self._due(count)
-        batch = self._ready(pending, sizes[:count] if reader else None)
-        digest = int(batch.planned.digest[:15], 16) + 1 if batch else 0
-        own = sizes[count:] if len(sizes) == 2 * count else ()
-        told = torch.tensor([digest, -digest, *(number for size in own or [(0, 0)] * count for number in size)])
-        if self._group[0] is not None:
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=self._group[0])
-        highest, lowest, *numbers = told.tolist()
-        plan = batch.planned if batch and highest == digest == -lowest else None
-        self._count(pending, batch if plan else None)
-        if any(numbers):
-            self._start([Size(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)], own or None)
-        return call, plan
+        why, message = _state(pending)
+        # MAX also joins the lengths of replicas.
+        parts = [sizes[:count], following, pending.sizes if pending else ()]
+        told = torch.tensor([_STATES.index(why), len(message), *(number for part in parts for number in _numbers(part, count))])
+        if self._group is not None:
+            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=self._group)
+        state, length, *numbers = told.tolist()
+        now, following, planned = (_sizes(numbers[2 * count * part :][: 2 * count]) for part in range(3))
+        why = _STATES[state]
+        if why == "planned" and now and now != planned:
+            why = "late"
+        batch = PlannedBatch.unpacked(self._sent(message, length)) if why == "planned" else None
+        self._count(why, batch, pending)
+        if following and self._plans_here:
+            self._start(following)
+        return call, batch.planned if batch else None
+
+    @property
+    def _plans_here(self) -> bool:
+        """Tell whether this is the rank that plans, which others of the first stage may be as well before the first iteration."""
+        if not self._ranks:
+            return parallel_state.get_pipeline_model_parallel_rank() == 0
+        return torch.distributed.get_rank() == self._ranks[0]
+
+    def _sent(self, message: bytes, length: int) -> bytes:
+        """The message of the rank that plans."""
+        if self._group is None:
+            return message
+        buffer = torch.frombuffer(bytearray(message or length), dtype=torch.uint8)
+        torch.distributed.broadcast(buffer, self._ranks[0], group=self._group)
+        return buffer.numpy().tobytes()
 
     def _reader(self, call: Call) -> ReadAhead | None:
         """What reads the iterator of the first stage ahead, on the rank that has it. One that comes for the first time is not
@@ -222,32 +240,26 @@ class BatchPlans:
 
     def _due(self, count: int) -> _Pending | None:
         """What was planned for the batch that begins, of that many microbatches."""
-        if self._pending and self._pending[0].microbatches == count:
+        if self._pending and len(self._pending[0].sizes) == count and self._plans_here:
             return self._pending.popleft()
         for pending in self._pending:
             pending.plan.cancel()
         self._pending.clear()
         return None
 
-    def _ready(self, pending: _Pending | None, own: tuple[Size, ...] | None) -> PlannedBatch | None:
-        """The plan, if it is there, and for the batch that begins: an evaluation may have read what was planned for."""
-        if pending is None or pending.plan.cancel() or not pending.plan.done() or pending.own not in (None, own):
-            return None
-        return None if pending.plan.exception() else pending.plan.result()
-
-    def _start(self, sizes: Sequence[Size], own: tuple[Size, ...] | None) -> None:
+    def _start(self, sizes: Sequence[Size]) -> None:
         tokens = self._settings.tokens or sum(size.tokens for size in sizes) / len(sizes)
         request = self._plans.of_batch([size.load(tokens, self._settings.attention) for size in sizes])
         plan = self._process.plan(request, self._posting, self._settings.order == "any")
-        self._pending.append(_Pending(len(sizes), own, plan))
+        self._pending.append(_Pending(tuple(sizes), plan))
 
-    def _count(self, pending: _Pending | None, batch: PlannedBatch | None) -> None:
-        failed = pending and pending.plan.done() and not pending.plan.cancelled() and pending.plan.exception()
-        if failed and not self.counts["without"]:
-            _LOG.warning("a batch is not planned, and runs in the order for equal microbatches: %s", failed)
+    def _count(self, why: str, batch: PlannedBatch | None, pending: _Pending | None) -> None:
+        if why == "without" and pending and not self.counts[why]:
+            error = pending.plan.exception()
+            _LOG.warning("a batch is not planned, and runs in the order for equal microbatches: %s", error)
         if batch:
             self._gains.append(1 - batch.planned.value / batch.of_equal if batch.of_equal else 0.0)
-        self.counts["planned" if batch else "without" if failed else "late" if pending else "unknown"] += 1
+        self.counts[why] += 1
         last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
         if last and self.counts.total() % self._settings.interval == 0:
             self._settings.say(self._in_words())
@@ -259,6 +271,27 @@ class BatchPlans:
             f"by plan {shorter:.1%} shorter than in the order for equal ones; {self.counts['late']} plans came late, "
             f"{self.counts['unknown']} lengths were not known ahead, {self.counts['without']} had no plan"
         )
+
+
+_STATES = ("unknown", "late", "without", "planned")  # of a batch that begins
+
+
+def _state(pending: _Pending | None) -> tuple[str, bytes]:
+    """State of a batch, and its plan if it is there."""
+    if pending is None:
+        return "unknown", b""
+    if pending.plan.cancel() or not pending.plan.done():
+        return "late", b""
+    return ("without", b"") if pending.plan.exception() else ("planned", pending.plan.result())
+
+
+def _numbers(sizes: Sequence[Size], count: int) -> list[int]:
+    """Sizes of so many microbatches as numbers, all 0 where they are not known."""
+    return [number for size in sizes for number in size] or [0] * (2 * count)
+
+
+def _sizes(numbers: Sequence[int]) -> tuple[Size, ...]:
+    return tuple(Size(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)) if any(numbers) else ()
 
 
 def in_places(call: Call, order: Sequence[int]) -> Call:
