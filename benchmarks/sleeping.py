@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +25,12 @@ AWAKE = 0.0005  # seconds at the end of a pass that are not slept: a sleep ends 
 
 
 def bind_to_core() -> None:
-    """Bind this rank to one core, as on a cluster; ranks share the machine's cores."""
+    """Bind this rank to one core, as on a cluster; ranks share the machine's cores. Where it may, which root may, it runs before
+    all that is not a rank: what else the machine does is then no part of a measurement."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 class Interval(NamedTuple):

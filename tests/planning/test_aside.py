@@ -80,7 +80,7 @@ def test_a_process_answers_as_this_one_does_and_goes_on_after_a_refusal() -> Non
         there = PlannedBatch.unpacked(answer.result(timeout=120))
         assert there.planned.schedule == here.planned.schedule and there.planned.programs == here.planned.programs
         assert there.of_equal == here.of_equal and "leads" in vars(there.planned)
-    with pytest.raises(ValueError, match=r"LimitTooLow: .*needs"):
+    with pytest.raises(ValueError, match=r"LimitTooLow: .* the limit is 8: give at least"):
         refused.result(timeout=120)
 
 

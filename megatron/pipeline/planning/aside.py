@@ -115,6 +115,9 @@ def _answer(asked: Any) -> bytes | ValueError:
 def main() -> None:
     """Answer requests until the process that asks has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "sched_setscheduler"):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # where the training is in real time
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # and bound to a core
     os.nice(_NICER)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anybody prints is no answer
