@@ -118,7 +118,7 @@ def main() -> None:
             record[contender.name] = {"ms": 1000 * seconds, "over": over, "gain": gain, "counts": counts}
             rows.append([contender.name, f"{1000 * seconds:.1f}", *(f"{one:.3f}" for one in (*over, gain)), late])
         columns = ("schedule", "mean ms", "over simulated", "over bound", f"speed-up over {contenders[0].name}", "late plans")
-        print_table(megatron.title(options, options.lengths), columns, rows)
+        print_table(megatron.title(options, options.lengths, "means"), columns, rows)
         if options.json:
             with open(options.json, "a", encoding="utf-8") as file:
                 title = {"p": megatron.ranks, "m": options.microbatches, "lengths": options.lengths, "rounds": options.rounds}

@@ -82,7 +82,6 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
         evaluates: forwards alone come in between: of "other" data, or of the "same" iterator.
         ends: iterators have as many microbatches; then there are only iterations for which they suffice.
     """
-    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron.pipeline import install
@@ -97,12 +96,9 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
     settings = EveryBatch(order=order or "given", lengths_of=_lengths_of, interval=5, say=lines.append)  # type: ignore[arg-type]
     loop = install(schedule, every_batch=settings) if plans else install(schedule)
     pipeline = loop.pipeline(torch.distributed.get_world_size())
-    chunks = pipeline.placement.chunks if schedule != "stock" else 1
-    parallel_state.initialize_model_parallel(1, torch.distributed.get_world_size(), chunks if chunks > 1 else None)
-    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    _make_groups(pipeline.placement.chunks)
     models = own.build()
-    for model in models:
-        model.config.variable_seq_lengths = True
+    models[0].config.variable_seq_lengths = True  # all chunks share it
     wrapped = own.wrap(models)
     optimizer, losses, orders = optimizer_of(wrapped), [], set()
     iterators: list[Any] = [_replayable(schedule, stream(1, ends)) for _ in wrapped]
@@ -120,9 +116,9 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
         )
         losses.append([float(one) for one in reports])
 
+    data = stream(2)
+    following = [next(data) for _ in range(NUMBERS[0])]
     try:
-        data = stream(2)
-        following = [next(data) for _ in range(NUMBERS[0])]
         if announces and plans:
             loop.announce([_lengths_of(item) for item in following])
         for iteration, microbatches in enumerate(NUMBERS):
@@ -149,6 +145,13 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
     return Trained(losses, [float(weight.sum()) for model in models for weight in model.parameters()], counts, len(orders), lines)
 
 
+def _make_groups(chunks: int) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(1, torch.distributed.get_world_size(), chunks if chunks > 1 else None)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
 def _replayable(schedule: str, data: Iterator[torch.Tensor]) -> Any:
     """What Megatron-LM makes of an iterator, under one of the schedules."""
     from megatron.core.rerun_state_machine import RerunDataIterator
@@ -164,3 +167,17 @@ def _zero(optimizer: Any, chunks: list[Any]) -> None:
 
 def _lengths_of(item: torch.Tensor) -> list[int]:
     return [item.shape[1] - 1] * item.shape[0]
+
+
+def announces_in_vain() -> str:
+    from megatron.core import parallel_state
+
+    from megatron.pipeline import install
+
+    loop = install("zb-auto")
+    parallel_state.initialize_model_parallel(1, 1)
+    try:
+        loop.announce([[5]])
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -90,11 +90,6 @@ class PlanCache:
         return bool(self.offload or (self._file and self._file.has_copies))
 
     @property
-    def overlaps(self) -> bool:
-        """Tell whether forwards and backwards may run as one."""
-        return self._request.overlap
-
-    @property
     def planned_costs(self) -> Costs:
         """Costs that schedules are planned for: measured costs, or equal ones, where copies take as long as passes do (k = 1)."""
         if self.costs:

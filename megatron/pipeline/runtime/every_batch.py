@@ -27,6 +27,7 @@ from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planning.request import Request
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.loads import Size, loads_of
@@ -131,14 +132,9 @@ class BatchPlans:
     Attributes:
         counts: of iterations: ``planned``; ``late``, whose plan came too late, or was for data that an evaluation has read;
             ``unknown``, whose lengths were not known one iteration before; ``without``, for which there is none.
-
-    Raises:
-        ValueError: nothing can be planned for the batches of this schedule.
     """
 
     def __init__(self, settings: EveryBatch, plans: PlanCache, posting: Posting) -> None:
-        if reason := _reason_against(plans):
-            raise ValueError(f"plans for every batch are orders of whole microbatches, and {plans.name} {reason}")
         self._settings, self._plans, self._posting = settings, plans, posting
         self._process = PlanningProcess()
         self._pending: deque[_Pending] = deque()
@@ -305,16 +301,26 @@ def _moved(items: Iterator[Any], order: Sequence[int]) -> Iterator[Any]:
     yield from (read[number] for number in order)
 
 
-def _reason_against(plans: PlanCache) -> str:
-    """What keeps a schedule from being planned for every batch; "" for nothing."""
+def refuse(request: Request) -> None:
+    """Refuse a request of which nothing can be planned for every batch.
+
+    Raises:
+        ValueError: its order does not follow from lengths, or it has what no plan for a batch has yet.
+    """
     planned = [name for name, family in families.FAMILIES.items() if family.searches]
-    if not plans.has_family or not families.named(plans.name).searches:
-        return f"has an order that no lengths change: take {', '.join(planned)}"
-    if plans.splits > 1:
-        return "cuts them into slices: take another schedule"
-    has = {"a spread vocabulary": plans.vocabulary, "copies to host memory": plans.offloads, "overlapped passes": plans.overlaps}
-    found = [name for name, given in has.items() if given]
-    return f"has {found[0]} here: leave that out" if found else ""
+    has = {
+        "slices": (request.splits or 1) > 1,
+        "a spread vocabulary": request.vocabulary,
+        "copies to host memory": request.offload,
+        "overlapped passes": request.overlap,
+    }
+    if request.schedule not in planned:
+        reason = f"{request.schedule} has an order that no lengths change: take {', '.join(planned)}"
+    elif found := [name for name, given in has.items() if given]:
+        reason = f"{request.schedule} has {found[0]} here: leave that out"
+    else:
+        return
+    raise ValueError(f"plans for every batch are orders of whole microbatches by their lengths, and {reason}, or plan once")
 
 
 def _in_one_order(call: Call) -> list[int]:

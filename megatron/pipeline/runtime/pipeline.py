@@ -24,7 +24,7 @@ from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, in_places
+from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, in_places, refuse
 from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.runtime.p2p import Channels, Transport
@@ -58,7 +58,7 @@ class Pipeline:
         name, placement, is_stock: those of the plans, which stay.
 
     Raises:
-        ValueError: see ``PlanCache`` and ``BatchPlans``.
+        ValueError: see ``PlanCache`` and ``every_batch.refuse``.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class Pipeline:
         parks: bool = False,
         every_batch: EveryBatch | None = None,
     ) -> None:
+        if every_batch:
+            refuse(request)
         self.settings = settings or Settings()
         self.plans = PlanCache(request, posting, self.settings.host_limit)
         self.name, self.placement, self.is_stock = self.plans.name, self.plans.placement, self.plans.is_stock
