@@ -14,7 +14,7 @@ from megatron.pipeline import install
 from megatron.pipeline.planning import Request
 from megatron.pipeline.runtime.every_batch import EveryBatch, ReadAhead, lengths_of
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.loads import Size
+from megatron.pipeline.schedule.core.loads import Extent
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 
 
@@ -119,10 +119,10 @@ def test_an_iterator_is_read_one_further_for_each_that_is_taken() -> None:
             taken.append(number)
             yield number
 
-    ahead = ReadAhead(items(), lambda number: Size.of([number + 1]))
-    assert ahead.sizes(4) == tuple(Size(number + 1, (number + 1) ** 2) for number in range(4)) and taken == [0, 1, 2, 3]
+    ahead = ReadAhead(items(), lambda number: Extent.of([number + 1]))
+    assert ahead.sizes(4) == tuple(Extent(number + 1, (number + 1) ** 2) for number in range(4)) and taken == [0, 1, 2, 3]
     assert next(ahead) == 0 and taken[-1] == 4 and next(ahead) == 1 and taken[-1] == 5
-    assert ahead.sizes(4)[0] == Size(3, 9) and taken[-1] == 5
+    assert ahead.sizes(4)[0] == Extent(3, 9) and taken[-1] == 5
     assert list(ahead) == [2, 3, 4, 5, 6] and not ahead.sizes(4) and not ahead.holds
 
 

@@ -30,7 +30,7 @@ from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.loads import Size, loads_of
+from megatron.pipeline.schedule.core.loads import Extent, loads_of
 from megatron.pipeline.schedule.lower.posting import Posting
 
 _LOG = logging.getLogger(__name__)
@@ -85,9 +85,9 @@ class EveryBatch:
 class ReadAhead:
     """An iterator that knows the sizes of items that have yet to be read; who reads one has one more read ahead."""
 
-    def __init__(self, items: Iterator[Any], size: Callable[[Any], Size]) -> None:
+    def __init__(self, items: Iterator[Any], size: Callable[[Any], Extent]) -> None:
         self._items, self._size = items, size
-        self._read: deque[tuple[Any, Size]] = deque()
+        self._read: deque[tuple[Any, Extent]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -99,7 +99,7 @@ class ReadAhead:
         self._fill(len(self._read) + 1)
         return item
 
-    def sizes(self, count: int) -> tuple[Size, ...]:
+    def sizes(self, count: int) -> tuple[Extent, ...]:
         """Sizes of the next items; fewer where the iterator ends."""
         self._fill(count)
         return tuple(size for _, size in islice(self._read, count))
@@ -119,7 +119,7 @@ class ReadAhead:
 class _Pending(NamedTuple):
     """A batch that is being planned."""
 
-    sizes: tuple[Size, ...]
+    sizes: tuple[Extent, ...]
     plan: Future[bytes]
 
 
@@ -159,7 +159,7 @@ class BatchPlans:
         loads_of(lengths)
         self._announced = True
         if self._plans_here:
-            self._start([Size.of(sequences) for sequences in lengths])
+            self._start([Extent.of(sequences) for sequences in lengths])
 
     def begin(self, call: Call) -> tuple[Call, Planned | None]:
         """Start planning the next batch; collective over the ranks that run one order of passes, at first over the world.
@@ -213,7 +213,7 @@ class BatchPlans:
         return buffer.numpy().tobytes()
 
     def _reader(self, call: Call) -> ReadAhead | None:
-        """What reads the iterator of the first stage ahead, on the rank that has it. One that comes for the first time is not
+        """Reader of the iterator of the first stage, on the rank that has it. One that comes for the first time is not
         read ahead: it may be for one batch alone, and a loop may hold others that go on with its data."""
         rank, chunk = self._plans.placement.home(0)
         if call.pipeline.rank() != rank or call.iterators[chunk] is None:
@@ -224,7 +224,7 @@ class BatchPlans:
         def read_ahead(items: Any) -> Any:
             reader = items if isinstance(items, ReadAhead) else self._readers.get(id(items))
             if reader is None and items is self._latest:
-                reader = ReadAhead(items, lambda item: Size.of(self._settings.lengths_of(item)))
+                reader = ReadAhead(items, lambda item: Extent.of(self._settings.lengths_of(item)))
             self._latest = items
             found.extend([reader] if reader else [])
             return reader or items
@@ -235,7 +235,7 @@ class BatchPlans:
         return found[0] if found else None
 
     def _due(self, count: int) -> _Pending | None:
-        """What was planned for the batch that begins, of that many microbatches."""
+        """The plan, or its making, of the batch that begins, of that many microbatches."""
         if self._pending and len(self._pending[0].sizes) == count and self._plans_here:
             return self._pending.popleft()
         for pending in self._pending:
@@ -243,7 +243,7 @@ class BatchPlans:
         self._pending.clear()
         return None
 
-    def _start(self, sizes: Sequence[Size]) -> None:
+    def _start(self, sizes: Sequence[Extent]) -> None:
         tokens = self._settings.tokens or sum(size.tokens for size in sizes) / len(sizes)
         request = self._plans.of_batch([size.load(tokens, self._settings.attention) for size in sizes])
         plan = self._process.plan(request, self._posting, self._settings.order == "any")
@@ -281,13 +281,13 @@ def _state(pending: _Pending | None) -> tuple[str, bytes]:
     return ("without", b"") if pending.plan.exception() else ("planned", pending.plan.result())
 
 
-def _numbers(sizes: Sequence[Size], count: int) -> list[int]:
-    """Sizes of so many microbatches as numbers, all 0 where they are not known."""
-    return [number for size in sizes for number in size] or [0] * (2 * count)
+def _numbers(sizes: Sequence[Extent], count: int) -> list[int]:
+    """Sizes of so many microbatches as numbers, all 0 where not all are known."""
+    return [number for size in sizes for number in size] if len(sizes) == count else [0] * (2 * count)
 
 
-def _sizes(numbers: Sequence[int]) -> tuple[Size, ...]:
-    return tuple(Size(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)) if any(numbers) else ()
+def _sizes(numbers: Sequence[int]) -> tuple[Extent, ...]:
+    return tuple(Extent(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)) if any(numbers) else ()
 
 
 def in_places(call: Call, order: Sequence[int]) -> Call:

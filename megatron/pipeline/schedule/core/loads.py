@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
-class Size(NamedTuple):
+class Extent(NamedTuple):
     """All that a load follows from: the tokens of a microbatch, and the sum of the squares of its sequences' lengths."""
 
     tokens: int
     squares: int
 
     @classmethod
-    def of(cls, sequences: Iterable[int]) -> Size:
+    def of(cls, sequences: Iterable[int]) -> Extent:
         """Args: sequences: their lengths in tokens."""
         lengths = list(sequences)
         return cls(sum(lengths), sum(length**2 for length in lengths))
@@ -53,7 +53,7 @@ def load_of(sequences: Iterable[int], tokens: float, attention: float = 0.0) -> 
         tokens: of the one sequence of the microbatch whose load is 1.
         attention: the share of that microbatch's F that is attention of its queries and keys.
     """
-    return Size.of(sequences).load(tokens, attention)
+    return Extent.of(sequences).load(tokens, attention)
 
 
 def loads_of(microbatches: Sequence[Sequence[int]], tokens: float | None = None, attention: float = 0.0) -> tuple[Load, ...]:
