@@ -7,11 +7,11 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -25,10 +25,13 @@ from megatron.pipeline import patches, planning
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.p2p import Channels
+from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.schedule.core.loads import Load
 from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.placement import Placement, interleaved, v
 from megatron.pipeline.schedule.core.problem import Objective
@@ -118,11 +121,12 @@ class Megatron:
             for chunk, stage in enumerate(placement.stages[self._rank])
         ]
 
-    def run(self, forward_backward: Callable[..., Any], model: list[MegatronStage]) -> None:
+    def run(self, forward_backward: Callable[..., Any], model: list[MegatronStage], data: Sequence[Any] = ()) -> None:
+        """Args: data: an iterator of microbatches for each chunk; equal ones without."""
         schedules.forward_step, schedules.backward_step = map(self._sleeper.step, STEPS)
         forward_backward(
             forward_step_func=_forward_step,
-            data_iterator=[None] * len(model),
+            data_iterator=list(data) or [None] * len(model),
             model=model,
             num_microbatches=self.microbatches,
             seq_length=1,
@@ -139,8 +143,17 @@ class Megatron:
         return ", ".join(shared)
 
 
-def _forward_step(_: None, stage: Any) -> tuple[Any, Callable[[torch.Tensor], Any]]:
+class Microbatch(NamedTuple):
+    """The lengths of its sequences, and what they are to its passes."""
+
+    lengths: Sequence[int]
+    load: Load
+
+
+def _forward_step(data: Iterator[Microbatch] | None, stage: Any) -> tuple[Any, Callable[[torch.Tensor], Any]]:
     """What megatron-core and we call for a forward, on a microbatch of one token."""
+    if data is not None:
+        stage.load = next(data).load
     token = torch.zeros(1, 1, dtype=torch.int64)
     return stage(token, None, None, labels=token), _loss
 
@@ -209,10 +222,35 @@ class Ours:
         plan = planning.Request(family, ranks, microbatches, costs, None, limit, objective=Objective.MAKESPAN).plan()
         self.schedule = plan.schedule
         self._iteration = partial(Iteration, plan, megatron.channels, Unmeasured, Posting(posting or "single"))
-        self._model = megatron.stages(placement, costs)
+        self.model = megatron.stages(placement, costs)
+        self.data: Sequence[Any] = ()
 
     def iterate(self) -> None:
-        self._megatron.run(lambda **keywords: self._iteration().run(Call(**keywords)), self._model)
+        self._megatron.run(lambda **keywords: self._iteration().run(Call(**keywords)), self.model, self.data)
+
+
+class EveryBatchOurs:
+    """A family whose order is planned for every batch, in our runtime.
+
+    Attributes:
+        pipeline: whose plan of the last iteration ``schedule`` has.
+    """
+
+    def __init__(self, name: str, megatron: Megatron, settings: EveryBatch) -> None:
+        self.name, self._megatron = f"{name}, every batch", megatron
+        placement = families.placement(name, megatron.ranks)
+        self.costs = megatron.times.of(placement)
+        request = planning.Request(name, megatron.ranks, megatron.microbatches, self.costs, objective=Objective.MAKESPAN)
+        self.pipeline = Pipeline(request, every_batch=settings)
+        self.schedule = self.pipeline.plans.plan(megatron.microbatches).schedule
+        self.model = megatron.stages(placement, self.costs)
+        self.data: Sequence[Any] = ()
+
+    def iterate(self) -> None:
+        self._megatron.run(self.pipeline.forward_backward, self.model, self.data)
+        iteration = self.pipeline._iteration
+        assert iteration is not None, "one has run"
+        self.schedule = iteration.plan.schedule
 
 
 class Stock:
@@ -224,10 +262,11 @@ class Stock:
         self.schedule = planning.plan(family, megatron.ranks, megatron.microbatches)  # the same order of the same passes
         self._forward_backward = schedules.get_forward_backward_func(megatron.ranks, chunks if chunks > 1 else None)
         self.costs = megatron.times.of(self.schedule.placement)
-        self._model = megatron.stages(self.schedule.placement, self.costs)
+        self.model = megatron.stages(self.schedule.placement, self.costs)
+        self.data: Sequence[Any] = ()
 
     def iterate(self) -> None:
-        self._megatron.run(self._forward_backward, self._model)
+        self._megatron.run(self._forward_backward, self.model, self.data)
 
 
 class Torch:

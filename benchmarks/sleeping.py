@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +18,19 @@ from megatron.core.transformer import TransformerConfig
 from megatron.pipeline.backward.weight_tasks import notify, register_hook, submit
 from megatron.pipeline.model.adapter import GPT
 from megatron.pipeline.schedule.core.costs import StageCosts
+from megatron.pipeline.schedule.core.loads import Load
 
 HIDDEN = 64
 AWAKE = 0.0005  # seconds at the end of a pass that are not slept: a sleep ends up to that much too late
 
 
 def bind_to_core() -> None:
-    """Bind this rank to one core, as on a cluster; ranks share the machine's cores."""
+    """Bind this rank to one core, as on a cluster; ranks share the machine's cores. Where it may, which root may, it runs before
+    all that is not a rank: what else the machine does is then no part of a measurement."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 class Interval(NamedTuple):
@@ -170,6 +175,9 @@ class MegatronStage(torch.nn.Module):
 
     Args:
         gives_loss: whether it is the last.
+
+    Attributes:
+        load: of the microbatch that comes next; its passes take as many times as long.
     """
 
     model_type = ModelType.encoder_or_decoder
@@ -184,6 +192,7 @@ class MegatronStage(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, 1, HIDDEN))
         self._sleeper, self._gives_loss = sleeper, gives_loss
         self._passes = costs.forward, costs.backward, costs.weight
+        self.load = Load()
         self._received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
@@ -192,7 +201,8 @@ class MegatronStage(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, _positions: None, _mask: None, labels: torch.Tensor) -> torch.Tensor:
         """Called as a GPT model is."""
         received = self.weight if self._received is None else self._received
-        output: torch.Tensor = _Sleep.apply(received, self._sleeper, *self._passes)
+        seconds = (one * times for one, times in zip(self._passes, self.load, strict=False))
+        output: torch.Tensor = _Sleep.apply(received, self._sleeper, *seconds)
         return output.sum() if self._gives_loss else output
 
 

@@ -4,6 +4,7 @@
 every bucket that is complete, each twice. It reads what it is given, and the host waits for the device before it has launched
 the passes that are left. Within ``together`` results are copied, and read at its end, all at once; upstream's function then
 judges them in their order, in its own words. No setting does so.
+``RerunDataIterator``: what it reads is found, and put in, by ``beneath``, so that what it replays comes from itself.
 """
 
 from __future__ import annotations
@@ -49,6 +50,14 @@ def together(noted: list[Noted] | None = None, last: bool = True) -> Iterator[li
     read = torch.stack([result.double() for result, _ in noted]).tolist()
     for (result, judge), number in zip(noted, read, strict=True):
         judge(torch.tensor(number, dtype=result.dtype))  # on the CPU: without a device
+
+
+def beneath(items: Any, replace: Callable[[Any], Any]) -> Any:
+    """An iterator in place of another; of upstream's that can replay an iteration, what it reads is replaced."""
+    if not isinstance(items, compat.module("megatron.core.rerun_state_machine").RerunDataIterator):
+        return replace(items)
+    items.iterable = replace(items.iterable)
+    return items
 
 
 def _later(judge: Any, machine: Any, result: Any, *given: Any, **options: Any) -> None:

@@ -39,6 +39,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Steps:
         "1f1b --num-layers-in-first-pipeline-stage 5",
         "zb-v --num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout Ett|(t|)*6L",
         "v-auto --pipeline-costs profile --pipeline-trace {tmp_path}/trace --log-interval 1",
+        "zb-v --pipeline-plan every-batch",
     ],
 )
 def test_losses_are_those_of_the_script_alone(tmp_path: Path, stock: Steps, flags: str) -> None:
@@ -47,6 +48,15 @@ def test_losses_are_those_of_the_script_alone(tmp_path: Path, stock: Steps, flag
     assert [loss for loss, _ in found] == [loss for loss, _ in stock]
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in stock], rel=1e-6)
     assert "--pipeline-trace" not in flags or (tmp_path / "trace" / "iteration_0000003.json").exists()
+
+
+def test_the_log_says_what_plans_for_every_batch_gain(tmp_path: Path) -> None:
+    flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-auto --pipeline-plan every-batch --log-interval 3"
+    codes, output, _ = run(tmp_path, STAND_IN, f"{SIZES} --train-iters 3 {flags}", ranks=2)
+    assert codes == [0, 0], output
+    assert re.search(
+        r"^ every batch: of 3 iterations [01] ran in an order .*, 2 lengths were not known ahead, 0 had", output, re.M
+    )
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,13 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
             "v-half has 2 chunk(s) per rank, got 4 by --num-layers-per-virtual-pipeline-stage 1: leave that flag out",
         ),
         (f"zb-h2 {TWO_CHUNKS}", "got 2 by --num-virtual-stages-per-pipeline-rank 2: leave that flag out"),
+        ("zb-h1 --pipeline-plan every-batch", "zb-h1 has an order that no lengths change: take gis, "),
+        (
+            "zb-v --pipeline-plan every-batch --vocab-parallel 2",
+            "zb-v has a spread vocabulary here: leave that out",
+        ),
+        ("zb-v --pipeline-plan every-batch --post-validation", "--post-validation begins an iteration within the one before"),
+        ("zb-v --pipeline-plan every-batch --rehearse", "--rehearse has batches of equal lengths: leave one of the two out"),
         ("zbv", "unknown schedule 'zbv'; known are 1f1b, "),
         ("zbv", ", auto, stock and file:PATH; did you mean zb-v"),
         ("file:NESTED", "not a schedule: the JSON is nested too deeply"),

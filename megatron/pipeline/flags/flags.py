@@ -23,6 +23,7 @@ from megatron.pipeline.flags.flag_types import (
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
 PROFILE = "profile"  # in place of a file of costs: they are measured in this run
+ONCE, EVERY_BATCH = "once", "every-batch"  # of --pipeline-plan
 # The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout")
 GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
@@ -126,6 +127,9 @@ NEW = {
         schedule("--pipeline-costs",
             "plan with this JSON file of every pass's seconds and bytes; or profile: measure them in the first iterations, "
             "and plan again while training goes on", str, metavar="FILE"),
+        schedule("--pipeline-plan",
+            "once, for equal microbatches; or every-batch: for the lengths of each batch's sequences, while the batch before it "
+            "computes", [ONCE, EVERY_BATCH], ONCE),
         files("--pipeline-costs-cache",
             "file for the costs that --pipeline-costs profile measures; pipeline_costs.json in the directory of --save, else "
             "of --pipeline-trace, if not given", str, metavar="FILE"),

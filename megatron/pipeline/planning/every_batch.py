@@ -37,6 +37,8 @@ Order: TypeAlias = tuple[int, ...]  # which of the given microbatches is in ever
 
 def _with_loads(request: Request, change: Callable[[tuple[Load, ...]], tuple[Load, ...]]) -> Request:
     """The request with other loads."""
+    if isinstance(request.costs, Costs):
+        return replace(request, costs=replace(request.costs, loads=change(request.costs.loads)))
 
     def costs(placement: Placement) -> Costs:
         given = request.costs(placement) if callable(request.costs) else request.costs
@@ -44,6 +46,11 @@ def _with_loads(request: Request, change: Callable[[tuple[Load, ...]], tuple[Loa
         return replace(given, loads=change(given.loads))
 
     return replace(request, costs=costs)
+
+
+def without_loads(request: Request) -> Request:
+    """The same for equal microbatches."""
+    return _with_loads(request, lambda _: ())
 
 
 def read_lengths(path: str) -> list[list[int]]:
@@ -80,7 +87,7 @@ def batch_fields(planned: Planned, request: Request) -> dict[str, Any]:
 
     That it holds more than the limits is possible.
     """
-    costs, equal = request.problem().costs, _with_loads(request, lambda _: ()).plan().schedule
+    costs, equal = request.problem().costs, without_loads(request).plan().schedule
     value = planned.problem.value(simulate(equal, costs))
     return {"batch": {"order": planned.order, "of_equal": value, "of_equal_peaks": activation_peaks(equal, costs)}}
 
@@ -122,7 +129,7 @@ def ordered(request: Request, seconds: float | None = None) -> Planned:
             "of its microbatches: leave these out, or the order as it is"
         )
     if best.problem.costs.loads and time.perf_counter() < end:
-        equal = _with_loads(replace(request, quick=True), lambda _: ()).plan().schedule if family.searches else schedule
+        equal = without_loads(replace(request, quick=True)).plan().schedule if family.searches else schedule
         best = min(best, made(_best_order(Reordered(equal, best.problem), best.problem, end)), key=_VALUE)
     if not request.quick and time.perf_counter() < end:
         best = min(best, *(made(order, quick=False) for order in dict.fromkeys((best.order or given, given))), key=_VALUE)

@@ -13,13 +13,15 @@ from typing import TypeAlias
 
 from megatron.pipeline.planning.compose import adapted, with_vocabulary
 from megatron.pipeline.planning.document import naming
+from megatron.pipeline.planning.limits import Beside
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import ROUNDED_UP
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, with_equal_copies
+from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, with_equal_copies
+from megatron.pipeline.schedule.core.loads import Load
 from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -110,6 +112,17 @@ class PlanCache:
         if key not in self.made:
             self.made[key] = self._make(microbatches, forward_only)
         return self.made[key]
+
+    def of_batch(self, loads: Sequence[Load]) -> Request:
+        """The request for microbatches with these loads, which another process can read; to be planned quickly."""
+        request, placement = self._at(len(loads), self.costs, self._request.memory_limit), self.placement
+        costs = replace(self.planned_costs, loads=tuple(loads))
+        recompute, fused = (
+            tuple(stages(placement) if callable(stages) else stages) for stages in (request.recompute, request.fused)
+        )
+        beside = request.beside and partial(_known, request.beside(placement, self.vocabulary))
+        request = replace(request, costs=costs, recompute=recompute, fused=fused, beside=beside)
+        return replace(request, equal=EQUAL_PASSES, quick=True)
 
     def check(self, microbatches: int, evaluates: bool = True) -> None:
         """Plan ahead, so that a schedule that does not exist is refused before any process group or memory is taken."""
@@ -246,6 +259,11 @@ class PlanCache:
             return fresh
         lengths = [self.objective.length(simulate(schedule, problem.costs)) for schedule in (fresh, used)]
         return fresh if lengths[0] < lengths[1] else used
+
+
+def _known(beside: Beside | None, placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = False) -> Beside | None:
+    """A ``BesideOf`` of one placement."""
+    return beside
 
 
 def _read(path: str, ranks: int) -> Schedule:

@@ -23,6 +23,7 @@ from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, in_places, refuse
 from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.runtime.p2p import Channels, Transport
@@ -48,13 +49,15 @@ class Pipeline:
         max_ctas: the most thread blocks of NCCL's kernels for messages and the vocabulary; None as ``groups.few_ctas``.
         rehearses: the ranks share a device, and run their passes in turns.
         parks: between its turns a rank's weights are not on the device, once ``park`` has been called.
+        every_batch: how every batch is planned for the lengths of its microbatches; None for one plan for all.
 
     Attributes:
         plans: what it runs, and can plan again.
+        batches: plans of every batch; None without them.
         name, placement, is_stock: those of the plans, which stay.
 
     Raises:
-        ValueError: see ``PlanCache``.
+        ValueError: see ``PlanCache`` and ``every_batch.refuse``.
     """
 
     def __init__(
@@ -66,10 +69,14 @@ class Pipeline:
         max_ctas: int | None = None,
         rehearses: bool = False,
         parks: bool = False,
+        every_batch: EveryBatch | None = None,
     ) -> None:
+        if every_batch:
+            refuse(request)
         self.settings = settings or Settings()
         self.plans = PlanCache(request, posting, self.settings.host_limit)
         self.name, self.placement, self.is_stock = self.plans.name, self.plans.placement, self.plans.is_stock
+        self.batches = BatchPlans(every_batch, self.plans, posting) if every_batch else None
         self._posting = posting
         self.measures = measure
         self.counts_bytes = False  # exactly, at the end of every pass: see Recorder
@@ -142,24 +149,28 @@ class Pipeline:
     def run(self, call: Call) -> list[Any]:
         """``forward_backward``, of keywords that are a ``Call`` already."""
         if self._begun is None or call.forward_only:
-            iteration = self._make(call)
+            call, plan = self.batches.begin(call) if self.batches else (call, None)
+            iteration = self._make(call, of_batch=plan)
         else:
             (iteration, begun), self._begun = self._begun, None
             for name in (one.name for one in fields(Call)):
                 if getattr(call, name) != getattr(begun, name):
                     raise ValueError(f"an iteration has begun with another {name}: give it the same keywords")
-        reported = iteration.run(call)
+        order = iteration.plan.order
+        reported = iteration.run(in_places(call, order) if order else call)
         if iteration.first:
             self._trained.add(call.chunks[0])
-        return reported
+        return [reported[order.index(number)] for number in range(len(reported))] if order else reported
 
     def begin(self, **keywords: Any) -> None:
         """Run the forwards of an iteration that come before its first backward, while the optimizer step before it has yet to be
         accepted. Gradients stay as they are. ``forward_backward``, with the same keywords, runs the rest.
 
         Raises:
-            RanksDiffer, ValueError: see ``forward_backward``.
+            RanksDiffer, ValueError: see ``forward_backward``; or every batch is planned.
         """
+        if self.batches:
+            raise ValueError("an iteration cannot begin before the step behind which its batch is planned: leave every_batch out")
         call = Call(**keywords)
         self._begun = self._make(call), call
         self._begun[0].begin(call)
@@ -170,11 +181,13 @@ class Pipeline:
         assert self._begun is not None, "an iteration has begun"
         self._begun[0].start_anew()
 
-    def _make(self, call: Call) -> Iteration:
+    def _make(self, call: Call, of_batch: Planned | None = None) -> Iteration:
+        """Args: of_batch: a plan that all ranks have, in place of the one for equal microbatches."""
         plan = self.plans.plan(call.num_microbatches, call.forward_only)
         if plan not in self._agreed:
             agree({_title(call.num_microbatches, call.forward_only): plan})
             self._agreed.add(plan)
+        plan = of_batch or plan
         if call.chunks[0] not in self._built:
             check_chunks(call.pipeline, self.placement, self.name, call.chunks)
             self._built.add(call.chunks[0])

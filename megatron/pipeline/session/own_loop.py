@@ -32,6 +32,7 @@ from megatron.pipeline.planning.document import naming, read_costs
 from megatron.pipeline.planning.plan_cache import FILE
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.every_batch import refuse
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
@@ -59,7 +60,7 @@ class OwnLoop:
         options: of ``Pipeline``.
 
     Raises:
-        ValueError: there is no such schedule, or none that trains; or a file cannot be read.
+        ValueError: there is no such schedule, or none that trains; a file cannot be read; or ``every_batch.refuse``.
         TypeError: ``Pipeline`` has no such option.
     """
 
@@ -74,6 +75,8 @@ class OwnLoop:
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(FILE):
             request = replace(request, equal=self._equal)
         inspect.signature(Pipeline).bind(request, **options)
+        if options.get("every_batch"):
+            refuse(request)
         self._request, self._options = request, options
         self._pipelines: dict[int, Pipeline] = {}
         self._trained: tuple[float, ...] | None = None  # of every stage, which share of its weights trains
@@ -196,6 +199,17 @@ class OwnLoop:
         """Split the backwards of a chunk's linears, and have DDP, which wraps it next, hear of weight gradients from W."""
         split_chunks([chunk])
         ddp_config.delay_wgrad_compute = True
+
+    def announce(self, lengths: Sequence[Sequence[int]]) -> None:
+        """The lengths of a batch that will come: see ``BatchPlans.announce``.
+
+        Raises:
+            ValueError: as there; or ``install`` was called without ``every_batch``.
+        """
+        batches = self.pipeline(parallel_state.get_pipeline_model_parallel_world_size()).batches
+        if batches is None:
+            raise ValueError("lengths are announced, and no batch is planned: install(..., every_batch=EveryBatch(...))")
+        batches.announce(lengths)
 
     def forward_backward(self, **keywords: Any) -> list[Any]:
         """One iteration, in place of megatron-core's; a number of microbatches is planned when it first comes.

@@ -17,7 +17,7 @@ from megatron.pipeline.costmodel.memory import makes_weights_again
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, EVERY_BATCH, PROFILE, flag_of
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.planning.choose import best as choose_best
 from megatron.pipeline.planning.choose import least_limit
@@ -27,6 +27,7 @@ from megatron.pipeline.planning.plan_cache import FILE, PlanCache
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
 from megatron.pipeline.planning.request import Request, variants
+from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
@@ -40,6 +41,7 @@ from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.session.memory import beside, equal_stages, uncounted_sizes
+from megatron.pipeline.shape.gpt import Shape, attention_share
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,8 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     settings = Settings(args.offload_host_memory, smallest, bandwidth and bandwidth * 1e9)
     measure = measure or profiles or args.rehearse
     turns = args.rehearse, args.rehearse_park
-    pipeline = Pipeline(request, Posting(args.pipeline_p2p), measure, settings, args.pipeline_max_ctas, *turns)
+    batches = _every_batch(args) if args.pipeline_plan == EVERY_BATCH else None
+    pipeline = Pipeline(request, Posting(args.pipeline_p2p), measure, settings, args.pipeline_max_ctas, *turns, batches)
     if profiles:
         uncounted_sizes(args, pipeline)  # may be refused
     plans = pipeline.plans
@@ -123,6 +126,13 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     _check_spread(args, plans)
     _check_copies(args, plans)
     return pipeline
+
+
+def _every_batch(args: Namespace) -> EveryBatch:
+    """Costs are those of one sequence that fills a microbatch, as packed ones do."""
+    shape = Shape.of(args)
+    attention = attention_share(replace(shape, seq=shape.tokens, microbatch=1))
+    return EveryBatch(attention, shape.tokens, interval=args.log_interval, say=partial(print, flush=True))
 
 
 def _request(args: Namespace, costs: Costs | None) -> Request:

@@ -6,6 +6,25 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
+class Extent(NamedTuple):
+    """All that a load follows from: the tokens of a microbatch, and the sum of the squares of its sequences' lengths."""
+
+    tokens: int
+    squares: int
+
+    @classmethod
+    def of(cls, sequences: Iterable[int]) -> Extent:
+        """Args: sequences: their lengths in tokens."""
+        lengths = list(sequences)
+        return cls(sum(lengths), sum(length**2 for length in lengths))
+
+    def load(self, tokens: float, attention: float = 0.0) -> Load:
+        """See ``load_of``."""
+        linear, squares = self.tokens / tokens, self.squares / tokens**2
+        forward = (1 - attention) * linear + attention * squares
+        return Load(forward, (forward + attention * squares) / (1 + attention), linear, linear, linear)
+
+
 class Load(NamedTuple):
     """Time and memory of one microbatch, as multiples of the costs of every stage.
 
@@ -34,10 +53,7 @@ def load_of(sequences: Iterable[int], tokens: float, attention: float = 0.0) -> 
         tokens: of the one sequence of the microbatch whose load is 1.
         attention: the share of that microbatch's F that is attention of its queries and keys.
     """
-    lengths = list(sequences)
-    linear, squares = sum(lengths) / tokens, sum(length**2 for length in lengths) / tokens**2
-    forward = (1 - attention) * linear + attention * squares
-    return Load(forward, (forward + attention * squares) / (1 + attention), linear, linear, linear)
+    return Extent.of(sequences).load(tokens, attention)
 
 
 def loads_of(microbatches: Sequence[Sequence[int]], tokens: float | None = None, attention: float = 0.0) -> tuple[Load, ...]:

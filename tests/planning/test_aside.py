@@ -1,0 +1,95 @@
+"""Plans of batches: within the limits of memory in each, no longer than the order for equal microbatches, and made elsewhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.pipeline.planning import Request, loads_of
+from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess, plan_batch
+from megatron.pipeline.planning.plan_cache import PlanCache
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.loads import Load, load_of
+from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+
+
+def cache(schedule: str, limit: float | None = None, **options: Any) -> PlanCache:
+    costs = uniform(families.placement(schedule, 4), 1, 1.2, 0.8, hop=0.02)
+    request = Request(schedule, 4, 1, costs, memory_limit=limit, objective=Objective.MAKESPAN, **options)
+    return PlanCache(request)
+
+
+def batches(count: int, seed: int) -> Iterator[tuple[Load, ...]]:
+    """Loads of microbatches of a few sequences, with a long tail."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        lengths = [
+            [round(draw.lognormvariate(0, 1) * 500) + 1 for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(4, 9))
+        ]
+        yield loads_of(lengths, attention=draw.choice((0.0, 0.2)))
+
+
+@pytest.mark.parametrize(("schedule", "limit"), [("zb-auto", None), ("zb-auto", 6.0), ("zb-v", None), ("v-auto", 5.0)])
+def test_the_limit_is_kept_in_every_batch_or_refused(schedule: str, limit: float | None) -> None:
+    """1,000 batches in all, in which the longest microbatch may need more than there is."""
+    plans, kept = cache(schedule, limit), 0
+    for loads in batches(250, seed=len(schedule)):
+        request = plans.of_batch(loads)
+        try:
+            batch = plan_batch(request)
+        except LimitTooLow as refused:
+            if limit is None or refused.least <= limit:
+                raise
+            continue
+        kept += 1
+        planned, limits = batch.planned, request.problem().limits
+        assert limits is not None and planned.problem.costs.loads == loads
+        verify(planned.schedule, planned.problem.costs, limits)
+        assert all(peak <= most * (1 + 1e-9) for peak, most in zip(planned.peaks, limits, strict=True))
+    assert kept >= 200
+
+
+def test_no_plan_is_longer_than_the_order_for_equal_microbatches_where_that_fits() -> None:
+    plans, gains = cache("v-auto", limit=8.0), []
+    for loads in batches(60, seed=5):
+        batch, equal = plan_batch(plans.of_batch(loads)), plans.plan(len(loads)).schedule
+        costs = batch.planned.problem.costs
+        assert batch.of_equal == simulate(equal, costs).makespan
+        limits = batch.planned.problem.limits
+        assert limits is not None
+        if all(peak <= most for peak, most in zip(activation_peaks(equal, costs), limits, strict=True)):
+            gains.append(1 - batch.planned.value / batch.of_equal)
+    assert len(gains) > 20 and min(gains) >= 0 and max(gains) > 0.02
+
+
+def test_a_process_answers_as_this_one_does_and_goes_on_after_a_refusal() -> None:
+    plans, process = cache("zb-v", limit=8.0), PlanningProcess()
+    good, *_ = batches(1, seed=1)
+    asked = [plans.of_batch(good), plans.of_batch([*good, load_of([100], 1)]), plans.of_batch(good)]
+    first, refused, again = (process.plan(request, Posting.SINGLE, False) for request in asked)
+    here = plan_batch(asked[0])
+    for answer in (first, again):
+        there = PlannedBatch.unpacked(answer.result(timeout=120))
+        assert there.planned.schedule == here.planned.schedule and there.planned.programs == here.planned.programs
+        assert there.of_equal == here.of_equal and "leads" in vars(there.planned)
+    with pytest.raises(ValueError, match=r"LimitTooLow: .* the limit is 8: give at least"):
+        refused.result(timeout=120)
+
+
+def test_a_request_of_functions_can_be_read_by_another_process() -> None:
+    def costs_nobody_can_pickle(placement: Any, vocabulary: Any) -> Any:
+        return [replace(uniform(placement).stages[0], weight=0.5)] * placement.depth
+
+    request = Request("zb-auto", 4, 1, equal=costs_nobody_can_pickle, recompute=lambda placement: (0,))
+    loads, *_ = batches(1, seed=2)
+    answer = PlanningProcess().plan(PlanCache(request).of_batch(loads), Posting.SINGLE, True).result(timeout=120)
+    planned = PlannedBatch.unpacked(answer).planned
+    assert planned.schedule.reruns and planned.problem.costs.stages[3].weight == 0.5

@@ -1,0 +1,183 @@
+"""What tests/runtime/test_every_batch.py runs on the pool: a GPT on microbatches of unequal lengths."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from example_runs import example, optimizer_of
+
+from megatron.pipeline.planning.aside import PlanningProcess, plan_batch
+
+NUMBERS = (4, 4, 4, 4, 6, 6, 6, 3, 4, 4)  # of microbatches, by iteration
+
+
+class Trained(NamedTuple):
+    """Of a rank.
+
+    Attributes:
+        losses: of every iteration and microbatch, a mean over its tokens; those of evaluations as well.
+        weights: sums at the end.
+        counts: see ``BatchPlans.counts``; empty without plans for every batch.
+        orders: how many orders of this rank's passes have run, of iterations that train.
+        lines: in the log.
+    """
+
+    losses: list[list[float]]
+    weights: list[float]
+    counts: dict[str, int]
+    orders: int
+    lines: list[str]
+
+
+def stream(seed: int, ends: int | None = None) -> Iterator[torch.Tensor]:
+    """Microbatches [b, s + 1], a short one mostly; up to 16 tokens, for which the model has positions."""
+    own, draw, generator = example("own_training_loop"), random.Random(seed), torch.Generator().manual_seed(seed)
+    number = 0
+    while ends is None or number < ends:
+        length = draw.choice((2, 3, 4, 16))
+        yield torch.randint(0, own.VOCABULARY, (own.BATCH, length + 1), generator=generator)
+        number += 1
+
+
+def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(data)
+    batch, length = tokens.shape[0], tokens.shape[1] - 1
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    positions = torch.arange(length).expand(batch, length)
+    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), lambda losses: (losses.mean(), losses.detach().mean())
+
+
+def on_time(_: Any, *asked: Any) -> Future[bytes]:
+    """In place of ``PlanningProcess.plan``: it is there at once."""
+    answer: Future[bytes] = Future()
+    try:
+        answer.set_result(plan_batch(*asked).packed())
+    except ValueError as error:
+        answer.set_exception(error)
+    return answer
+
+
+def too_late(_: Any, *asked: Any) -> Future[bytes]:
+    """The first two plans are there; later ones are being made for ever."""
+    answer = on_time(_, *asked)
+    too_late.made += 1  # type: ignore[attr-defined]
+    if too_late.made <= 2:  # type: ignore[attr-defined]
+        return answer
+    late: Future[bytes] = Future()
+    late.set_running_or_notify_cancel()
+    return late
+
+
+def train(schedule: str, plans: str = "", announces: bool = False, evaluates: str = "", ends: int | None = None) -> Trained:
+    """Iterations of ``NUMBERS`` microbatches.
+
+    Args:
+        plans: "" for one plan for all, "on_time" or "too_late" for every batch, "process" where the plans are waited for that a
+            process of their own makes; with " any" behind it microbatches change places.
+        announces: there is an iterator for every batch, and the loop announces lengths.
+        evaluates: forwards alone come in between: of "other" data, or of the "same" iterator.
+        ends: iterators have as many microbatches; then there are only iterations for which they suffice.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron.pipeline import install
+    from megatron.pipeline.runtime.every_batch import EveryBatch
+
+    own, lines = example("own_training_loop"), list[str]()
+    how, _, order = plans.partition(" ")
+    real = PlanningProcess.plan
+    if how in ("on_time", "too_late"):
+        too_late.made = 0  # type: ignore[attr-defined]
+        PlanningProcess.plan = {"on_time": on_time, "too_late": too_late}[how]  # type: ignore[method-assign, assignment]
+    settings = EveryBatch(order=order or "given", lengths_of=_lengths_of, interval=5, say=lines.append)  # type: ignore[arg-type]
+    loop = install(schedule, every_batch=settings) if plans else install(schedule)
+    pipeline = loop.pipeline(torch.distributed.get_world_size())
+    _make_groups(pipeline.placement.chunks)
+    models = own.build()
+    models[0].config.variable_seq_lengths = True  # all chunks share it
+    wrapped = own.wrap(models)
+    optimizer, losses, orders = optimizer_of(wrapped), [], set()
+    iterators: list[Any] = [_replayable(schedule, stream(1, ends)) for _ in wrapped]
+    batches = pipeline.batches if plans else None
+
+    def call(microbatches: int, data: list[Any], forward_only: bool = False) -> None:
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=wrapped,
+            num_microbatches=microbatches,
+            seq_length=own.LENGTH,
+            micro_batch_size=own.BATCH,
+            forward_only=forward_only,
+        )
+        losses.append([float(one) for one in reports])
+
+    data = stream(2)
+    following = [next(data) for _ in range(NUMBERS[0])]
+    try:
+        if announces and plans:
+            loop.announce([_lengths_of(item) for item in following])
+        for iteration, microbatches in enumerate(NUMBERS):
+            if ends is not None and sum(NUMBERS[: iteration + 1]) > ends:
+                break
+            _zero(optimizer, wrapped)
+            if announces:
+                batch, following = following, [next(data) for _ in range(NUMBERS[(iteration + 1) % len(NUMBERS)])]
+                iterators = [iter(batch) for _ in wrapped]
+                if plans:
+                    loop.announce([_lengths_of(item) for item in following])
+            if how == "process" and batches is not None and batches._pending:
+                batches._pending[0].plan.result(timeout=100)
+            call(microbatches, iterators)
+            if plans:
+                assert pipeline._iteration is not None
+                orders.add(tuple(pipeline._iteration.plan.schedule.passes[torch.distributed.get_rank()]))
+            optimizer.step()
+            if evaluates and iteration % 3 == 2:
+                call(3, iterators if evaluates == "same" else [stream(3) for _ in wrapped], forward_only=True)
+    finally:
+        PlanningProcess.plan = real  # type: ignore[method-assign]
+    counts = {} if batches is None else dict(batches.counts)
+    return Trained(losses, [float(weight.sum()) for model in models for weight in model.parameters()], counts, len(orders), lines)
+
+
+def _make_groups(chunks: int) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(1, torch.distributed.get_world_size(), chunks if chunks > 1 else None)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
+def _replayable(schedule: str, data: Iterator[torch.Tensor]) -> Any:
+    """What Megatron-LM makes of an iterator, under one of the schedules."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    return RerunDataIterator(data) if schedule == "zb-auto" else data
+
+
+def _zero(optimizer: Any, chunks: list[Any]) -> None:
+    optimizer.zero_grad()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+
+
+def _lengths_of(item: torch.Tensor) -> list[int]:
+    return [item.shape[1] - 1] * item.shape[0]
+
+
+def announces_in_vain() -> str:
+    from megatron.core import parallel_state
+
+    from megatron.pipeline import install
+
+    loop = install("zb-auto")
+    parallel_state.initialize_model_parallel(1, 1)
+    try:
+        loop.announce([[5]])
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,131 @@
+"""Every batch planned: losses are stock's bit for bit, and nothing waits for a plan."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from runtime import batches
+
+from megatron.pipeline import install
+from megatron.pipeline.planning import Request
+from megatron.pipeline.runtime.every_batch import EveryBatch, ReadAhead, lengths_of
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.loads import Extent
+from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+
+
+def losses(found: list[batches.Trained]) -> list[list[float]]:
+    """Of the rank that has the last stage, or has got them."""
+    return found[-1].losses
+
+
+@pytest.mark.parametrize(("schedule", "plans"), [("zb-auto", "process"), ("zb-v", "on_time")])
+def test_losses_are_those_of_stock(pool: Pool, schedule: str, plans: str) -> None:
+    stock, ours = pool.run(4, batches.train, "stock", timeout=300), pool.run(4, batches.train, schedule, plans, timeout=300)
+    assert losses(ours) == losses(stock) and len(losses(ours)) == len(batches.NUMBERS)
+    if schedule == "zb-auto":
+        assert [rank.weights for rank in ours] == [rank.weights for rank in stock]
+    # An iterator is read ahead when it comes a second time; a new number of microbatches is not known ahead.
+    assert [rank.counts for rank in ours] == [{"planned": 5, "unknown": 5}] * 4
+    assert all(rank.orders > 3 for rank in ours), "one order for each number of microbatches, and those of batches"
+    assert len(ours[-1].lines) == 2 and not any(rank.lines for rank in ours[:-1])
+
+
+@pytest.mark.parametrize(("schedule", "plans"), [("zb-v", "on_time any"), ("zb-auto", "on_time")])
+def test_a_loop_announces_lengths_of_any_number_of_microbatches(pool: Pool, schedule: str, plans: str) -> None:
+    stock = pool.run(4, batches.train, "stock", announces=True, timeout=300)
+    ours = pool.run(4, batches.train, schedule, plans, announces=True, timeout=300)
+    assert [rank.counts for rank in ours] == [{"planned": 10}] * 4
+    if "any" in plans:  # sums are in another order, reports in the loop's
+        assert losses(ours) != losses(stock)
+        assert losses(ours) == [pytest.approx(row, rel=1e-4) for row in losses(stock)]
+    else:
+        assert losses(ours) == losses(stock)
+
+
+def test_a_late_plan_stops_nothing(pool: Pool) -> None:
+    stock, ours = pool.run(4, batches.train, "stock", timeout=300), pool.run(4, batches.train, "zb-auto", "too_late", timeout=300)
+    assert losses(ours) == losses(stock)
+    assert [rank.counts for rank in ours] == [{"planned": 2, "late": 3, "unknown": 5}] * 4
+
+
+@pytest.mark.parametrize("evaluates", ["other", "same"])
+def test_evaluations_come_in_between(pool: Pool, evaluates: str) -> None:
+    stock = pool.run(4, batches.train, "stock", evaluates=evaluates, timeout=300)
+    ours = pool.run(4, batches.train, "zb-auto", "on_time", evaluates=evaluates, timeout=300)
+    assert losses(ours) == losses(stock) and len(losses(ours)) == len(batches.NUMBERS) + 3
+    # What an evaluation has read was planned for.
+    late = {"late": 3} if evaluates == "same" else {}
+    assert [rank.counts for rank in ours] == [{"planned": 5 - late.get("late", 0), "unknown": 5, **late}] * 4
+
+
+def test_data_that_end(pool: Pool) -> None:
+    ends = sum(batches.NUMBERS[:4]) + 2
+    stock = pool.run(4, batches.train, "stock", ends=ends, timeout=300)
+    ours = pool.run(4, batches.train, "zb-v", "on_time", ends=ends, timeout=300)
+    assert losses(ours) == losses(stock) and len(losses(ours)) == 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (Request("zb-h1", 4, 8), "zb-h1 has an order that no lengths change: take gis, "),
+        (Request("stock", 4, 8), "stock has an order that no lengths change"),
+        (Request("file:plan.json", 4, 8), "file:plan.json has an order that no lengths change"),
+        (Request("seq-1f1b", 4, 8), "seq-1f1b has an order that no lengths change"),
+        (Request("zb-v", 4, 8, vocabulary=Vocabulary("1")), "zb-v has a spread vocabulary here: leave that out"),
+        (Request("zb-v", 4, 8, offload=Offload.FULL), "zb-v has copies to host memory here: leave that out"),
+        (Request("zb-v", 4, 8, overlap=True), "zb-v has overlapped passes here: leave that out"),
+    ],
+)
+def test_what_has_no_plan_for_a_batch_is_refused_by_name(request_: Request, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        Pipeline(request_, every_batch=EveryBatch())
+    if not request_.schedule.startswith("file:"):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            install(request_, every_batch=EveryBatch())
+
+
+@pytest.mark.parametrize(
+    ("item", "lengths"),
+    [
+        ({"tokens": torch.zeros(2, 7)}, [7, 7]),
+        ({"tokens": torch.zeros(1, 12), "cu_seqlens": torch.tensor([[0, 5, 8, 12, 12, 12]])}, [5, 3, 4]),
+        ({"tokens": torch.zeros(1, 12), "cu_seqlens": torch.tensor([0, 5, 12, -1])}, [5, 7]),
+        ({"tokens": torch.zeros(1, 12), "cu_seqlens": None, "position_ids": torch.arange(12) % 6}, [12]),
+        (torch.zeros(3, 4, 8), [4, 4, 4]),
+        ((torch.zeros(1, 9), torch.zeros(1, 9)), [9]),
+    ],
+)
+def test_lengths_of_what_loops_give(item: Any, lengths: list[int]) -> None:
+    assert lengths_of(item) == lengths
+
+
+@pytest.mark.parametrize("item", [{"text": torch.zeros(2, 7)}, "text", torch.zeros(7), []])
+def test_lengths_that_are_not_there_are_asked_for(item: Any) -> None:
+    with pytest.raises(ValueError, match="has neither cu_seqlens nor tokens"):
+        lengths_of(item)
+
+
+def test_an_iterator_is_read_one_further_for_each_that_is_taken() -> None:
+    taken: list[int] = []
+
+    def items() -> Any:
+        for number in range(7):
+            taken.append(number)
+            yield number
+
+    ahead = ReadAhead(items(), lambda number: Extent.of([number + 1]))
+    assert ahead.sizes(4) == tuple(Extent(number + 1, (number + 1) ** 2) for number in range(4)) and taken == [0, 1, 2, 3]
+    assert next(ahead) == 0 and taken[-1] == 4 and next(ahead) == 1 and taken[-1] == 5
+    assert ahead.sizes(4)[0] == Extent(3, 9) and taken[-1] == 5
+    assert list(ahead) == [2, 3, 4, 5, 6] and not ahead.sizes(4) and not ahead.holds
+
+
+def test_lengths_that_nobody_asked_for_are_refused(pool: Pool) -> None:
+    [message] = pool.run(1, batches.announces_in_vain)
+    assert "install(..., every_batch=EveryBatch(...))" in message
