@@ -144,7 +144,7 @@ def refused(duty: str) -> str:
 @pytest.mark.parametrize(
     ("duty", "message"),
     [
-        ("moe_paged_stash", "moe_paged_stash relies on the order of megatron-core's own schedules"),
+        ("moe_paged_stash", "--moe-paged-stash relies on the order of megatron-core's own schedules"),
         ("fine_grained_activation_offloading", "--offload full moves activations as the schedule says"),
         ("several modules", "several modules in one pipeline"),
     ],
