@@ -370,16 +370,6 @@ def reduces_experts_right() -> bool:
     return is_from("0.19")
 
 
-def gathers_into_gradients_right() -> bool:
-    """Tell whether weights in MXFP8 that are gathered where gradients are do not mix with these, as from 0.19 on."""
-    return is_from("0.19")
-
-
-def shares_packed_sequences() -> bool:
-    """Tell whether every stage and tensor-parallel rank learns where packed sequences begin, as from 0.17 on."""
-    return is_from("0.17")
-
-
 def has_local_grouped_experts() -> bool:
     """Tell whether experts in one grouped product work without Transformer Engine; the class for it was removed in 0.17."""
     return optional("megatron.core.transformer.moe.experts", "GroupedMLP") is not None

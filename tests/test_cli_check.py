@@ -116,3 +116,8 @@ def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str], arguments
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert words in captured.err
+
+
+def test_one_flag_may_be_what_is_compared_against(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--against", "--pipeline-schedule=nothing", "--", "--num-layers", "2"]) == 2
+    assert "expected one argument" not in capsys.readouterr().err

@@ -269,3 +269,9 @@ def test_groups_of_megatron_cores_own_interleaved_schedule() -> None:
     ]
     assert held[0] == held[1] == [4, 3, 2, 1]
     assert held[2:] == [[(2 * (3 - r) + 4 + 1) / 2 for r in range(4)], [(2 * (3 - r) + 8 + 1) / 2 for r in range(4)]]
+
+
+def test_the_beginning_of_an_own_flag_is_not_taken_for_one_of_a_training(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["memory", "--gpu", "80"])
+    assert "unknown flag --gpu; did you mean --gpu-memory?" in capsys.readouterr().err

@@ -56,11 +56,15 @@ def install(schedule: str | Request = "zb-h1", costs: str | Path | None = None, 
         options: of ``runtime.pipeline.Pipeline``, such as ``measure``.
 
     Raises:
+        TypeError: ``schedule`` is neither, or ``Pipeline`` has no such option.
         ValueError: there is no such schedule, or the file cannot be read.
         RuntimeError: this release of megatron-core lacks what is relied on.
     """
+    from megatron.pipeline.planning.request import Request
     from megatron.pipeline.session.own_loop import OwnLoop  # which imports torch
 
+    if not isinstance(schedule, str | Request):
+        raise TypeError(f'install({schedule!r}): give a schedule\'s name, such as "zb-h1", or a planning.Request')
     loop = OwnLoop(schedule, costs, **options)
     loop.install()
     return loop

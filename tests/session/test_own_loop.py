@@ -77,6 +77,11 @@ def test_what_does_not_train_is_refused_at_once(schedule: str, message: str) -> 
         install(schedule)
 
 
+def test_what_is_no_schedule_is_refused_in_words() -> None:
+    with pytest.raises(TypeError, match=r"install\(3\): give a schedule's name"):
+        install(3)  # type: ignore[arg-type]
+
+
 def test_costs_that_cannot_be_read_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.json"):
         install("zb-h1", tmp_path / "nowhere.json")

@@ -133,7 +133,7 @@ FLAGS = (
         ("--rehearse --rehearse-park --vocab-parallel 2", "does not go with --vocab-parallel 2: leave one"),
         ("--rehearse --rehearse-hop -1", "--rehearse-hop -1: a message takes 0 seconds or more"),
         ("--rehearse --rehearse-hop H100", "unknown GPU 'H100'; known are .*; did you mean H100-80GB?"),
-        ("--rehearse --save runs/x", "--rehearse trains a few iterations, and --save runs/x would keep them: leave --save"),
+        ("--rehearse --save runs/x", "--rehearse trains a few iterations, and --save runs/x would keep them: leave one"),
         ("--rehearse --pipeline-costs profile", "--rehearse measures what passes cost, .*/costs.json: leave --pipeline-costs"),
     ],
 )
@@ -143,7 +143,7 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, flags: str, w
 
 
 def test_replicas_that_park_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not go with 2 data-parallel replicas: leave one of them out"):
+    with pytest.raises(ValueError, match="does not go with 2 data-parallel replicas: leave it out"):
         validate(parse(f"{FLAGS} --rehearse --rehearse-park".split()), 4)
 
 

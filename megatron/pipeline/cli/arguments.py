@@ -49,8 +49,11 @@ class Parser(argparse.ArgumentParser):
         known = {option.lstrip("-"): option for option in self._option_string_actions}
         for token in arguments:
             name = token.partition("=")[0].removeprefix("--")
-            if token.startswith("--") and name and name not in known and not self.get_default("takes_flags"):
-                near = difflib.get_close_matches(name, known, n=1)
+            if token.startswith("--") and name and name not in known:
+                near = [longer for longer in known if longer.startswith(f"{name}-")]
+                if self.get_default("takes_flags") and not near:
+                    continue  # one of a training
+                near = near or difflib.get_close_matches(name, known, n=1)
                 self.error(f"unknown flag --{name}" + (f"; did you mean {known[near[0]]}?" if near else ""))
 
 

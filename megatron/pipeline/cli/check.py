@@ -11,10 +11,9 @@ import os
 import shlex
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         at = arguments.index("--") if "--" in arguments else len(arguments)
-        own, flags = parser().parse_args(arguments[:at]), arguments[at + 1 :]
+        own, flags = parser().parse_args(list(_joined(arguments[:at]))), arguments[at + 1 :]
         if not flags:
             raise ValueError("which training? mpipe check -- FLAGS")
         if importlib.util.find_spec("torch") is None:
@@ -103,6 +102,13 @@ def main(arguments: Sequence[str]) -> int:
         return code if isinstance(error, ValueError) else 1
 
 
+def _joined(tokens: Sequence[str]) -> Iterator[str]:
+    """The tokens, with the value of ``--against`` joined to it: argparse would take a single flag for one of its own."""
+    rest = iter(tokens)
+    for token in rest:
+        yield f"{token}={next(rest, '')}" if token == "--against" else token
+
+
 def sides(own: Namespace, args: Namespace, folder: Path) -> tuple[Side, Side, list[str]]:
     """The reference, the training that is checked, and lines about both.
 
@@ -119,6 +125,7 @@ def sides(own: Namespace, args: Namespace, folder: Path) -> tuple[Side, Side, li
     from megatron.pipeline.flags.facts import cautions
     from megatron.pipeline.flags.shrink import comparable, fewer_microbatches, reference, shrunk
     from megatron.pipeline.flags.validation import validate
+    from megatron.pipeline.flags.validation_rehearsal import least_ranks
     from megatron.pipeline.model.layout import stage_layers
     from megatron.pipeline.session.planning import plan_pipeline
     from megatron.pipeline.trainer.program import prepared
@@ -126,7 +133,7 @@ def sides(own: Namespace, args: Namespace, folder: Path) -> tuple[Side, Side, li
     if changed := given(args, "label_smoothing", "z_loss", "vocab_mask_padding"):
         raise ValueError(f"{changed[0]} changes the loss, and megatron-core's own layers have no such loss: leave it out")
     layout = parse(["--pipeline-schedule", STOCK, *shlex.split(own.against)])
-    ranks = [own.ranks or _ranks(args), _ranks(reference(deepcopy(args), layout))]
+    ranks = [own.ranks or least_ranks(args), least_ranks(reference(deepcopy(args), layout))]
     gpus = torch.cuda.device_count() >= max(ranks)
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -270,14 +277,6 @@ def _model(whole: Namespace) -> str:
         f"{counted(whole.num_layers, 'layer')}, hidden size {whole.hidden_size}, {counted(whole.num_attention_heads, 'head')}"
         f"{experts}, {whole.seq_length} tokens, {counted(several, 'microbatch')} of {whole.micro_batch_size}"
     )
-
-
-def _ranks(args: Namespace) -> int:
-    """Those of one replica of the model, or as many replicas as share its experts."""
-    from megatron.pipeline.flags.validation_rehearsal import least_replicas
-
-    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    return prod(sizes) * least_replicas(args)
 
 
 def _completed(validate: Callable[..., None], args: Namespace, ranks: int) -> Namespace:

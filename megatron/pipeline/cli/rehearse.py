@@ -18,7 +18,7 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import add_flags
 from megatron.pipeline.flags.packages import missing
-from megatron.pipeline.flags.validation_rehearsal import MEASURED
+from megatron.pipeline.flags.validation_rehearsal import MEASURED, least_ranks
 from megatron.pipeline.tune import trial
 
 NAME = "rehearse"
@@ -88,12 +88,9 @@ def _check(ranks: str, program: str, *flags: str) -> None:
 
 
 def _ranks(flags: Sequence[str]) -> int:
-    """The least number of ranks of a training: one replica of the model, or as many as share its experts; those of one pipeline
-    where others need not be there."""
+    """The least number of ranks of a training; those of one pipeline where others need not be there."""
     args = parse(flags)
-    if args.rehearse_replicas:
-        return int(args.pipeline_model_parallel_size)
-    return prod(getattr(args, name) for name in _SIZES)
+    return int(args.pipeline_model_parallel_size) if args.rehearse_replicas else least_ranks(args)
 
 
 def _ranks_of_script(flags: Sequence[str]) -> int:

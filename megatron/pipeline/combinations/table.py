@@ -63,7 +63,7 @@ class Facts(dict[str, Any]):
 
     def met(self, features: str) -> list[str]:
         """Those of several features that are met."""
-        return [feature for feature in features.split(" | ") if self._meets(feature)]
+        return [feature for feature in _several(features) if self._meets(feature)]
 
     def _meets(self, feature: str) -> bool:
         no, name, relation, wanted = _parts(feature)
@@ -118,7 +118,7 @@ class Combination(NamedTuple):
     @property
     def name(self) -> str:
         """The setting of ``one``; of the first where there are several."""
-        return _parts(self.one.split(" | ")[0])[1]
+        return _parts(_several(self.one)[0])[1]
 
 
 class Found(NamedTuple):
@@ -138,11 +138,10 @@ class Found(NamedTuple):
 def found(facts: Facts, rows: Iterable[Combination]) -> Iterator[Found]:
     """The rows that facts meet, in order."""
     for row in rows:
-        ends = row.mended and facts.is_from(row.mended)
-        if ends or (row.since and not facts.is_from(row.since)):
+        one = facts.met(row.one)
+        if not one or (row.mended and facts.is_from(row.mended)) or (row.since and not facts.is_from(row.since)):
             continue
-        one, other = facts.met(row.one), facts.met(row.other)
-        if one and other and row.when(facts):
+        if (other := facts.met(row.other)) and row.when(facts):
             given, others = (" and ".join(map(facts.words, features)) for features in (one, other))
             known = Facts(facts, one=given, other=others, flag=" and ".join(flag_of(_parts(feature)[1]) for feature in one))
             yield Found(row, given, *(text.format_map(known) for text in (row.reason, row.instead, row.price)))
@@ -205,13 +204,18 @@ def in_general(rows: Iterable[Combination]) -> Iterator[tuple[str, str, str]]:
 
 def _titles(features: str) -> str:
     titles = []
-    for feature in features.split(" | "):
+    for feature in _several(features):
         no, name, relation, wanted = _parts(feature)
         flag = f"`{flag_of(name)}{f' {wanted}' if relation == '=' else ''}`"
         more = f" above {wanted}" if relation == ">" else ""
         words = _WORDS.get(feature) or _WORDS.get(name) or f"{no}{flag}{more}"
         titles.append(f"`{words}`" if words.startswith("--") else words)
     return ", ".join(titles)
+
+
+@cache
+def _several(features: str) -> list[str]:
+    return features.split(" | ")
 
 
 @cache

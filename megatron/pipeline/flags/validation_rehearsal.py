@@ -22,6 +22,12 @@ def least_replicas(args: Namespace) -> int:
     return math.lcm(shared, experts) // shared
 
 
+def least_ranks(args: Namespace) -> int:
+    """The fewest ranks of a training: those of one replica of the model, or of as many as share its experts."""
+    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    return math.prod(sizes) * least_replicas(args)
+
+
 def rehearsed_ranks(args: Namespace, world_size: int) -> int:
     """The ranks of the training that is rehearsed, of which ``world_size`` are there: all, or with ``--rehearse-replicas`` one
     of every stage.

@@ -142,8 +142,7 @@ class Run:
         if not stock and checkpoint.save_by_parameter(args):
             notes.append("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
         if not stock and args.overlap_grad_reduce:
-            args.align_grad_reduce = False  # by which upstream would reduce behind the passes
-            notes.append("--no-align-grad-reduce is on: every pipeline rank reduces gradients in buckets, within its passes")
+            notes.append("every pipeline rank reduces gradients in buckets, within its passes, as with --no-align-grad-reduce")
         if args.post_validation and not stock:  # stock's own refusal follows
             args.barrier_with_L1_time = False  # timers would make all ranks wait for each other
             args.rerun_mode = "disabled"  # else ranks agree after every backward whether to run it again
