@@ -133,11 +133,12 @@ def _weights(chunks: list[Any]) -> list[float]:
 
 
 def _set_up_as_slime(chunks: list[Any], optimizer: Any, again: bool) -> None:
-    """Functions of the configuration before a rollout; its first step gathers no parameters."""
-    from megatron.core.distributed import finalize_model_grads
+    """Functions of the configuration before a rollout; its first step gathers no parameters. ``finalize_model_grads`` is what a
+    module has that imported it before ``install``, and under a name of its own."""
+    from megatron.pipeline.patches.loops import finalize_upstream
 
     config, ddp = chunks[0].config, chunks[0].ddp_config
-    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_upstream
     if ddp.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
         config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
