@@ -2,8 +2,9 @@
 
 Each package and what it imports is fetched into ``build/frameworks``, without what else it asks for, over the environment with
 megatron-core 0.19.2 that ``check_core_versions.py`` makes. Its program in ``scripts/frameworks`` trains on 4 ranks under each
-schedule; what loss functions report must equal that of megatron-core's own schedule bit for bit, and so must norms of gradients without
-replicas and with one chunk per rank. ``check_frameworks.py [PROGRAM ..]`` runs some of them, as ``verl_loop.py``.
+schedule; what loss functions report must equal that of megatron-core's own schedule bit for bit, and so must norms of gradients
+without replicas and with one chunk per rank. ``check_frameworks.py [PROGRAM | SCHEDULE ..]`` runs some, as
+``verl_loop.py zb-v``.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class Framework(NamedTuple):
 
 
 _TRANSFORMERS = (
-    "transformers==5.10.2 tokenizers==0.22.2 huggingface_hub==1.5.0 safetensors==0.8.0 accelerate==1.15.0 regex tqdm psutil requests "
-    "urllib3 certifi idna charset-normalizer rich pygments markdown-it-py mdurl httpx httpcore httpx2 httpcore2 truststore anyio h11 "
-    "typer shellingham click einops pyyaml"
+    "transformers==5.10.2 tokenizers==0.22.2 huggingface_hub==1.5.0 safetensors==0.8.0 accelerate==1.15.0 regex tqdm psutil "
+    "requests urllib3 certifi idna charset-normalizer rich pygments markdown-it-py mdurl httpx httpcore httpx2 httpcore2 "
+    "truststore anyio h11 typer shellingham click einops pyyaml"
 ).split()
 _BRIDGE = (
     "omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8 mistral-common==1.13.1 peft==0.21.2 datasets==5.2.0"
@@ -81,21 +82,26 @@ FRAMEWORKS = {
 }
 
 
-def main(programs: Sequence[str]) -> int:
-    """Print a line for each framework, pipeline and schedule; returns 1 if numbers differ or a training fails."""
+def main(chosen: Sequence[str]) -> int:
+    """Print a line for each framework, pipeline and schedule; returns 1 if numbers differ or a training fails.
+
+    Args:
+        chosen: programs and schedules; all where there are none.
+    """
     engine = fetch_transformer_engine.fetch(fetch_transformer_engine.NEWEST)
     if engine is None:
         return 1
     failed = False
-    for name, framework in FRAMEWORKS.items():
-        if programs and framework.program not in programs:
-            continue
+    schedules = [name for name in SCHEDULES[1:] if name in chosen] or SCHEDULES[1:]
+    names = [name for name, framework in FRAMEWORKS.items() if framework.program in chosen] or list(FRAMEWORKS)
+    for name in names:
+        framework = FRAMEWORKS[name]
         python, packages = environment(CORE), _fetched(name, framework)
         for ranks, trains in itertools.product(framework.pipelines, framework.trains):
             given = [str(ranks), str(fetch_transformer_engine.FOLDER / engine), *trains.split()]
-            runs = {schedule: _train(python, packages, framework.program, schedule, *given) for schedule in SCHEDULES}
-            stock = runs[SCHEDULES[0]]
-            for schedule, found in runs.items():
+            stock = _train(python, packages, framework.program, SCHEDULES[0], *given)
+            for schedule in schedules:
+                found = _train(python, packages, framework.program, schedule, *given)
                 equal = bool(stock) and _same(found, stock, exact=ranks == RANKS and schedule in SCHEDULES[:4])
                 failed |= not equal
                 words = f"norms {[norm for _, norm in found]}" if equal else f"DIFFERENT: {found}, not {stock}"

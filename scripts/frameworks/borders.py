@@ -50,6 +50,23 @@ def see_the_cpu(*packages: str) -> None:
     torch.Tensor.to = to  # type: ignore[assignment, method-assign]
 
 
+def draw(chunks: Sequence[Any]) -> None:
+    """Draw the weights of layers by their numbers, and of the two ends, wherever they are."""
+    from megatron.core.utils import unwrap_model
+
+    for chunk in map(unwrap_model, chunks):
+        parts = {layer.layer_number: layer for layer in chunk.decoder.layers}
+        parts |= {0: getattr(chunk, "embedding", None), 1 + chunk.config.num_layers: getattr(chunk, "output_layer", None)}
+        for number, part in parts.items():
+            weights = [weight for weight in part.parameters() if weight.dim() > 1] if part is not None else []
+            for place, weight in enumerate(weights):
+                weight.data.copy_(torch.empty(weight.shape).normal_(std=0.05, generator=_seeded(100 * number + place)))
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def attend_in_torch() -> None:
     """Have Transformer Engine's attention, of whole rows or of packed sequences, be torch's, where its kernels would be."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -114,7 +131,10 @@ class _Meta(type):
 
 
 class _Name(metaclass=_Meta):
-    """Can be imported, stand in annotations, be a base, and decorate."""
+    """Can be imported, stand in annotations, be a base, and decorate; what a call of it returns is false."""
+
+    def __bool__(self) -> bool:
+        return False
 
     def __call__(self, *args: Any, **_: Any) -> Any:
         return args[0] if args else None

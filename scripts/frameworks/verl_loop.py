@@ -7,6 +7,7 @@ number of microbatches a multiple of the ranks. Ray and what serves models are a
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import tempfile
@@ -25,7 +26,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "n
 
 def build(schedule: str, ranks: int) -> tuple[Any, Any]:
     """The loop that is installed, and verl's engine."""
-    import verl.models.mcore.bridge  # takes Megatron Bridge's modules
     from transformers import LlamaConfig, LlamaForCausalLM
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
@@ -33,6 +33,7 @@ def build(schedule: str, ranks: int) -> tuple[Any, Any]:
 
     from megatron.pipeline import install
 
+    importlib.import_module("verl.models.mcore.bridge")  # takes Megatron Bridge's modules
     borders.see_the_cpu("verl", "megatron.bridge")
     borders.attend_in_torch()
     loop = install(schedule)
