@@ -38,6 +38,12 @@ def install(loop: Any) -> None:
     compat.wrap(compat.module(_FINALIZE), "finalize_model_grads", _finalize)
 
 
+def follow(config: Any) -> None:
+    """Have a configuration call ``finalize_model_grads`` as it is now, where a loop took upstream's before."""
+    if config.finalize_model_grads_func is finalize_upstream:
+        config.finalize_model_grads_func = compat.module(_FINALIZE).finalize_model_grads
+
+
 def _placement(chunks: int | None, ranks: int | None = None) -> Any:
     """The current loop's for a model with that many chunks, where megatron-core would look for a stage elsewhere."""
     if current is None or not parallel_state.model_parallel_is_initialized():

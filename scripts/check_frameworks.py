@@ -2,8 +2,9 @@
 
 Each package and what it imports is fetched into ``build/frameworks``, without what else it asks for, over the environment with
 megatron-core 0.19.2 that ``check_core_versions.py`` makes. Its program in ``scripts/frameworks`` trains on 4 ranks under each
-schedule; losses must equal those of megatron-core's own schedule bit for bit, and so must norms of gradients without replicas and
-with one chunk per rank.
+schedule; what loss functions report must equal that of megatron-core's own schedule bit for bit, and so must norms of gradients
+without replicas and with one chunk per rank. ``check_frameworks.py [PROGRAM | SCHEDULE ..]`` runs some, as
+``verl_loop.py zb-v``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fetch_transformer_engine
 from check_core_versions import environment
@@ -26,56 +27,84 @@ ROOT = Path(__file__).parents[1]
 CORE = "0.19.2"
 RANKS = 4
 SCHEDULES = ("stock", "zb-h1", "zb-h2", "zb-auto", "zb-v", "v-half")
-Numbers = list[list[float]]  # the loss and the norm of every iteration
+Numbers = list[list[Any]]  # of every iteration what was reported, and the norm
 
 
 class Framework(NamedTuple):
     """A framework's package.
 
     Attributes:
-        wheels: it and what it imports, without what pip has for megatron-core.
+        unpacked: it, and others that ask for a newer Python, or for what pip has for megatron-core.
+        wheels: what these import.
         program: in ``scripts/frameworks``.
         pipelines: numbers of pipeline ranks to train on.
         trains: what: "" for all weights, or a word of the program's.
     """
 
+    unpacked: Sequence[str]
     wheels: Sequence[str]
     program: str
     pipelines: tuple[int, ...]
-    trains: tuple[str, ...]
+    trains: tuple[str, ...] = ("",)
 
+
+_TRANSFORMERS = (
+    "transformers==5.10.2 tokenizers==0.22.2 huggingface_hub==1.5.0 safetensors==0.8.0 accelerate==1.15.0 regex tqdm psutil "
+    "requests urllib3 certifi idna charset-normalizer rich pygments markdown-it-py mdurl httpx httpcore httpx2 httpcore2 "
+    "truststore anyio h11 typer shellingham click einops pyyaml"
+).split()
+_BRIDGE = (
+    "omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8 mistral-common==1.13.1 peft==0.21.2 datasets==5.2.0"
+).split()
+_DATASETS = "datasets==4.4.1 pyarrow pandas python-dateutil six tzdata multiprocess dill xxhash fsspec aiohttp".split()
 
 FRAMEWORKS = {
     "Megatron Bridge 0.6.2": Framework(
+        ("megatron-bridge==0.6.2",), (*_TRANSFORMERS, *_BRIDGE), "bridge_loop.py", (4, 2), ("", "lora", "weights")
+    ),
+    "verl 0.9.1": Framework(
+        ("verl==0.9.1", "megatron-bridge==0.6.2"),
         (
-            "megatron-bridge==0.6.2 transformers==5.10.2 tokenizers==0.22.2 huggingface_hub==1.5.0 safetensors==0.8.0 "
-            "peft==0.21.2 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8 datasets==5.2.0 accelerate==1.15.0 "
-            "mistral-common==1.13.1 regex tqdm psutil requests urllib3 certifi idna charset-normalizer rich pygments "
-            "markdown-it-py mdurl httpx httpcore httpx2 httpcore2 truststore anyio h11 typer shellingham click einops"
-        ).split(),
-        "bridge_loop.py",
+            *_TRANSFORMERS,
+            *_BRIDGE[:-1],
+            *_DATASETS,
+            *"tensordict==0.10.0 pyvers orjson cloudpickle importlib_metadata zipp codetiming pillow".split(),
+        ),
+        "verl_loop.py",
         (4, 2),
-        ("", "lora", "weights"),
-    )
+    ),
+    "mcore-bridge 1.6.5": Framework(
+        ("mcore-bridge==1.6.5",),
+        (*_TRANSFORMERS, *_DATASETS, *"peft==0.20.0 modelscope==1.40.2 modelscope-hub==0.5.1 pillow".split()),
+        "mcore_bridge_loop.py",
+        (4, 2),
+    ),
 }
 
 
-def main() -> int:
-    """Print a line for each framework, pipeline and schedule; returns 1 if numbers differ or a training fails."""
+def main(chosen: Sequence[str]) -> int:
+    """Print a line for each framework, pipeline and schedule; returns 1 if numbers differ or a training fails.
+
+    Args:
+        chosen: programs and schedules; all where there are none.
+    """
     engine = fetch_transformer_engine.fetch(fetch_transformer_engine.NEWEST)
     if engine is None:
         return 1
     failed = False
-    for name, framework in FRAMEWORKS.items():
+    schedules = [name for name in SCHEDULES[1:] if name in chosen] or SCHEDULES[1:]
+    names = [name for name, framework in FRAMEWORKS.items() if framework.program in chosen] or list(FRAMEWORKS)
+    for name in names:
+        framework = FRAMEWORKS[name]
         python, packages = environment(CORE), _fetched(name, framework)
         for ranks, trains in itertools.product(framework.pipelines, framework.trains):
             given = [str(ranks), str(fetch_transformer_engine.FOLDER / engine), *trains.split()]
-            runs = {schedule: _train(python, packages, framework.program, schedule, *given) for schedule in SCHEDULES}
-            stock = runs[SCHEDULES[0]]
-            for schedule, found in runs.items():
+            stock = _train(python, packages, framework.program, SCHEDULES[0], *given)
+            for schedule in schedules:
+                found = _train(python, packages, framework.program, schedule, *given)
                 equal = bool(stock) and _same(found, stock, exact=ranks == RANKS and schedule in SCHEDULES[:4])
                 failed |= not equal
-                words = f"losses {[loss for loss, _ in found]}" if equal else f"DIFFERENT: {found}, not {stock}"
+                words = f"norms {[norm for _, norm in found]}" if equal else f"DIFFERENT: {found}, not {stock}"
                 print(f"{name}, megatron-core {CORE}, PP {ranks} DP {RANKS // ranks}, {trains} {schedule}: {words}", flush=True)
     return int(failed)
 
@@ -85,11 +114,11 @@ def _fetched(name: str, framework: Framework) -> Path:
     folder = ROOT / "build" / "frameworks" / name.replace(" ", "-")
     ready = folder / ".ready"
     if not ready.exists():
-        own, *others = framework.wheels
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        subprocess.run([*pip, *others], check=True)
-        with fetched(own, *NEWER_PYTHON) as wheel:
-            shutil.unpack_archive(wheel, folder, "zip")
+        subprocess.run([*pip, *framework.wheels], check=True)
+        for wanted in framework.unpacked:
+            with fetched(wanted, *NEWER_PYTHON) as wheel:
+                shutil.unpack_archive(wheel, folder, "zip")
         ready.touch()
     return folder
 
@@ -116,13 +145,13 @@ def _train(python: str, packages: Path, program: str, *given: str) -> Numbers:
 
 
 def _same(found: Numbers, stock: Numbers, exact: bool) -> bool:
-    """Losses are equal, and norms, up to the order of their sum over other buckets or ranks."""
+    """What was reported is equal, and norms, up to the order of their sum over other buckets or ranks."""
     close = 0.0 if exact else 1e-6
     return len(found) == len(stock) and all(
-        loss == other and abs(norm - expected) <= close * expected
-        for (loss, norm), (other, expected) in zip(found, stock, strict=True)
+        told == other and abs(norm - expected) <= close * expected
+        for (told, norm), (other, expected) in zip(found, stock, strict=True)
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

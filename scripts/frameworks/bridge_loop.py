@@ -13,13 +13,10 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
+import borders
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from engine import stand_in
 
 LENGTH, VOCABULARY, BATCH = 32, 128, 2
 MICROBATCHES = (4, 8, 3, 5)  # of each iteration
@@ -64,7 +61,6 @@ def _chunks(bridge: Any, schedule: str, ranks: int, trains: str) -> list[Any]:
     from megatron.bridge.peft.lora import LoRA  # type: ignore[import-untyped]
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.utils import unwrap_model
 
     provider = bridge.to_megatron_provider(load_weights=False)
     provider.pipeline_model_parallel_size, provider.seq_length = ranks, LENGTH
@@ -81,9 +77,7 @@ def _chunks(bridge: Any, schedule: str, ranks: int, trains: str) -> list[Any]:
     overlap = parallel_state.get_data_parallel_world_size() > 1
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=overlap)
     model: list[Any] = provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True, bf16=False, fp16=False)
-    for chunk in map(unwrap_model, model):
-        _draw({layer.layer_number: layer for layer in chunk.decoder.layers})
-        _draw({0: getattr(chunk, "embedding", None), SIZES["num_hidden_layers"] + 1: getattr(chunk, "output_layer", None)})
+    borders.draw(model)
     return model
 
 
@@ -91,14 +85,6 @@ def _compare(exported: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     differ = [name for name, weight in theirs.items() if name not in exported or not torch.equal(exported[name], weight)]
     if differ or exported.keys() != theirs.keys():
         raise ValueError(f"Error: {len(differ)} of {len(theirs)} weights have not come back equal, {differ[:3]} among them")
-
-
-def _draw(parts: dict[int, Any]) -> None:
-    """Draw the weights of layers by their numbers, wherever they are."""
-    for number, part in parts.items():
-        weights = [weight for weight in part.parameters() if weight.dim() > 1] if part is not None else []
-        for place, weight in enumerate(weights):
-            weight.data.normal_(std=0.05, generator=torch.Generator().manual_seed(100 * number + place))
 
 
 def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
@@ -147,13 +133,6 @@ def main(schedule: str, ranks: int, trains: str) -> None:
 
 
 if __name__ == "__main__":
-    stand_in.load(Path(sys.argv[3]))  # before megatron-core looks for it
-    from megatron.pipeline.patches import training_cpu
-
-    from megatron.pipeline import patches
-
-    patches.install()
-    training_cpu.install()  # Megatron Bridge takes functions of megatron.training
-    stand_in.see_the_cpu()
+    borders.start(sys.argv[3])
     torch.distributed.init_process_group("gloo")
     main(sys.argv[1], int(sys.argv[2]), (sys.argv[4:] or [""])[0])

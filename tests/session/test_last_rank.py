@@ -17,11 +17,17 @@ FORMS: list[list[Any]] = [
     [(torch.arange(7, dtype=torch.bfloat16).view(7, 1), "a word", 3, torch.empty(0)), None],
     [],
     [{"log_probs": torch.rand(3, 5), "kept": torch.tensor([True, False])}] * 3,
+    [{"log_probs": torch.nested.nested_tensor([torch.rand(length) for length in (3, 1, 4)], layout=torch.jagged)}] * 2,
 ]
 
 
 def bits(reports: list[Any]) -> Any:
-    return tree_map(lambda leaf: (leaf.dtype, leaf.tolist()) if torch.is_tensor(leaf) else leaf, reports)
+    def of(leaf: Any) -> Any:
+        if not torch.is_tensor(leaf):
+            return leaf
+        return leaf.dtype, [row.tolist() for row in leaf.unbind()] if leaf.is_nested else leaf.tolist()
+
+    return tree_map(of, reports)
 
 
 def test_what_is_reported_arrives_with_its_bits(pool: Pool) -> None:

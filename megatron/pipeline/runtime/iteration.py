@@ -146,7 +146,7 @@ class Iteration:
                 if not call.forward_only:
                     with attempt.recorder.finishing():
                         self._finish_gradients(call, attempt, reduces_late)
-        return attempt.stages.reported
+        return list(attempt.stages.reported)  # plain, as upstream's: others look into it by its type
 
     def _begin(
         self, call: Call, iterators: Sequence[Any], sync: GradientSync, checks: list[rerun_state_machine.Noted]

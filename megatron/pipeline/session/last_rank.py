@@ -6,7 +6,7 @@ import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -27,6 +27,13 @@ class _Like:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Jagged(NamedTuple):
+    """In the place of a nested tensor of rows of various lengths: what it is made of."""
+
+    values: torch.Tensor
+    offsets: torch.Tensor
 
 
 class LastRank:
@@ -83,6 +90,7 @@ class LastRank:
 
     def bring(self, reports: list[Any], group: torch.distributed.ProcessGroup) -> None:
         """Send what may have another form each time, tensors with their bits; the last rank waits for it, others take no part.
+        Nested tensors come, too, if their layout is ``torch.jagged``.
 
         Args:
             reports: empty but on the rank with the last stage; filled on the last rank.
@@ -91,7 +99,7 @@ class LastRank:
         if self._home == self._last:
             return
         if group.rank() == self._home:
-            mine = _with_further(reports)
+            mine = tree_map(_apart, _with_further(reports))
             template = tree_map(lambda leaf: _Like(leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf, mine)
             described = pickle.dumps(template)
             words, self._template = b"" if described == self._template else described, described
@@ -119,7 +127,8 @@ class LastRank:
                 part.clone().view(leaf.dtype).view(leaf.shape) if isinstance(leaf, _Like) else leaf
                 for part, leaf in zip(parts, leaves, strict=True)
             ]
-            _put(reports, tree_unflatten(filled, shape))
+            brought = tree_unflatten(filled, shape)
+            _put(reports, tree_map(_joined, brought, is_leaf=lambda one: isinstance(one, _Jagged)))
 
 
 def _with_further(reports: list[Any]) -> tuple[list[Any], torch.Tensor | None]:
@@ -132,6 +141,14 @@ def _put(reports: list[Any], found: Any) -> None:
     if values is not None:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         MTPLossLoggingHelper.tracker.update(values=values, reduce_group=None, avg_group=replicas)
+
+
+def _apart(leaf: Any) -> Any:
+    return _Jagged(leaf.values(), leaf.offsets()) if torch.is_tensor(leaf) and leaf.is_nested else leaf
+
+
+def _joined(leaf: Any) -> Any:
+    return torch.nested.nested_tensor_from_jagged(*leaf) if isinstance(leaf, _Jagged) else leaf
 
 
 def _to_cpu(value: Any) -> Any:

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
-from megatron.pipeline.patches import distributed_data_parallel
+from megatron.pipeline.patches import distributed_data_parallel, loops
 
 from megatron.pipeline import patches
 from megatron.pipeline.model import te_linear
@@ -221,6 +221,7 @@ class OwnLoop:
         call = Call(**keywords)
         pipeline, placement = self.pipeline(call.pipeline.size()), self.placement(call.pipeline.size(), len(call.chunks))
         if not call.forward_only:
+            loops.follow(call.config)
             for number, chunk in enumerate(call.chunks):
                 if not distributed_data_parallel.is_marked(chunk):
                     raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))

@@ -1,0 +1,140 @@
+"""What stands at the borders of frameworks on a CPU: packages that their files import and no loop of training calls."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+
+def start(engine: str, *absent: str) -> None:
+    """Ready this process for a framework's files; megatron-core must not be imported yet.
+
+    Args:
+        engine: folder with Transformer Engine's own Python, whose kernels are the stand-in's of the tests.
+        absent: modules that are not there, any name of which can be imported.
+    """
+    from engine import stand_in
+
+    stand_in.load(Path(engine))
+    sys.meta_path.append(_Absent(absent))
+    from megatron.pipeline.patches import training_cpu
+
+    from megatron.pipeline import patches
+
+    patches.install()
+    training_cpu.install()  # Megatron Bridge takes functions of megatron.training
+    stand_in.see_the_cpu()
+
+
+def see_the_cpu(*packages: str) -> None:
+    """Have the modules of packages that are loaded by now see a CPU as their GPU."""
+    from megatron.pipeline.patches import cpu
+
+    view: Any = cpu.view_of_torch()
+    view.cuda.mem_get_info = lambda *_: (0, 0)
+    cpu.give_view(view, *packages)
+    moved = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        args = tuple("cpu" if isinstance(one, str) and one.startswith("cuda") else one for one in args)
+        return moved(tensor, *args, **options)
+
+    torch.Tensor.to = to  # type: ignore[assignment, method-assign]
+
+
+def draw(chunks: Sequence[Any]) -> None:
+    """Draw the weights of layers by their numbers, and of the two ends, wherever they are."""
+    from megatron.core.utils import unwrap_model
+
+    for chunk in map(unwrap_model, chunks):
+        parts = {layer.layer_number: layer for layer in chunk.decoder.layers}
+        parts |= {0: getattr(chunk, "embedding", None), 1 + chunk.config.num_layers: getattr(chunk, "output_layer", None)}
+        for number, part in parts.items():
+            weights = [weight for weight in part.parameters() if weight.dim() > 1] if part is not None else []
+            for place, weight in enumerate(weights):
+                weight.data.copy_(torch.empty(weight.shape).normal_(std=0.05, generator=_seeded(100 * number + place)))
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def attend_in_torch() -> None:
+    """Have Transformer Engine's attention, of whole rows or of packed sequences, be torch's, where its kernels would be."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    TEDotProductAttention.forward = _attend
+
+
+def _attend(_module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+    """Causal attention of [s, b, heads, n], or [t, heads, n] of packed sequences; returns their heads side by side."""
+    packed = options.get("packed_seq_params")
+    if packed is None:
+        rows = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        return _causal(*rows).permute(2, 0, 1, 3).flatten(2)
+    ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    sizes = ends.diff().tolist()
+    sizes.append(len(query) - sum(sizes))
+    sequences = zip(*(one.split(sizes) for one in (query, key, value)), strict=True)
+    parts = [_causal(*(one.transpose(0, 1) for one in sequence)).transpose(0, 1) for sequence in sequences]
+    return torch.cat(parts).flatten(1)
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+class _Absent:
+    """Finds modules that are not there."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not any(f"{name}.".startswith(f"{absent}.") for absent in self._names):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Names(spec.name)
+
+    def exec_module(self, _module: types.ModuleType) -> None:
+        """Its names are made when they are asked for."""
+
+
+class _Names(types.ModuleType):
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (_Name,), {})
+
+
+class _Meta(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (_Name,), {})
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        """Of a decorator what it decorates."""
+        return args[0] if len(args) == 1 and callable(args[0]) else super().__call__()
+
+
+class _Name(metaclass=_Meta):
+    """Can be imported, stand in annotations, be a base, and decorate; what a call of it returns is false."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __call__(self, *args: Any, **_: Any) -> Any:
+        return args[0] if args else None

@@ -1,0 +1,56 @@
+"""Loops that call as slime and as NeMo-RL do: log-probabilities, losses, norms and weights have the bits of the same loop under
+megatron-core's own schedule."""
+
+from __future__ import annotations
+
+import pytest
+from pool import Pool
+from session import rl_loops
+from session.rl_loops import Trained
+
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
+
+
+def check(stock: list[Trained], ours: list[Trained], exact: bool) -> None:
+    """Norms are sums of squares over other ranks, or buckets, where they are not exact."""
+    assert [rank.reported for rank in ours] == [rank.reported for rank in stock]
+    assert any(map(any, (rank.reported for rank in ours)))
+    norms = [rank.norms for rank in stock]
+    assert [rank.norms for rank in ours] == (norms if exact else [pytest.approx(row, rel=1e-6) for row in norms])
+    assert min(map(min, norms)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_token"),
+    [
+        ("zb-h1", True),
+        ("zb-v", False),
+        pytest.param("zb-h1", False, marks=pytest.mark.whole),
+        pytest.param("zb-v", True, marks=pytest.mark.whole),
+    ],
+)
+def test_slime(pool: Pool, schedule: str, per_token: bool) -> None:
+    stock, ours = (pool.run(4, rl_loops.as_slime, name, 4, per_token) for name in ("stock", schedule))
+    check(stock, ours, schedule == "zb-h1")
+    if schedule == "zb-h1":
+        assert [rank.weights for rank in ours] == [rank.weights for rank in stock]
+
+
+@pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.whole), "zb-v"])
+def test_slime_with_replicas(pool: Pool, schedule: str) -> None:
+    stock, ours = (pool.run(4, rl_loops.as_slime, name, 2, True, **OVERLAP) for name in ("stock", schedule))
+    check(stock, ours, False)
+
+
+@pytest.mark.parametrize("in_parts", [pytest.param(False, marks=pytest.mark.whole), True])
+@pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.whole), "zb-auto"])
+def test_nemo_rl(pool: Pool, schedule: str, in_parts: bool) -> None:
+    stock, ours = (pool.run(4, rl_loops.as_nemo_rl, name, 4, in_parts) for name in ("stock", schedule))
+    check(stock, ours, True)
+    assert [rank.weights for rank in ours] == [rank.weights for rank in stock]
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_nemo_rl_with_replicas(pool: Pool, in_parts: bool) -> None:
+    stock, ours = (pool.run(4, rl_loops.as_nemo_rl, name, 2, in_parts, **OVERLAP) for name in ("stock", "zb-h1"))
+    check(stock, ours, False)
