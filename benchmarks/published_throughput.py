@@ -131,7 +131,9 @@ def training(row: Row) -> tuple[Cluster, Candidate]:
     }
     if row.ep > 1:
         known = RECIPES.get(row.model, {})
-        changes |= {"expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "flex"} | known.get("*", {}) | known.get(row.gpu, {})
+        changes |= (
+            {"expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "flex"} | known.get("*", {}) | known.get(row.gpu, {})
+        )
     if row.model == "DeepSeekV3" and row.tflops / row.tokens > 0.255:
         changes["mtp_num_layers"] = 1
     with quietly():

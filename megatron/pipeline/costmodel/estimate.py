@@ -278,7 +278,6 @@ def _thin(shape: Shape, device: Device) -> Work:
     return Work(*map(device.moving, traffic.expert_products_traffic(shape)))
 
 
-
 def launch_seconds(shape: Shape) -> Work:
     """Seconds in which the host launches the kernels of a layer with experts whose linears are in fewer than 16 bits.
 
