@@ -1,10 +1,10 @@
 """Gains by plan over NVIDIA's own public recipes, in their layout and with their microbatches, by how much room these leave.
 
-    python benchmarks/recipes.py            prints the tables of docs/compared.md and of README.md
-    python benchmarks/recipes.py --write    writes them there
+    python benchmarks/recipes.py            prints the table of docs/compared.md, and a short one
+    python benchmarks/recipes.py --write    writes the former there
 
-``recipes.json`` has the recipes and where they are from, ``published_recipes.json`` the rest of their flags. Stock is megatron-core's
-own schedule of the recipe; ours are the families below, in no more memory than stock's fullest rank takes.
+``recipes.json`` has the recipes and where they are from, ``published_recipes.json`` the rest of their flags. Stock is
+megatron-core's own schedule of the recipe; ours are the families below, in no more memory than stock's fullest rank takes.
 """
 
 from __future__ import annotations
@@ -108,15 +108,14 @@ def tables(found: Sequence[Recipe]) -> list[str]:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/compared.md and README.md")
+    parser.add_argument("--write", action="store_true", help="write the long table into docs/compared.md")
     options = parser.parse_args()
     found = tables(list(recipes()))
     print("\n".join(found))
-    for table, page in zip(found, (ROOT / "docs" / "compared.md", ROOT / "README.md"), strict=True):
-        if options.write:
-            head = re.escape(table.splitlines()[0])
-            text = page.read_text(encoding="utf-8")
-            page.write_text(re.sub(rf"^{head}\n(?:\|.*\n)+", lambda _, table=table: table, text, flags=re.M), encoding="utf-8")
+    if options.write:
+        page = ROOT / "docs" / "compared.md"
+        head, text = re.escape(found[0].splitlines()[0]), page.read_text(encoding="utf-8")
+        page.write_text(re.sub(rf"^{head}\n(?:\|.*\n)+", lambda _: found[0], text, flags=re.M), encoding="utf-8")
 
 
 if __name__ == "__main__":
