@@ -38,6 +38,7 @@ from megatron.pipeline.tune.iteration import Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts
 
 MODELS = json.loads((Path(__file__).parent / "published_models.json").read_text(encoding="utf-8"))
+RECIPES = json.loads((Path(__file__).parent / "published_recipes.json").read_text(encoding="utf-8"))
 FLAGS = {
     "BF16": {},
     "FP8": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
@@ -48,6 +49,7 @@ PRECISIONS = dict(zip(FLAGS, (WHOLE, "fp8", "mxfp8", "nvfp4"), strict=True))
 FEW = 8  # rows of a class, below which it takes the range of all precisions
 SHARE = 0.9  # of a class's rows that its range contains
 _TRIED = (0.25, 0.9)  # efficiencies, between which seconds are as good as linear in their inverse
+_TELLS = 1.35  # how many times as fast a row is at the second of them, at least, if it says anything of products
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def _base(model: str, seq: int, batch: int) -> Namespace:
 
 
 @cache
-def _training(row: Row) -> tuple[Cluster, Candidate]:
+def training(row: Row) -> tuple[Cluster, Candidate]:
+    """The training of a row, under megatron-core's own schedule; memory is not limited."""
     whole = row.device
     per_node = max(size for size in range(1, whole.per_node + 1) if row.gpus % size == 0)
     cluster = Cluster(replace(whole, memory=1e18), row.gpus, per_node)
@@ -127,7 +130,10 @@ def _training(row: Row) -> tuple[Cluster, Candidate]:
         "num_virtual_stages_per_pipeline_rank": row.vp if row.vp > 1 else None,
     }
     if row.ep > 1:
-        changes |= {"expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "flex"}
+        known = RECIPES.get(row.model, {})
+        changes |= (
+            {"expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "flex"} | known.get("*", {}) | known.get(row.gpu, {})
+        )
     if row.model == "DeepSeekV3" and row.tflops / row.tokens > 0.255:
         changes["mtp_num_layers"] = 1
     with quietly():
@@ -138,30 +144,35 @@ def _training(row: Row) -> tuple[Cluster, Candidate]:
     # Where stages cannot be equal, embedding and output layer count as layers, as in NVIDIA's recipes.
     last = 1.0 + 2 * (args.mtp_num_layers or 0)
     ends = {0: 1.0, placement.last_stage: last} if args.num_layers % (placement.last_stage + 1) else {}
-    return cluster, Candidate(args, {}, variant, tuple(balanced_layers(args.num_layers, placement, ends)))
+    return cluster, Candidate(args, changes, variant, tuple(balanced_layers(args.num_layers, placement, ends)))
 
 
 @cache
 def predicted(row: Row, device: Device) -> float:
     """Tokens per second and GPU."""
-    cluster, candidate = _training(row)
+    cluster, candidate = training(row)
     result = evaluate(replace(cluster, device=replace(device, memory=1e18)), candidate)
     assert isinstance(result, Result)
     return result.tokens_per_second / row.gpus
 
 
 @cache
+def tells(row: Row) -> bool:
+    """Whether a row says anything of the efficiency: not where hosts launching kernels, or messages, take most of its time."""
+    return predicted(row, row.at(_TRIED[1])) > _TELLS * predicted(row, row.at(_TRIED[0]))
+
+
+@cache
 def wanted(row: Row) -> float:
-    """The efficiency at which a row is predicted as published; above 1 where none is."""
+    """The efficiency at which a row is predicted as published; at most 1."""
     first, last = (1 / predicted(row, row.at(efficiency)) for efficiency in _TRIED)
     slope = (first - last) / (1 / _TRIED[0] - 1 / _TRIED[1])
-    inverse = 1 / _TRIED[0] + (1 / row.tokens - first) / slope
-    return 1 / max(inverse, 0.1)
+    return round(1 / max(1.0, 1 / _TRIED[0] + (1 / row.tokens - first) / slope), 3)
 
 
 def efficiency(rows: Sequence[Row]) -> float:
-    """The median of what each wants: pages have rows that no other release repeats."""
-    return min(1.0, round(median(map(wanted, rows)), 3))
+    """One that a row wants, and from which all rows together deviate least."""
+    return min(map(wanted, rows), key=lambda each: sum(abs(math.log(predicted(row, row.at(each)) / row.tokens)) for row in rows))
 
 
 def fitted_elsewhere(row: Row) -> bool:
@@ -173,7 +184,9 @@ def held_out(row: Row, rows: Sequence[Row], like: Callable[[Row], bool]) -> floa
     """Published over predicted tokens at the efficiency that rows which are ``like`` it want; None where there is none."""
     if fitted_elsewhere(row):
         return row.tokens / predicted(row, row.device)
-    others = [other for other in rows if like(other)]
+    others = [other for other in rows if like(other) and tells(other)]
+    # A GPU none of whose rows tell has the efficiency of others.
+    others = others or [other for other in rows if other.precision == row.precision and other.gpu != row.gpu and tells(other)]
     return row.tokens / predicted(row, row.at(efficiency(others))) if others else None
 
 
@@ -246,18 +259,21 @@ def tables(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def write(rows: Sequence[Row]) -> None:
-    """Fit; write efficiencies and ranges. What linears in 16 bits reach counts in all other precisions."""
+def write_efficiencies(rows: Sequence[Row]) -> None:
+    """Fit. What linears in 16 bits reach counts in all other precisions, so that they come first."""
     for whole in (True, False):
         for products in dict.fromkeys(row.products for row in rows if (row.precision == "BF16") is whole):
-            own = [row for row in rows if row.products == products]
-            if not fitted_elsewhere(own[0]):
+            own = [row for row in rows if row.products == products and tells(row)]
+            if own and not fitted_elsewhere(own[0]):
                 words = f"{len(own)} rows of Megatron-Bridge {', '.join(sorted({row.release for row in own}))}"
                 device = at(named(own[0].device.name), PRECISIONS[products[1]], efficiency(own), words)
                 (DEVICES / f"{device.name}.json").write_text(device.to_json(), encoding="utf-8")
                 named.cache_clear()
-        for function in (_training, predicted, wanted):
+        for function in (training, predicted, wanted, tells):
             function.cache_clear()
+
+
+def write_ranges(rows: Sequence[Row]) -> None:
     kept = [row for row in table() if "Megatron-Bridge" not in row.source]
     found = [*kept, *learnt(rows, without_release, True), *learnt(rows, without_gpu, False)]
     lines = ",\n".join(f"  {json.dumps(asdict(row))}" for row in found)
@@ -271,7 +287,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = read(options.folder)
     if options.write:
-        write(rows)
+        write_efficiencies(rows)
+        write_ranges(rows)
     found = tables(rows)
     print("\n".join(found))
     if options.write:

@@ -27,6 +27,10 @@ from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.shape.shards import Shards
 
+# Seconds of the host in F, B and W of a layer with experts, and for a product of one expert with its casts: chosen together with
+# the efficiencies on the rows of benchmarks/published_throughput.py, where B200, B300 and H100 have 16 or 32 experts each.
+LAYER, PRODUCT = Work(1.6e-3, 2e-3, 0.4e-3), 8e-5
+
 
 def estimate(
     shape: Shape,
@@ -93,7 +97,8 @@ def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
     waits = layer_communication(shape, links, (attention.forward, attention.backward))
     measured = measured_layer(shape, device)
     own = computing_seconds(shape, device) if measured is None else measured.work
-    return own.plus(Work(*waits, 0.0))
+    own = own.plus(Work(*waits, 0.0))
+    return Work(*map(max, own, launch_seconds(shape)))
 
 
 def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
@@ -271,6 +276,21 @@ def _attention(shape: Shape, device: Device) -> Work:
 def _thin(shape: Shape, device: Device) -> Work:
     """Seconds in which experts' products read and write their numbers, on one of the ranks that share them."""
     return Work(*map(device.moving, traffic.expert_products_traffic(shape)))
+
+
+def launch_seconds(shape: Shape) -> Work:
+    """Seconds in which the host launches the kernels of a layer with experts whose linears are in fewer than 16 bits.
+
+    It waits for the router's numbers of tokens in every pass, so no kernels are queued ahead, and launches products, and what
+    casts their inputs, expert by expert. CUDA graphs launch what they have at once. Of other layers it is not known; GPUs that
+    were fitted have more to do there.
+    """
+    experts, quantized = shape.experts, shape.quantized
+    if experts is None or quantized is None or experts.graphs is None:
+        return Work(0.0, 0.0, 0.0)
+    products = 2 * PRODUCT * experts.count / experts.parallel  # the gate's is one with the other before the activation
+    own = (0.0 if experts.graphs else seconds for seconds in LAYER)
+    return Work(*(experts.share * quantized.share * (products + seconds) for seconds in own))
 
 
 def _linear_work(shape: Shape, device: Device, work: Work) -> Work:

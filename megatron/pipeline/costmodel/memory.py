@@ -208,9 +208,12 @@ def state_bytes(args: Namespace, count: Parameters) -> float:
     cuts what is the optimizer's over the ranks with the same parameters, ``--post-validation`` keeps it twice, and
     ``--optimizer-cpu-offload`` has a fraction of it in host memory. ``--use-precision-aware-optimizer`` says what each takes; its
     copy in float32 shares 16 bits with weights in bfloat16. Linears in fewer bits have copies of their weights, or those alone.
+    Muon has one moment of every matrix of a layer, and Adam's two of all else; norms and biases count as matrices.
     """
     weight, quantized = number_bytes(args), Quantized.of(args)
     moments = float(2 * SINGLE if args.optimizer == "adam" else SINGLE * (args.sgd_momentum > 0))
+    if getattr(args, "muon", None):
+        moments -= SINGLE * count.layers / max(1, count.total)
     copy: float = SINGLE if weight < SINGLE else 0
     if getattr(args, "use_precision_aware_optimizer", False):
         moments = _bytes(args, "exp_avg") + _bytes(args, "exp_avg_sq")
@@ -250,8 +253,9 @@ def gradient_bytes(args: Namespace) -> int:
 
 
 def optimizer_parameters(args: Namespace, count: Parameters) -> float:
-    """Parameters whose optimizer state a rank stores."""
-    if not args.use_distributed_optimizer:
+    """Parameters whose optimizer state a rank stores; Muon's are not cut, or matrix by matrix over the ranks (``dist_muon``)."""
+    muon = getattr(args, "muon", None)
+    if muon == "muon" or not (muon or args.use_distributed_optimizer):
         return count.total
     copies = args.data_parallel_size * args.context_parallel_size
     if not count.expert:

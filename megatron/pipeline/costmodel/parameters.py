@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from megatron.pipeline.costmodel.estimate import shards
 from megatron.pipeline.schedule.core.passes import Vocabulary
@@ -20,14 +20,16 @@ class Parameters:
         dense: those that all data-parallel ranks have.
         expert: those of experts, which only ranks with the same experts have.
         quantized: of both, those of layers whose linears are in fewer than 16 bits.
+        layers: of both, those of layers: all but embedding, output layer, positions and the last norm.
     """
 
     dense: int = 0
     expert: int = 0
     quantized: int = 0
+    layers: int = 0
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.dense + other.dense, self.expert + other.expert, self.quantized + other.quantized)
+        return Parameters(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def total(self) -> int:
@@ -86,13 +88,13 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
     if experts is None or not experts.layers[layer]:
         mlp_cut, mlp_whole = _mlp(shape, experts.dense_ffn if experts else int(shape.ffn))
         dense = (cut + mlp_cut) // tensor + whole + mlp_whole
-        return Parameters(dense, 0, in_fewer_bits * dense)
+        return Parameters(dense, 0, in_fewer_bits * dense, dense)
     shared, shared_bias = _mlp(shape, experts.shared_ffn) if experts.shared_ffn else (0, 0)
     router = experts.count * (hidden + (1 if shape.biases else 0))
     expert_cut, expert_whole = _mlp(shape, experts.ffn)
     routed = experts.count // experts.parallel * (expert_cut // experts.tensor + expert_whole)
     dense = (cut + shared) // tensor + whole + shared_bias + router
-    return Parameters(dense, routed, in_fewer_bits * (dense + routed))
+    return Parameters(dense, routed, in_fewer_bits * (dense + routed), dense + routed)
 
 
 def total_parameters(shape: Shape, tied: bool) -> int:

@@ -55,10 +55,30 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
         cut_forward += shape.seq * shape.heads * (4 + dropped)
         cut_backward += shape.seq * shape.heads * (7 + dropped)
     whole, cut = held.of_whole_layers * number * shape.tokens, held.of_cut_layers * number * shape.tokens
+    cast_forward, cast_backward = cast_traffic(shape)
     return (
-        whole * (whole_forward + masks * shape.hidden) + cut * cut_forward,
-        whole * (whole_backward + masks * shape.hidden) + cut * cut_backward,
+        whole * (whole_forward + masks * shape.hidden) + cut * cut_forward + cast_forward,
+        whole * (whole_backward + masks * shape.hidden) + cut * cut_backward + cast_backward,
     )
+
+
+def cast_traffic(shape: Shape) -> tuple[float, float]:
+    """Bytes that F and B of a layer move until inputs of linears, and gradients of their outputs, are in fewer bits.
+
+    Each number is read in 16 bits, and written once for products by rows and once for those by columns. Weights are cast once in
+    an iteration, and count none; casts of experts that some tokens visit are among ``_COPIES``.
+    """
+    held, quantized = shape.holding, shape.quantized
+    if quantized is None:
+        return 0.0, 0.0
+    latent, experts = shape.latent, shape.experts
+    ffn = shape.ffn - (experts.mean_visited_ffn if experts else 0.0)
+    normed, made = (latent.normalised, latent.width) if latent else (0, 0)
+    each = shape.tokens * quantized.share * (quantized.recipe.reads * held.number + quantized.recipe.weight)
+    forward = (2 * shape.hidden + normed) * held.of_whole_layers + (shape.attended + ffn) * held.of_cut_layers
+    heads = shape.queries + shape.projected_keys_and_values
+    backward = (2 * shape.hidden + made) * held.of_whole_layers + (heads + (2 if shape.gated else 1) * ffn) * held.of_cut_layers
+    return each * forward, each * backward
 
 
 def expert_products_traffic(shape: Shape) -> tuple[float, float, float]:

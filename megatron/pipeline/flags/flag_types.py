@@ -65,3 +65,15 @@ def layer_pattern(text: str) -> int | list[int]:
     if not isinstance(pattern, list) or not all(one in (0, 1) for one in pattern):
         raise argparse.ArgumentTypeError(wanted)
     return pattern
+
+
+def window(text: str) -> tuple[int, int]:
+    """Two whole numbers, as ``128,0`` or ``(128, 0)``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected keys before and behind, such as 128,0, got {text!r}")
+    return int(found[1]), int(found[2])

@@ -19,6 +19,7 @@ from megatron.pipeline.flags.flag_types import (
     probability,
     share_below_one,
     whole,
+    window,
 )
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
@@ -268,12 +269,17 @@ MEGATRON = {
         predicted("--v-head-dim", "width of a head's values", positive_int),
     ],
     "kernels": [
+        predicted("--window-size", "keys before and behind its own that a token reads, such as 128,0; -1 for all", window),
+        predicted("--window-attn-skip-freq", "all keys in every Nth layer, or a list with 1 (window) or 0", layer_pattern),
         predicted("--attention-backend", "kernels of attention", ["auto", "flash", "fused", "unfused", "local"], "auto"),
         predicted("--attention-softmax-in-fp32", "softmax in float32; no bytes, where attention is fused"),
         predicted("--cross-entropy-loss-fusion", "cross entropy in one kernel"),
         predicted("--cross-entropy-fusion-impl", "whose", ["native", "te"], "native"),
         predicted("--defer-embedding-wgrad-compute", "the output layer's weight gradients after all backwards"),
         predicted("--wgrad-deferral-limit", "for this number of microbatches; 0 for all", whole, 0),
+        predicted("--cuda-graph-impl", "CUDA graphs",
+            ["none", "local", "transformer_engine", "full_iteration"], "none"),
+        predicted("--cuda-graph-scope --cuda-graph-modules", "which: attn, moe_router, moe, full_iteration, ...", str, nargs="+"),
         predicted("--grad-reduce-in-bf16", "gradients in bfloat16"),
     ],
     "mixture of experts": [

@@ -88,6 +88,8 @@ def settle(args: Namespace) -> list[str]:
         # A value of a flag of ours is replaced; another flag says nothing where that of ours is given.
         free = [dest for dest in new if "=" in name or getattr(args, dest) == actions()[dest].default]
         vars(args).update({dest: new[dest] for dest in free})
+    given |= {action.option_strings[0][2:]: getattr(args, dest) for dest, action in actions().items()
+              if getattr(args, dest) != action.default}  # fmt: skip
     notes = []
     for row in effects["differs"]:
         on = [name for name, value in given.items() if str(value) not in _OFF | set(row.get("unless", ()))]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.precision import Quantized
+from megatron.pipeline.shape.windows import Windows
 
 _WHOLE = Holding()
 
@@ -46,6 +47,7 @@ class Experts:
         parallel, tensor: ranks that share the experts of a layer, and ranks that share each of them.
         gathered: every rank gets the tokens of all that share the experts, instead of those for its own experts alone.
         once: a token goes to a node once, and to each rank there once: DeepEP, HybridEP.
+        graphs: CUDA graphs launch the rest of such a layer; None where they launch its experts as well.
     """
 
     layers: tuple[bool, ...]
@@ -58,6 +60,7 @@ class Experts:
     tensor: int = 1
     gathered: bool = False
     once: bool = False
+    graphs: bool | None = False
 
     @classmethod
     def of(cls, args: Namespace) -> Experts | None:
@@ -75,6 +78,7 @@ class Experts:
             args.expert_tensor_parallel_size,
             args.moe_token_dispatcher_type == "allgather",
             args.moe_token_dispatcher_type == "flex",
+            _graphs(args),
         )
 
     @property
@@ -96,6 +100,13 @@ class Experts:
     def mean_ffn(self) -> float:
         """Width of the MLP that a token passes, as a mean over all layers."""
         return self.mean_routed_ffn + (1 - self.share) * self.dense_ffn
+
+
+def _graphs(args: Namespace) -> bool | None:
+    kind = getattr(args, "cuda_graph_impl", "none") or "none"
+    parts = {str(getattr(part, "name", part)) for part in getattr(args, "cuda_graph_scope", None) or ()}
+    whole = kind == "full_iteration" or (kind != "none" and bool(parts & {"full_iteration", "moe"}))
+    return None if whole else kind != "none"
 
 
 def have_experts(args: Namespace) -> tuple[bool, ...]:
@@ -165,6 +176,7 @@ class Shape:
         latent: what queries, keys and values are made from, if not from hidden states.
         holding: how a rank holds its share of the activations.
         quantized: which linears are in fewer than 16 bits, if any.
+        windows: how many keys attention reads in every layer, if not all.
     """
 
     layers: int
@@ -187,6 +199,7 @@ class Shape:
     latent: Latent | None = None
     holding: Holding = _WHOLE
     quantized: Quantized | None = None
+    windows: Windows | None = None
 
     @classmethod
     def plain(cls, layers: int, hidden: int, heads: int, seq: int, vocabulary: int, microbatch: int = 1) -> Shape:
@@ -224,6 +237,7 @@ class Shape:
             latent=latent,
             holding=Holding.of(args),
             quantized=Quantized.of(args),
+            windows=Windows.of(args),
         )
 
     @property
@@ -295,15 +309,19 @@ class Shape:
         """Weights of a layer's matrices that a token meets: 12h^2 of a plain GPT."""
         return self.latent_weights + self.cut_attention_weights + self.hidden * (3 if self.gated else 2) * self.ffn
 
+    @property
+    def keys(self) -> float:
+        """Keys that a query reads, as a mean over the layers."""
+        return self.windows.mean if self.windows else self.seq
+
     def of_layers(self, first: int, count: int) -> Shape:
-        """The same with means over some layers alone, where not all of them have experts, or the same precision."""
-        one, own = self, slice(first, first + count)
-        if count and (quantized := self.quantized) and len(set(quantized.layers)) > 1:
-            one = replace(one, quantized=replace(quantized, layers=quantized.layers[own]))
-        if not count or self.experts is None or len(set(self.experts.layers)) == 1:
-            return one
-        experts = replace(self.experts, layers=self.experts.layers[own])
-        return replace(one, experts=experts, ffn=experts.mean_ffn)
+        """The same with means over some layers alone, of all that differs from layer to layer."""
+        own: dict[str, Any] = {}
+        for name in ("experts", "quantized", "windows"):
+            kinds: Experts | Quantized | Windows | None = getattr(self, name)
+            if count and kinds and len(set(kinds.layers)) > 1:
+                own[name] = replace(kinds, layers=kinds.layers[first : first + count])
+        return replace(self, **own, ffn=own["experts"].mean_ffn if "experts" in own else self.ffn) if own else self
 
 
 def layer_work(shape: Shape, causal: bool = False) -> Work:
@@ -326,7 +344,7 @@ def linear_work(shape: Shape) -> Work:
 
 def attention_work(shape: Shape, causal: bool = False) -> Work:
     """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h."""
-    each = 2 * shape.tokens * shape.seq * (shape.queries + shape.attended) * (0.5 if causal else 1.0)
+    each = 2 * shape.tokens * shape.keys * (shape.queries + shape.attended) * (0.5 if causal else 1.0)
     return Work(each, 2 * each, 0.0)
 
 

@@ -16,11 +16,14 @@ class Recipe(NamedTuple):
         peak: the name of these products in a GPU's file.
         number: bytes of a number of an input or of a gradient, with its share of the scales of its block.
         gathered: bytes of a weight that ranks gather where weights are kept in this precision.
+        reads: how often a number in 16 bits is read until it is in this precision: twice where all of them scale each, or where
+            they are rotated.
     """
 
     peak: str
     number: float
     gathered: float
+    reads: int = 1
 
     @property
     def weight(self) -> float:
@@ -32,10 +35,10 @@ class Recipe(NamedTuple):
 # mxfp8's and nvfp4's weights in 16 bits, and rounds them afterwards.
 RECIPES = {
     "delayed": Recipe("fp8", 1, 1),
-    "tensorwise": Recipe("fp8", 1, 1),
+    "tensorwise": Recipe("fp8", 1, 1, 2),
     "blockwise": Recipe("fp8", 1 + 4 / 128, 1),
     "mxfp8": Recipe("mxfp8", 1 + 1 / 32, HALF),
-    "nvfp4": Recipe("nvfp4", 1 / 2 + 1 / 16, HALF),
+    "nvfp4": Recipe("nvfp4", 1 / 2 + 1 / 16, HALF, 2),
 }
 
 

@@ -1,0 +1,100 @@
+"""What takes time beside products: casts, hosts that launch experts one by one; windows that attention reads; Muon's state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.pipeline.cli.memory import Prediction, predicted
+from megatron.pipeline.costmodel.device import named
+from megatron.pipeline.costmodel.estimate import LAYER, PRODUCT, launch_seconds, layer_seconds
+from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.costmodel.memory import state_bytes
+from megatron.pipeline.costmodel.parameters import parameters
+from megatron.pipeline.costmodel.traffic import cast_traffic, layer_traffic
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.precision import RECIPES, Quantized
+
+GB200 = named("GB200")
+FLAGS = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --global-batch-size 32 "
+    "--bf16 --tokenizer-type NullTokenizer --vocab-size 1000 --untie-embeddings-and-output-weights "
+    "--pipeline-model-parallel-size 4 --hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope --disable-bias-linear"
+)
+MXFP8 = Quantized(RECIPES["mxfp8"], (True,) * 8)
+
+
+def training(more: str = "") -> Prediction:
+    return predicted([*FLAGS.split(), *more.split()], data_parallel_size=4)
+
+
+def small(count: int = 32, **changes: Any) -> Shape:
+    experts = Experts((True,) * 8, count, 2, 256, 0, 1024, parallel=2, **changes)
+    return replace(Shape.plain(8, 1024, 16, 512, 1024), experts=experts, ffn=experts.mean_ffn, gated=True, quantized=MXFP8)
+
+
+def test_a_pass_takes_at_least_as_long_as_the_host_needs_to_launch_it() -> None:
+    shape = small()
+    seconds = layer_seconds(shape, GB200, Links.within(GB200))
+    assert seconds == launch_seconds(shape)  # tiny products
+    assert seconds.forward == pytest.approx(LAYER.forward + 2 * 16 * PRODUCT)
+    graphs = layer_seconds(small(graphs=True), GB200, Links.within(GB200))
+    assert graphs.forward == pytest.approx(2 * 16 * PRODUCT)
+    assert layer_seconds(small(graphs=None), GB200, Links.within(GB200)).forward < graphs.forward / 2
+    assert launch_seconds(small(64)).weight == pytest.approx(launch_seconds(shape).weight + 2 * 16 * PRODUCT)
+
+
+@pytest.mark.parametrize(
+    ("flags", "graphs"),
+    [
+        ("", False),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router", True),
+        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", None),
+        ("--cuda-graph-impl full_iteration", None),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules moe", None),
+    ],
+)
+def test_flags_say_what_cuda_graphs_launch(flags: str, graphs: bool | None) -> None:
+    prediction = training(f"--num-experts 8 {flags}")
+    experts = Shape.of(prediction.args).experts
+    assert experts and experts.graphs is graphs
+    assert any("1 to 3 GiB" in note for note in prediction.args.not_modelled) is bool(flags)
+
+
+def test_casts_read_each_number_as_often_as_the_recipe_does() -> None:
+    plain = Shape.plain(8, 1024, 16, 512, 1024)
+    mxfp8, tensorwise = (replace(plain, quantized=Quantized(RECIPES[name], (True,) * 8)) for name in ("mxfp8", "tensorwise"))
+    numbers = 512 * (2 * 1024 + 1024 + 4096)  # inputs of the four linears
+    assert cast_traffic(mxfp8)[0] == pytest.approx(numbers * (2 + 2 * (1 + 1 / 32)))
+    assert cast_traffic(tensorwise)[0] == pytest.approx(numbers * (2 * 2 + 2))
+    assert cast_traffic(plain) == (0, 0)
+    assert layer_traffic(mxfp8)[1] == pytest.approx(layer_traffic(plain)[1] + cast_traffic(mxfp8)[1])
+
+
+def test_attention_reads_the_keys_of_its_window() -> None:
+    whole, some, every = (
+        Shape.of(training(flags).args)
+        for flags in ("", "--window-size 128,0 --window-attn-skip-freq 2", "--window-size (128,0) --window-attn-skip-freq [1]*8")
+    )
+    assert some.windows is not None
+    assert some.windows.layers == (257, 2048) * 4
+    assert (whole.keys, some.keys, every.keys) == (2048, (2048 + 257) / 2, 257)
+    assert gpt.attention_work(every).forward == pytest.approx(gpt.attention_work(whole).forward * 257 / 2048)
+    assert some.of_layers(1, 1).keys == 2048
+    assert gpt.linear_work(some) == gpt.linear_work(whole)
+    assert Shape.of(training("--window-size=-1,-1").args).windows is None
+
+
+def test_muon_keeps_one_moment_of_matrices() -> None:
+    found = {name: training(f"--optimizer {name}").args for name in ("adam", "muon", "dist_muon")}
+    count = parameters(Shape.of(found["adam"]), linear(4), [2] * 4)[0]
+    assert 0 < count.layers < count.total
+    whole, muon, cut = (state_bytes(args, count) for args in found.values())
+    assert whole - muon == pytest.approx(4 * count.layers)
+    optimizer = muon - count.total * (2 + 4)
+    assert cut == pytest.approx(count.total * (2 + 4) + optimizer / 4)
+    assert any("orthogonalised" in note for note in found["muon"].not_modelled)

@@ -1,0 +1,73 @@
+"""Predictions of random models and layouts are numbers: finite, not negative, and weights fall as ranks share them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.costmodel.device import named
+from megatron.pipeline.costmodel.estimate import estimate
+from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.costmodel.parameters import parameters
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.holding import Holding
+from megatron.pipeline.shape.precision import RECIPES, Quantized
+from megatron.pipeline.shape.windows import Windows
+
+GPU = named("GB200")
+POWERS = st.sampled_from([1, 2, 4, 8])
+RECOMPUTED = st.frozensets(st.sampled_from(["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    layers, seq, tensor = draw(st.integers(4, 12)), draw(st.sampled_from([512, 4096])), draw(POWERS)
+    per_layer = st.lists(st.booleans(), min_size=layers, max_size=layers).map(tuple)
+    experts = None
+    if draw(st.booleans()):
+        gathered, once = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
+        part = draw(st.sampled_from([1, tensor]))
+        sizes = 16, draw(st.integers(1, 8)), 256, draw(st.sampled_from([0, 512])), 1024, draw(POWERS), part
+        experts = Experts(draw(per_layer), *sizes, gathered, once, draw(st.sampled_from([False, True, None])))
+    holding = Holding(
+        tensor=tensor, context=draw(POWERS), sequence_parallel=tensor > 1, attention_matrices=draw(st.booleans()),
+        wide_softmax=draw(st.booleans()), fused_norms=draw(st.booleans()), recomputed=draw(RECOMPUTED),
+        recompute_layers=draw(st.integers(0, 3)), recompute_first=draw(st.booleans()),
+    )  # fmt: skip
+    name = draw(st.sampled_from([None, *RECIPES]))
+    windows = Windows(tuple(draw(st.sampled_from([257, seq])) for _ in range(layers))) if draw(st.booleans()) else None
+    plain = Shape.plain(layers, 1024, 16, seq, 32000, draw(st.integers(1, 4)))
+    return replace(
+        plain, gated=draw(st.booleans()), norm=1, experts=experts, ffn=experts.mean_ffn if experts else 4096, holding=holding,
+        quantized=Quantized(RECIPES[name], draw(per_layer)) if name else None, windows=windows, further=draw(st.integers(0, 1)),
+    )  # fmt: skip
+
+
+@given(shapes(), st.sampled_from([2, 4]), st.sampled_from([4, 8, 64]), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_seconds_and_bytes_are_numbers(shape: Shape, ranks: int, per_node: int, split: bool) -> None:
+    held, experts = shape.holding, shape.experts
+    parallel, part = (experts.parallel, experts.tensor) if experts else (1, held.tensor)
+    links = Links.of(GPU, per_node, held.tensor, held.context, parallel, 8, ranks, part)
+    layers = [shape.layers // ranks + (rank < shape.layers % ranks) for rank in range(ranks)]
+    costs = estimate(shape, linear(ranks), layers, GPU, None, split, links)
+    for stage in costs.stages:
+        numbers = [value for value in astuple(stage) if isinstance(value, int | float)]
+        assert all(math.isfinite(value) and value >= 0 for value in numbers), stage
+        assert min(stage.forward, stage.backward, stage.weight) > 0
+        assert 0 < stage.value("fused") <= stage.backward + stage.weight + 1e-12
+
+
+@given(shapes())
+@settings(max_examples=50, deadline=None)
+def test_more_tensor_parallel_ranks_never_have_more_weights_each(shape: Shape) -> None:
+    layers = [shape.layers // 2, shape.layers - shape.layers // 2]
+    held = shape.holding
+    wider = replace(shape, holding=replace(held, tensor=2 * held.tensor, sequence_parallel=True))
+    for few, many in zip(*(parameters(one, linear(2), layers) for one in (wider, shape)), strict=True):
+        assert 0 < few.total <= many.total
+        assert few.layers <= few.total
