@@ -106,7 +106,7 @@ class ReadAhead:
 
     @property
     def holds(self) -> bool:
-        """Tell whether it has read what nobody has got yet."""
+        """Tell whether it has read what has yet to be taken."""
         return bool(self._read)
 
     def _fill(self, count: int) -> None:
@@ -183,10 +183,10 @@ class BatchPlans:
         why, message = _state(pending)
         # MAX also joins the lengths of replicas.
         parts = [sizes[:count], following, pending.sizes if pending else ()]
-        told = torch.tensor([_STATES.index(why), len(message), *(number for part in parts for number in _numbers(part, count))])
+        shared = torch.tensor([_STATES.index(why), len(message), *(number for part in parts for number in _numbers(part, count))])
         if self._group is not None:
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=self._group)
-        state, length, *numbers = told.tolist()
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self._group)
+        state, length, *numbers = shared.tolist()
         now, following, planned = (_sizes(numbers[2 * count * part :][: 2 * count]) for part in range(3))
         why = _STATES[state]
         if why == "planned" and now and now != planned:
@@ -282,7 +282,7 @@ def _state(pending: _Pending | None) -> tuple[str, bytes]:
 
 
 def _numbers(sizes: Sequence[Extent], count: int) -> list[int]:
-    """Sizes of so many microbatches as numbers, all 0 where not all are known."""
+    """Sizes of a number of microbatches, all 0 where not all are known."""
     return [number for size in sizes for number in size] if len(sizes) == count else [0] * (2 * count)
 
 
