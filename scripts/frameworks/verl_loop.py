@@ -1,7 +1,7 @@
 """verl's Megatron engine under a schedule: a tiny Llama of transformers, on this rank's part of 4 ranks.
 
 ``verl_loop.py SCHEDULE PIPELINE_RANKS ENGINE``. In every step the engine computes log-probabilities and trains on them with
-verl's own loss of PPO, in bfloat16, on packed sequences of various lengths, one a microbatch: with virtual stages verl makes the
+verl's own loss of PPO, in float32, on packed sequences of various lengths, one a microbatch: with virtual stages verl makes the
 number of microbatches a multiple of the ranks. Ray and what serves models are absent.
 """
 
@@ -50,6 +50,7 @@ def build(schedule: str, ranks: int) -> tuple[Any, Any]:
         override_transformer_config=settings,
         override_ddp_config={"overlap_grad_reduce": ranks < 4},
     )
+    object.__setattr__(engine, "dtype", "float32")  # it refuses what is compared bit for bit
     model = HFModelConfig(path=folder, load_tokenizer=False, override_config={"attn_implementation": "eager"})
     model.tokenizer = SimpleNamespace(pad_token_id=0)
     optimizer = McoreOptimizerConfig(lr=1e-2, clip_grad=0.0, total_training_steps=len(SAMPLES))
