@@ -21,8 +21,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "n
 
 def build(schedule: str, ranks: int) -> tuple[Any, Any, Any]:
     """The loop that is installed, SkyRL's wrapper, and its optimizer."""
-    from megatron.bridge import AutoBridge
-    from megatron.bridge.peft import utils
+    from megatron.bridge import AutoBridge  # type: ignore[import-untyped]
+    from megatron.bridge.peft import utils  # type: ignore[import-untyped]
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from transformers import LlamaConfig
 
@@ -101,8 +101,8 @@ def main(schedule: str, ranks: int) -> None:
             wrapper.eval()
             with torch.no_grad():
                 before = [wrapper.forward([dict(batch)], length, 2, temperature=0.9) for batch in batches[:1]]
-                told = wrapper.forward([dict(batch) for batch in batches], length, 2, temperature=0.9)
-            sent = [told]
+                known = wrapper.forward([dict(batch) for batch in batches], length, 2, temperature=0.9)
+            sent = [known]
             last, group = (
                 parallel_state.get_pipeline_model_parallel_last_rank(),
                 parallel_state.get_pipeline_model_parallel_group(),

@@ -100,17 +100,17 @@ def main(schedule: str, ranks: int) -> None:
         with engine.eval_mode():
             before = engine.infer_batch(data)
         last, group = engine.is_mp_src_rank_with_outputs(), parallel_state.get_pipeline_model_parallel_group()
-        sent = [before["model_output"]["log_probs"].unbind() if last else None]
+        sent: list[Any] = [before["model_output"]["log_probs"].unbind() if last else None]
         # verl's driver hands what a rank reports to all of them.
         torch.distributed.broadcast_object_list(sent, parallel_state.get_pipeline_model_parallel_last_rank(), group)
-        told = torch.nested.as_nested_tensor(list(sent[0]), layout=torch.jagged)
-        data["old_log_probs"] = response_from_nested(told, data["response_mask"])
+        known = torch.nested.as_nested_tensor(list(sent[0]), layout=torch.jagged)
+        data["old_log_probs"] = response_from_nested(known, data["response_mask"])
         with engine.train_mode():
             after = engine.train_batch(data, partial(ppo_loss, actor))
         if last:
             metrics = {name: str(getattr(value, "values", value)) for name, value in sorted(after["metrics"].items())}
             del metrics["grad_norm"]
-            found.append(([told.values().tolist(), after["loss"], metrics], float(after["metrics"]["grad_norm"])))
+            found.append(([known.values().tolist(), after["loss"], metrics], float(after["metrics"]["grad_norm"])))
     assert schedule == "stock" or loop.pipeline(ranks).microbatches == SAMPLES[-1], "another function has run"
     if found and parallel_state.get_data_parallel_rank() == 0:
         print(f"found {json.dumps(found)}", flush=True)
