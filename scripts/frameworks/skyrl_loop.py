@@ -21,8 +21,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "n
 
 def build(schedule: str, ranks: int) -> tuple[Any, Any, Any]:
     """The loop that is installed, SkyRL's wrapper, and its optimizer."""
-    from megatron.bridge import AutoBridge
-    from megatron.bridge.peft import utils
+    from megatron.bridge import AutoBridge  # type: ignore[import-untyped]
+    from megatron.bridge.peft import utils  # type: ignore[import-untyped]
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from transformers import LlamaConfig
 
@@ -41,16 +41,19 @@ def build(schedule: str, ranks: int) -> tuple[Any, Any, Any]:
     llama = LlamaConfig(**SIZES, vocab_size=VOCABULARY, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
     provider = AutoBridge.from_hf_config(llama).to_megatron_provider(load_weights=False)
     provider.pipeline_model_parallel_size, provider.variable_seq_lengths = ranks, True
-    provider.pipeline_dtype = provider.params_dtype = torch.bfloat16
-    provider.bf16, provider.use_cpu_initialization, provider.gradient_accumulation_fusion = True, True, False
+    provider.moe_token_dispatcher_type = "alltoall"  # as SkyRL sets it
+    provider.pipeline_dtype = provider.params_dtype = torch.float32
+    provider.bf16, provider.use_cpu_initialization, provider.gradient_accumulation_fusion = False, True, False
     for name in ("masked_softmax", "bias_activation", "bias_dropout", "apply_rope"):  # of Transformer Engine and apex
         setattr(provider, f"{name}_fusion", False)
     provider.finalize()
     provider.initialize_model_parallel(seed=7)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    model = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, bf16=True)
+    model = provider.provide_distributed_model(ddp_config=ddp, wrap_with_ddp=True, bf16=False, fp16=False)
     borders.draw(model)
-    optimizer_settings = init_megatron_optim_config(OptimizerConfig(lr=1e-2, max_grad_norm=0.0), {})
+    optimizer_settings = init_megatron_optim_config(
+        OptimizerConfig(lr=1e-2, max_grad_norm=0.0), {"bf16": False, "params_dtype": torch.float32}
+    )
     optimizer = get_megatron_optimizer(model, optimizer_settings)
     config = TrainerConfig()
     config.algorithm.use_kl_loss = False
@@ -98,8 +101,8 @@ def main(schedule: str, ranks: int) -> None:
             wrapper.eval()
             with torch.no_grad():
                 before = [wrapper.forward([dict(batch)], length, 2, temperature=0.9) for batch in batches[:1]]
-                told = wrapper.forward([dict(batch) for batch in batches], length, 2, temperature=0.9)
-            sent = [told]
+                known = wrapper.forward([dict(batch) for batch in batches], length, 2, temperature=0.9)
+            sent = [known]
             last, group = (
                 parallel_state.get_pipeline_model_parallel_last_rank(),
                 parallel_state.get_pipeline_model_parallel_group(),

@@ -1,7 +1,7 @@
 """verl's Megatron engine under a schedule: a tiny Llama of transformers, on this rank's part of 4 ranks.
 
 ``verl_loop.py SCHEDULE PIPELINE_RANKS ENGINE``. In every step the engine computes log-probabilities and trains on them with
-verl's own loss of PPO, in bfloat16, on packed sequences of various lengths, one a microbatch: with virtual stages verl makes the
+verl's own loss of PPO, in float32, on packed sequences of various lengths, one a microbatch: with virtual stages verl makes the
 number of microbatches a multiple of the ranks. Ray and what serves models are absent.
 """
 
@@ -50,6 +50,7 @@ def build(schedule: str, ranks: int) -> tuple[Any, Any]:
         override_transformer_config=settings,
         override_ddp_config={"overlap_grad_reduce": ranks < 4},
     )
+    object.__setattr__(engine, "dtype", "float32")  # it refuses what is compared bit for bit
     model = HFModelConfig(path=folder, load_tokenizer=False, override_config={"attn_implementation": "eager"})
     model.tokenizer = SimpleNamespace(pad_token_id=0)
     optimizer = McoreOptimizerConfig(lr=1e-2, clip_grad=0.0, total_training_steps=len(SAMPLES))
@@ -99,17 +100,17 @@ def main(schedule: str, ranks: int) -> None:
         with engine.eval_mode():
             before = engine.infer_batch(data)
         last, group = engine.is_mp_src_rank_with_outputs(), parallel_state.get_pipeline_model_parallel_group()
-        sent = [before["model_output"]["log_probs"].unbind() if last else None]
+        sent: list[Any] = [before["model_output"]["log_probs"].unbind() if last else None]
         # verl's driver hands what a rank reports to all of them.
         torch.distributed.broadcast_object_list(sent, parallel_state.get_pipeline_model_parallel_last_rank(), group)
-        told = torch.nested.as_nested_tensor(list(sent[0]), layout=torch.jagged)
-        data["old_log_probs"] = response_from_nested(told, data["response_mask"])
+        known = torch.nested.as_nested_tensor(list(sent[0]), layout=torch.jagged)
+        data["old_log_probs"] = response_from_nested(known, data["response_mask"])
         with engine.train_mode():
             after = engine.train_batch(data, partial(ppo_loss, actor))
         if last:
             metrics = {name: str(getattr(value, "values", value)) for name, value in sorted(after["metrics"].items())}
             del metrics["grad_norm"]
-            found.append(([told.values().tolist(), after["loss"], metrics], float(after["metrics"]["grad_norm"])))
+            found.append(([known.values().tolist(), after["loss"], metrics], float(after["metrics"]["grad_norm"])))
     assert schedule == "stock" or loop.pipeline(ranks).microbatches == SAMPLES[-1], "another function has run"
     if found and parallel_state.get_data_parallel_rank() == 0:
         print(f"found {json.dumps(found)}", flush=True)

@@ -144,7 +144,7 @@ def _put(reports: list[Any], found: Any) -> None:
 
 
 def _apart(leaf: Any) -> Any:
-    return _Jagged(leaf.values(), leaf.offsets()) if torch.is_tensor(leaf) and leaf.is_nested else leaf
+    return _Jagged(leaf.values(), leaf.offsets()) if torch.is_tensor(leaf) and leaf.is_nested else leaf  # type: ignore[attr-defined]
 
 
 def _joined(leaf: Any) -> Any:
