@@ -43,7 +43,8 @@ def test_every_flag_is_in_one_class() -> None:
         found = [pattern for pattern in listed if fnmatch(name, pattern)]
         assert len(found) == 1 or (not found and row["group"] in effects["nothing"]["groups"]), (name, found)
     names = {name[2:] for row in rows for name in row["names"]}
-    assert [one for one in listed if "=" not in one and not any(fnmatch(name, one) for name in names)] == []
+    partly = {name[2:] for name in OURS} & matters  # ours, and something of it is not modelled
+    assert [one for one in listed if "=" not in one and not any(fnmatch(name, one) for name in names | partly)] == []
     assert {row["group"] for row in rows} >= set(effects["nothing"]["groups"])
 
 
@@ -65,7 +66,7 @@ def test_what_matters_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--tp-comm-overlap --cuda-graph-impl local --optimizer dist_muon --num-distributed-optimizer-instances 1"
     assert main(["memory", *f"{LINE} {flags}".split()]) == 0
     [line] = capsys.readouterr().err.splitlines()
-    for words in ("--tp-comm-overlap: time up to", "--cuda-graph-impl: memory", "--optimizer dist_muon: state"):
+    for words in ("--tp-comm-overlap: time up to", "--cuda-graph-impl: memory", "--optimizer dist_muon: time"):
         assert words in line
     assert "instances" not in line
 

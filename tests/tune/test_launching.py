@@ -23,7 +23,8 @@ GB200 = named("GB200")
 FLAGS = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --global-batch-size 32 "
     "--bf16 --tokenizer-type NullTokenizer --vocab-size 1000 --untie-embeddings-and-output-weights "
-    "--pipeline-model-parallel-size 4 --hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope --disable-bias-linear"
+    "--pipeline-model-parallel-size 4 --hidden-dropout 0 --attention-dropout 0 "
+    "--position-embedding-type rope --disable-bias-linear"
 )
 MXFP8 = Quantized(RECIPES["mxfp8"], (True,) * 8)
 

@@ -318,7 +318,7 @@ class Shape:
         """The same with means over some layers alone, of all that differs from layer to layer."""
         own: dict[str, Any] = {}
         for name in ("experts", "quantized", "windows"):
-            kinds: Experts | Quantized | Windows | None = getattr(self, name)
+            kinds: Any = getattr(self, name)
             if count and kinds and len(set(kinds.layers)) > 1:
                 own[name] = replace(kinds, layers=kinds.layers[first : first + count])
         return replace(self, **own, ffn=own["experts"].mean_ffn if "experts" in own else self.ffn) if own else self
