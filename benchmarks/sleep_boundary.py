@@ -6,13 +6,16 @@ Layers sleep, as in sleep_stages.py; around them are megatron-core's own DDP, wi
 optimizer. Reductions and gathers sleep one after another on a lane of their own, each begun where DDP begins it; a step sleeps on
 the device, and every rank waits for the norm of all gradients. Megatron-LM's schedules train with its flags
 ``--overlap-grad-reduce`` and ``--overlap-param-gather``, whose defaults align both over pipeline ranks, and without aligning;
-ours by ``megatron.pipeline.install``.
+ours by ``megatron.pipeline.install``, with plans that count all of it. Measured is the time from one iteration's first pass on
+rank 0 to the next one's; the simulation and its bound have RS behind the last pass of a chunk, and DDP begins them within it.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -29,10 +32,16 @@ from megatron.core.transformer import TransformerConfig
 from sleeping import HIDDEN, MegatronStage, Sleeper, SleepingLayer, bind_to_core
 
 import megatron.pipeline
-from megatron.pipeline import patches
+from megatron.pipeline import patches, planning
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.model.adapter import GPT
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.optimum.period import period_bound
+from megatron.pipeline.schedule.transforms.boundary import Rules
+from megatron.pipeline.schedule.transforms.boundary import megatron as by_megatron
 
 LAYERS = 4  # of a chunk, and so its buckets
 STOCK = {
@@ -99,15 +108,35 @@ class Chunk(torch.nn.Module):
         return output.sum() if self._gives_loss else output
 
 
+def costs_of(options: Any, placement: Placement) -> Costs:
+    """Of sleeping passes, and of what is between iterations, in seconds."""
+    costs = uniform(placement, *(value / 1000 for value in options.milliseconds))
+    between = {name: getattr(options, name) / 1000 / placement.chunks for name in ("reduce", "step", "gather")}
+    return replace(costs, stages=tuple(replace(stage, **between) for stage in costs.stages))
+
+
 class Training:
     """Iterations of one schedule on this rank, with their steps."""
 
     def __init__(self, name: str, options: Any, sleeper: Sleeper) -> None:
         ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         chunks, aligned = STOCK.get(name, (0, True))
-        self._loop = loop = megatron.pipeline.install("stock" if chunks else name)
-        placement: Placement = interleaved(ranks, chunks) if chunks else loop.pipeline(ranks).placement
         self._microbatches = options.microbatches
+        if chunks:
+            self._loop = loop = megatron.pipeline.install("stock")
+            placement: Placement = interleaved(ranks, chunks)
+            plan = planning.Request(
+                name.split(",", maxsplit=1)[0], ranks, options.microbatches, costs_of(options, placement)
+            ).plan()
+            made, steady = by_megatron(plan.schedule, plan.problem, [Rules(align_grad_reduce=aligned)])
+            self.simulated, self.bound = steady.period, period_bound(made, plan.problem)
+        else:
+            placement = families.placement(name, ranks)
+            request = planning.Request(name, ranks, 1, costs_of(options, placement), objective=Objective.MAKESPAN)
+            self._loop = loop = megatron.pipeline.install(request)
+            plan = loop.pipeline(ranks).plans.plan(options.microbatches)
+            assert plan.period is not None, "the costs say what ranks do between iterations"
+            self.simulated, self.bound = plan.period, plan.period_bound
         self._sleeper = sleeper
         chunks = placement.chunks
         each = [value / 1000 / chunks / LAYERS for value in options.milliseconds]
@@ -225,11 +254,16 @@ def main() -> None:
     if torch.distributed.get_rank() == 0:
         seconds = {name: [statistics.median(periods) for periods in rounds] for name, rounds in found.items()}
         first = next(iter(seconds.values()))
-        rows = [
-            (name, f"{1000 * statistics.median(each):.1f}", f"{statistics.median(first) / statistics.median(each):.3f}")
-            for name, each in seconds.items()
-        ]
-        print_table("periods", ("schedule", "period ms", f"times {next(iter(seconds))}"), rows)
+        rows = []
+        for name, each in seconds.items():
+            measured, training = statistics.median(each), trainings[name]
+            ratios = (measured / training.simulated, measured / training.bound, statistics.median(first) / measured)
+            times = (measured, training.simulated)
+            rows.append((name, *(f"{1000 * time:.0f}" for time in times), *(f"{ratio:.3f}" for ratio in ratios)))
+        between = "/".join(f"{getattr(options, name):g}" for name in ("reduce", "step", "gather"))
+        title = f"{ranks} ranks, {options.microbatches} microbatches, RS/OPT/AG = {between} ms, load {os.getloadavg()[0]:.1f}"
+        heads = ("period ms", "simulated ms", "measured / simulated", "measured / bound", f"speed-up over {next(iter(seconds))}")
+        print_table(title, ("schedule", *heads), rows)
         save(options.save, "periods", seconds)
     torch.distributed.destroy_process_group()
 
