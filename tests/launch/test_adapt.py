@@ -29,7 +29,7 @@ def upstreams(flags: str) -> Namespace:
     parser.add_argument("--fp8-format", dest="fp8")
     parser.add_argument("--fp8-recipe", default="delayed")
     parser.add_argument("--cuda-graph-impl", default="none")
-    parser.add_argument("--cuda-graph-scope", nargs="+", default=[])
+    parser.add_argument("--cuda-graph-scope", nargs="+")
     Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1")).add_flags(parser)
     return parser.parse_args(["--pipeline-model-parallel-size", "4", "--num-layers", "16", *flags.split()])
 

@@ -166,7 +166,7 @@ def test_layouts(tmp_path: Path, flags: str) -> None:
         ("v-half --pipeline-memory-limit 12GiB", "needs --pipeline-costs with activations in bytes"),
         pytest.param(
             "zb-h1 --num-experts 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
-            "would reduce the experts' gradients over the wrong ranks; give --expert-tensor-parallel-size 2",
+            "would reduce the experts' gradients over the wrong ranks: give --expert-tensor-parallel-size 2",
             marks=reduces_experts_wrong,
         ),
         ("zb-h1 --config {tmp_path}/none.yaml", "none.yaml: No such file or directory"),

@@ -110,7 +110,7 @@ def test_ranks_that_share_a_sequence_sum_their_gradients() -> None:
         ("--rehearse --rehearse-replicas fake:0", 2, "--rehearse-replicas fake:0: fake, or fake:8"),
         ("--rehearse --rehearse-replicas fake", 4, "runs one rank for each of the 2 .*, and 4 were started: start 2, or leave"),
         ("--rehearse --rehearse-replicas fake --load runs/x", 2, "their share of the weights in runs/x, .* leave --load out"),
-        ("--rehearse --rehearse-replicas fake:2 --rehearse-park", 2, "does not go with 2 data-parallel replicas: leave one"),
+        ("--rehearse --rehearse-replicas fake:2 --rehearse-park", 2, "does not go with 2 data-parallel replicas: leave it out"),
         (
             "--rehearse --rehearse-replicas fake:3 --num-experts 4 --expert-model-parallel-size 2",
             2,

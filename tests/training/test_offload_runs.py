@@ -156,7 +156,7 @@ FAST = CopyCosts(1e-10, 1e-10)
         ),
         (
             "seq-1f1b --offload full --position-embedding-type rope",
-            "moves whole microbatches, and --pipeline-schedule seq-1f1b cuts",
+            "moves whole microbatches, and the schedule cuts them into 2 slices",
         ),
         (
             "zb-v --offload-profile",
@@ -166,7 +166,7 @@ FAST = CopyCosts(1e-10, 1e-10)
             "zb-v --offload-min-size 1KiB --offload-host-memory 1GiB",
             "--offload-host-memory and --offload-min-size: there is nothing",
         ),
-        ("zb-v --offload full --offload-profile --pipeline-costs FAST", "says it: give one of the two"),
+        ("zb-v --offload full --offload-profile --pipeline-costs FAST", "says it: leave one of the two out"),
         (
             "zb-v --offload full --pipeline-costs NONE",
             "NONE does not say what copies to host memory take, which --offload has to know",

@@ -34,7 +34,7 @@ LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
         ("--num-virtual-stages-per-pipeline-rank 2", "chunk"),
         ("--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-model"),
         ("--post-validation --pipeline-schedule stock", "--post-validation needs a schedule that says where a step must stand"),
-        ("--post-validation-when always", "--post-validation-when says how --post-validation works, which is not given"),
+        ("--post-validation-when always", "--post-validation-when always says how --post-validation works, which is not given"),
         ("--post-validation --post-validation-copy disk", "'disk'"),
     ],
 )

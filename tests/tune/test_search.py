@@ -183,7 +183,7 @@ def test_the_best_layout_is_finished_before_others_that_could_be_faster_at_best(
     assert least[place(whole.results[0].candidate)] > min(least.values())
     some = search.search(on, wanted=1, budget=460.0)
     assert some.left_out > 0 and some.work <= 460 < whole.work
-    assert some.results[0].candidate.changes == whole.results[0].candidate.changes
+    assert place(some.results[0].candidate) == place(whole.results[0].candidate)  # with post-validation or without
 
 
 @pytest.mark.usefixtures("here")

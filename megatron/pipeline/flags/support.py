@@ -124,7 +124,12 @@ FEATURES = (
         ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     ),
     Feature("sparse attention (dsa)", {"experimental_attention_variant": ("dsa",)}, _NO, _NO),
-    Feature("other attention variants", _on("experimental_attention_variant", "window_size", "no_rope_freq"), _NO, _WARNS),
+    Feature(
+        "other attention variants",
+        _on("experimental_attention_variant", "window_size", "window_attn_skip_freq", "no_rope_freq"),
+        _NO,
+        _WARNS,
+    ),
     Feature(
         "layers of different shapes",
         _on("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
@@ -150,7 +155,12 @@ FEATURES = (
     Feature(
         "weights gathered again", _on("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"), _NO, _NO
     ),
-    Feature("CUDA graphs", _on("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"), _NO, _NO),
+    Feature(
+        "CUDA graphs",
+        _on("cuda_graph_impl", "cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"),
+        _NO,
+        _NO,
+    ),
     Feature("recomputation, selective and full", _on("recompute_granularity"), _YES, _YES),
     Feature(
         "activations in host memory, by layer",
