@@ -116,8 +116,7 @@ class Call:
 
     def shapes(self, splits: int) -> dict[Flow, list[Any]]:
         """Shapes of the tensors of a message, for microbatches in that many slices; a gradient has the shapes of the activation
-        that this
-        rank sent."""
+        that this rank sent."""
         received = schedules.get_tensor_shapes(
             seq_length=self.seq_length // splits,
             micro_batch_size=self.micro_batch_size,
