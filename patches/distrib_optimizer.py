@@ -61,18 +61,22 @@ def _by_bucket(original: Any, optimizer: Any) -> bool:
     parts = [(group, part) for group in groups if (part := group.params & everything)]
     if not everything or sum(len(part) for _, part in parts) < len(everything):
         return bool(original(optimizer))
-    # Apex and Transformer Engine count the steps of all weights of a group at once.
-    counts = [deepcopy(group.get("step", 0)) for group in optimizer.optimizer.param_groups]
+    # Apex and Transformer Engine count the steps of all weights of a group at once; newer releases also where it has none.
+    inner = optimizer.optimizer.param_groups
+    before, after = [deepcopy(group.get("step", 0)) for group in inner], dict[int, Any]()
     for group, part in parts:
         if group.param_gather_handle is not None:  # no forward has taken these weights since the last step
             group.param_gather_handle.wait()
             group.param_gather_handle = None
         with _alone(optimizer, part):
-            for stepped, count in zip(optimizer.optimizer.param_groups, counts, strict=True):
-                if stepped["params"] and "step" in stepped:
+            for stepped, count in zip(inner, before, strict=True):
+                if "step" in stepped:
                     stepped["step"] = deepcopy(count)
             original(optimizer)
+            after |= {number: stepped["step"] for number, stepped in enumerate(inner) if stepped["params"] and "step" in stepped}
         group.start_param_sync()
+    for number, count in after.items():
+        inner[number]["step"] = count
     return True
 
 

@@ -61,7 +61,7 @@ def test_torchs_optimizer_is_loaded_before_its_first_step(pool: Pool, data: str,
         assert {steps for steps, _ in loaded} == {2.0}
 
 
-def stepped_by_bucket(flags: str) -> tuple[list[str], list[int], bool]:
+def stepped_by_bucket(flags: str, counts_empty: bool) -> tuple[list[str], list[int], bool]:
     """Two steps of two equal models, one bucket by bucket: what happened in the second, steps counted by groups, equality."""
     from megatron.pipeline import patches
 
@@ -84,7 +84,7 @@ def stepped_by_bucket(flags: str) -> tuple[list[str], list[int], bool]:
         def step(self) -> None:
             happened.append("step")
             for group in self.param_groups:
-                if group["params"]:
+                if group["params"] or counts_empty:
                     group["step"] = group["step"] + 1 if "step" in group else 1
                 for parameter in group["params"]:
                     parameter.sub_(1e-3 * group["step"] * parameter.grad)
@@ -125,12 +125,12 @@ def stepped_by_bucket(flags: str) -> tuple[list[str], list[int], bool]:
     return events, counts, equal
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16"])
-def test_each_bucket_is_gathered_behind_its_own_step(pool: Pool, data: str, flags: str) -> None:
-    """In the order of forwards, with the numbers of one step of all."""
+@pytest.mark.parametrize(("flags", "counts_empty"), [("", False), ("--bf16", True)])
+def test_each_bucket_is_gathered_behind_its_own_step(pool: Pool, data: str, flags: str, counts_empty: bool) -> None:
+    """In the order of forwards, with the numbers of one step of all; optimizers may count a group of no weights, too."""
     layout = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-distributed-optimizer"
     overlaps = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 10000"
-    for happened, counts, equal in pool.run(4, stepped_by_bucket, f"{data} {layout} {overlaps} {flags}"):
+    for happened, counts, equal in pool.run(4, stepped_by_bucket, f"{data} {layout} {overlaps} {flags}", counts_empty):
         buckets = (len(happened) - 2) // 2  # both steps of the other model come last
         assert buckets > 2
         assert happened[:-2] == [event for bucket in range(buckets) for event in ("step", f"gather {bucket}")]

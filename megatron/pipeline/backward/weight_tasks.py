@@ -97,7 +97,7 @@ def submit(task: WeightTask, fused: bool = False, row: bool = False, reduces: bo
 
     What waits for a collective runs, the oldest first, if the task's linear ``reduces``.
     """
-    waiting = _waiting(fused, row, reduces)
+    waiting = _waiting(fused, row, reduces) if _shields is not None or fused else _deferred
     if waiting is None:
         task.run()
     else:

@@ -140,6 +140,13 @@ class _Marking:
         return [parameter for parameter in self._delayed if parameter.requires_grad and parameter.dim() > 1]
 
     @cached_property
+    def stand_ins(self) -> list[tuple[Any, torch.Tensor]]:
+        """The weights, each with what its ``grad`` is once ``main_grad`` has it: see ``mark_accumulated``."""
+        for weight in self.weights:
+            mark_accumulated(weight)
+        return [(weight, weight.grad) for weight in self.weights if weight.grad is not None]
+
+    @cached_property
     def biases(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._delayed if parameter.requires_grad and parameter.dim() == 1]
 
@@ -176,8 +183,8 @@ class DelayedGradient:
         self._module = module
         self._tensors, self._product = module.kept.get_nowait()
         self._part: sequence.Part | None = None
-        cut = module.gathered if weight_tasks.is_deferred(fused, module.row) else None
-        if cut is not None and type(whole := self._tensors[cut]) is torch.Tensor:
+        cut = module.gathered
+        if cut is not None and weight_tasks.is_deferred(fused, module.row) and type(whole := self._tensors[cut]) is torch.Tensor:
             self._part = sequence.Part.of(whole, module.group)
             self._tensors[cut] = self._part.kept
         self._bias_gradients = [_taken(bias) for bias in module.biases] if module.biases else ()
@@ -207,8 +214,8 @@ class DelayedGradient:
         if self._part is not None:
             self._tensors[module.gathered] = self._part.whole()
         made = self._product(*self._tensors)[1]
-        for weight in module.weights:
-            mark_accumulated(weight)
+        for weight, stand_in in module.stand_ins:
+            weight.grad, weight.grad_added_to_main_grad = stand_in, True
         if module.biases:  # of one linear, or of each expert's
             gradients = made if isinstance(made, (list, tuple)) else [made]
             for bias, own, gradient in zip(module.biases, self._bias_gradients, gradients, strict=True):
