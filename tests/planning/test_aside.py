@@ -109,7 +109,7 @@ def test_a_process_that_is_killed_or_stopped_says_so_and_is_replaced(number: sig
     process._patience = patience
     process._process.send_signal(number)
     with pytest.raises(
-        ChildProcessError, match="the process that plans has ended with code -9, .*; the next batch starts another"
+        ChildProcessError, match=r"the process that plans has ended with code -9, .*; the next batch starts another"
     ):
         process.plan(request, Posting.SINGLE, False).result(timeout=60)
     process._patience = 100

@@ -145,8 +145,8 @@ class PlanningProcess:
             with suppress(OSError):  # of what could not be sent
                 sent.close()
             raise ChildProcessError(
-                f"the process that plans has ended with code {code}, or took more than {self._patience:g} s and was ended; the next "
-                "batch starts another"
+                f"the process that plans has ended with code {code}, or took more than {self._patience:g} s and was ended; the "
+                "next batch starts another"
             ) from error
         finally:
             limit.cancel()

@@ -25,8 +25,8 @@ class Extent(NamedTuple):
         extent = cls(sum(whole), sum(length**2 for length in whole))
         if len(whole) < len(given) or min(whole, default=0) < 1 or extent.squares >= 2**63:
             raise ValueError(
-                f"{name} has sequences of {given} tokens: give whole numbers of at least 1, one or more, the squares of which sum to "
-                "less than 2^63"
+                f"{name} has sequences of {given} tokens: give whole numbers of at least 1, one or more, the squares of which "
+                "sum to less than 2^63"
             )
         return extent
 
