@@ -56,7 +56,8 @@ def install() -> None:
 
 def _by_bucket(original: Any, optimizer: Any) -> bool:
     """Upstream's step of one group of buckets after another, each gathered behind it."""
-    everything = set() if _steps_at_once(optimizer) else optimizer.model_param_gbuf_map.keys()
+    buffers = [] if _steps_at_once(optimizer) else optimizer.buffers
+    everything = {parameter for buffer in buffers for parameter in buffer.param_index_map}
     groups = [group for chunk in optimizer.model_chunks for group in gathered(chunk)] if everything else []
     parts = [(group, part) for group in groups if (part := group.params & everything)]
     if not everything or sum(len(part) for _, part in parts) < len(everything):
@@ -68,7 +69,7 @@ def _by_bucket(original: Any, optimizer: Any) -> bool:
         if group.param_gather_handle is not None:  # no forward has taken these weights since the last step
             group.param_gather_handle.wait()
             group.param_gather_handle = None
-        with _alone(optimizer, part):
+        with _alone(optimizer, part):  # of which this rank may have no shard; all replicas gather
             for stepped, count in zip(inner, before, strict=True):
                 if "step" in stepped:
                     stepped["step"] = deepcopy(count)

@@ -185,6 +185,17 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
     [
         ([], "required: plan|simulate|verify|certify|draw|compare|check|export|memory"),
         (["tell"], "unknown command 'tell'; commands are plan, simulate, verify, certify, draw, compare, check, export"),
+        ([*PLAN, "--replicas", "8"], "--replicas 8 needs the bytes of a rank's gradients: give --grad-bytes, such as 4GiB"),
+        ([*PLAN, "--param-bytes", "1GB"], "--param-bytes is of data-parallel replicas: give --replicas, or leave it out"),
+        (
+            [*PLAN, "--cost", "F=1,RS=1", "--replicas", "8", "--grad-bytes", "4GB"],
+            "--cost RS=.. and --replicas 8 say the same: leave out one of them",
+        ),
+        (
+            [*PLAN, "--cost", "F=1,norm=1"],
+            "--cost norm=.. is of what ranks do between iterations: give RS, OPT or AG too, or leave it out",
+        ),
+        ([*PLAN, "--cost", "latency=1"], "--cost latency=.. is of what ranks do between iterations: give RS, OPT or AG too"),
         (["plam"], "unknown command 'plam'; did you mean plan? (see mpipe --help)"),
         (["-o", "simulate", "plan"], "a command comes before its flags: mpipe COMMAND -o ...; commands are plan, simulate"),
         (["plan", "--schedul", "zb-h1", *PLAN[3:]], "unknown flag --schedul; did you mean --schedule? (see mpipe plan --help)"),

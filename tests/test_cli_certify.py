@@ -154,3 +154,8 @@ def test_a_wrong_file_is_one_line_with_the_place(
     path = tmp_path / name
     path.write_text(text)
     assert says in refusal(capsys, str(path))
+
+
+def test_a_wrong_boundary_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, planned: str) -> None:
+    (path := tmp_path / "wrong.json").write_text(json.dumps(json.loads(Path(planned).read_text()) | {"boundary": [[]] * 4}))
+    assert "wrong.json: rank 0: RS0.0 is missing in the boundary; add it" in refusal(capsys, str(path))

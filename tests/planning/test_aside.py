@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +98,50 @@ def test_a_request_of_functions_can_be_read_by_another_process() -> None:
     answer = PlanningProcess().plan(PlanCache(request).of_batch(loads), Posting.SINGLE, True).result(timeout=120)
     planned = PlannedBatch.unpacked(answer).planned
     assert planned.schedule.reruns and planned.problem.costs.stages[3].weight == 0.5
+
+
+@pytest.mark.parametrize(("number", "patience"), [(signal.SIGKILL, 100), (signal.SIGSTOP, 1)])
+def test_a_process_that_is_killed_or_stopped_says_so_and_is_replaced(number: signal.Signals, patience: float) -> None:
+    loads, *_ = batches(1, seed=3)
+    request, process = cache("zb-v").of_batch(loads), PlanningProcess()
+    first = process.plan(request, Posting.SINGLE, False).result(timeout=120)
+    assert process._process is not None
+    process._patience = patience
+    process._process.send_signal(number)
+    with pytest.raises(
+        ChildProcessError, match=r"the process that plans has ended with code -9, .*; the next batch starts another"
+    ):
+        process.plan(request, Posting.SINGLE, False).result(timeout=60)
+    process._patience = 100
+    again = process.plan(request, Posting.SINGLE, False).result(timeout=120)
+    assert PlannedBatch.unpacked(again).planned.schedule == PlannedBatch.unpacked(first).planned.schedule
+
+
+@pytest.mark.parametrize("ends", ["", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_nothing_stays_behind_and_nothing_is_waited_for(ends: str, stopped: bool) -> None:
+    """A rank that ends while its process plans, or is stopped."""
+    program = f"""
+import os, signal, time
+from megatron.pipeline.planning import Request, loads_of
+from megatron.pipeline.planning.aside import PlanningProcess
+from megatron.pipeline.planning.plan_cache import PlanCache
+from megatron.pipeline.schedule.lower.posting import Posting
+process, loads = PlanningProcess(), loads_of([[number % 7 + 1] for number in range(8)])
+request = PlanCache(Request("zb-auto", 4, 1)).of_batch(loads)
+process.plan(request, Posting.SINGLE, False).result(timeout=100)
+if {stopped}:
+    process._process.send_signal(signal.SIGSTOP)
+process.plan(request, Posting.SINGLE, False)
+print(process._process.pid, flush=True)
+time.sleep(0.5)
+{ends}
+"""
+    ran = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=100, check=False, text=True)
+    child = Path("/proc") / ran.stdout.strip() / "stat"
+    for _ in range(100):
+        if not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z":  # for the one that adopts it to reap
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"process {ran.stdout.strip()} is still there")

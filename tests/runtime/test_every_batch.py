@@ -126,6 +126,30 @@ def test_an_iterator_is_read_one_further_for_each_that_is_taken() -> None:
     assert list(ahead) == [2, 3, 4, 5, 6] and not ahead.sizes(4) and not ahead.holds
 
 
+@pytest.mark.parametrize("lengths", [[7, -3], [0], [], None, [2**40]])
+def test_lengths_that_are_none_end_all_ranks(pool: Pool, lengths: Any) -> None:
+    first, *others = pool.run(4, batches.wrong_lengths, lengths, timeout=100)
+    assert first.startswith("a batch cannot be planned for its lengths: ")
+    assert lengths is None or f"a microbatch has sequences of {lengths} tokens: give whole numbers of at least 1" in first
+    assert others == ["the lengths of a batch cannot be read on another rank, whose error says why"] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"order": "anything"}, "EveryBatch(order='anything'): give 'given' or 'any'"),
+        ({"attention": 2}, "EveryBatch(attention=2): give a share from 0 to 1"),
+        ({"attention": float("nan")}, "EveryBatch(attention=nan): give a share from 0 to 1"),
+        ({"tokens": 0}, "EveryBatch(tokens=0): give a number above 0, or None"),
+        ({"tokens": float("inf")}, "EveryBatch(tokens=inf): give a number above 0, or None"),
+        ({"interval": 0}, "EveryBatch(interval=0): give iterations, at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        EveryBatch(**options)
+
+
 def test_lengths_that_nobody_asked_for_are_refused(pool: Pool) -> None:
     [message] = pool.run(1, batches.announces_in_vain)
     assert "install(..., every_batch=EveryBatch(...))" in message

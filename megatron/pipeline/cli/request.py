@@ -41,6 +41,7 @@ def requested(options: Namespace) -> Request:
     loads = _loads(given)
     if offload is None:
         _check_no_copies(options)
+    _check_boundary(options, costs)
     if options.balance and options.costs and len(options.costs.stages) < 3:
         raise ValueError(
             f"--balance needs --costs of 3 stages or more, to know what the ends of the model take; these are of "
@@ -123,6 +124,9 @@ def _boundary(options: Namespace) -> Numbers | None:
             if given.get(flag) is not None:
                 raise ValueError(f"--{flag.replace('_', '-')} is of data-parallel replicas: give --replicas, or leave it out")
         return None
+    for name in ("RS", "AG"):
+        if name in (given["cost"] or {}):
+            raise ValueError(f"--cost {name}=.. and --replicas {replicas} say the same: leave out one of them")
     if gradients is None:
         raise ValueError(f"--replicas {replicas} needs the bytes of a rank's gradients: give --grad-bytes, such as 4GiB")
     if speed is not None and not 0 < speed < float("inf"):
@@ -148,6 +152,14 @@ def _check_no_copies(options: Namespace) -> None:
     if named or options.copy:
         flag = f"--cost {named[0]}=.." if named else "--copy"
         raise ValueError(f"{flag} is of copies to host memory: give --offload selective or full, or leave it out")
+
+
+def _check_boundary(options: Namespace, costs: CostFlags) -> None:
+    """Refuse costs between iterations where nothing is reduced, stepped or gathered there."""
+    given = {**(options.cost or {}), **(costs.boundary or {})}
+    named = [name for name in ("latency", "norm") if name in given]
+    if named and options.costs is None and not given.keys() & {"RS", "OPT", "AG"}:
+        raise ValueError(f"--cost {named[0]}=.. is of what ranks do between iterations: give RS, OPT or AG too, or leave it out")
 
 
 def _vocabulary(options: Namespace) -> Vocabulary | None:

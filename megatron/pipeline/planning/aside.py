@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from queue import SimpleQueue
 from typing import Any
 
 from megatron.pipeline.planning.every_batch import ordered, without_loads
@@ -21,6 +26,7 @@ from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.time.simulate import simulate
 
+_PR_SET_PDEATHSIG = 1  # of prctl(2): a signal when the thread that has started this process ends
 _NICER = 10  # than the training, whose own threads go first where there are too few cores
 
 
@@ -80,26 +86,70 @@ def _equal(pickled: bytes) -> Schedule:
 
 
 class PlanningProcess:
-    """Plans batches one after the other, in a process that starts with the first and ends with this one."""
+    """Plans batches one after the other, in a process that starts with the first and ends with this one.
 
-    def __init__(self) -> None:
-        self._asking = ThreadPoolExecutor(1, "planning of batches")
+    Args:
+        patience: seconds that a plan may take; then the process counts as stopped, and is ended. The next plan starts another.
+    """
+
+    def __init__(self, patience: float = 120) -> None:
+        self._patience = patience
+        self._asked: SimpleQueue[tuple[Future[bytes], Any]] = SimpleQueue()
+        self._asking: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def plan(self, request: Request, posting: Posting, any_order: bool) -> Future[bytes]:
-        """Start ``plan_batch``, whose answer comes packed; one that has not begun may be cancelled."""
-        return self._asking.submit(self._ask, request, posting, any_order)
+        """Start ``plan_batch``, whose answer comes packed; one that has not begun may be cancelled.
 
-    def _ask(self, *asked: Any) -> bytes:
-        if self._process is None or self._process.poll() is not None:
+        In the future are a ``ValueError`` of ``plan_batch``, and a ``ChildProcessError`` where the process has ended.
+        """
+        if self._asking is None:  # a daemon, as an executor's thread would keep this process waiting for its last plan
+            self._asking = threading.Thread(target=self._ask_all, name="planning of batches", daemon=True)
+            self._asking.start()
+            atexit.register(self._end)
+        plan: Future[bytes] = Future()
+        self._asked.put((plan, (request, posting, any_order)))
+        return plan
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask_all(self) -> None:
+        while True:
+            plan, asked = self._asked.get()
+            if plan.set_running_or_notify_cancel():
+                try:
+                    plan.set_result(self._ask(pickle.dumps(asked)))
+                except Exception as error:  # the training goes on, and says so
+                    plan.set_exception(error)
+
+    def _ask(self, asked: bytes) -> bytes:
+        if self._process is None:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             command = [sys.executable, "-c", f"from {__name__} import main; main()"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         sent, received = self._process.stdin, self._process.stdout
         assert sent is not None and received is not None, "both are pipes"
-        pickle.dump(asked, sent)
-        sent.flush()
-        answer: bytes | ValueError = pickle.load(received)
+        limit = threading.Timer(self._patience, self._process.kill)
+        limit.daemon = True
+        limit.start()
+        try:
+            sent.write(asked)
+            sent.flush()
+            answer: bytes | ValueError = pickle.load(received)
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            self._end()
+            code, self._process = self._process.returncode, None
+            with suppress(OSError):  # of what could not be sent
+                sent.close()
+            raise ChildProcessError(
+                f"the process that plans has ended with code {code}, or took more than {self._patience:g} s and was ended; the "
+                "next batch starts another"
+            ) from error
+        finally:
+            limit.cancel()
         if isinstance(answer, ValueError):
             raise answer
         return answer
@@ -115,6 +165,8 @@ def _answer(asked: Any) -> bytes | ValueError:
 def main() -> None:
     """Answer requests until the process that asks has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":  # a process that is stopped sees no end of its input
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if hasattr(os, "sched_setscheduler"):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # where the training is in real time
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # and bound to a core

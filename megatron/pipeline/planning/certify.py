@@ -11,6 +11,7 @@ from megatron.pipeline.schedule.certify.torch_comms import from_comms_csv, has_m
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.traffic import Traffic, late, of_programs
+from megatron.pipeline.schedule.rules.boundary import verify_boundary
 from megatron.pipeline.schedule.rules.verify import dependencies_can_be_met, verify_passes
 
 
@@ -40,6 +41,7 @@ def _read(path: str, text: str, flags: CostFlags) -> TrafficSource:
         return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages as the file has them")
     schedule, file = schedule_of(path, without_weights(text) if is_csv(path) else text)
     verify_passes(schedule, forward_only=all(kind.is_forward for row in schedule.rows for kind in row.kinds))
+    verify_boundary(schedule)
     costs = costs_of(flags, schedule.placement, file, copies=schedule.has_copies)
     costs = with_shards(costs, schedule.vocabulary, schedule.ranks)
     try:

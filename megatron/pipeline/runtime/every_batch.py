@@ -72,6 +72,9 @@ class EveryBatch:
         lengths_of: from an item of the data iterator, which is a microbatch, to the lengths of its sequences.
         interval: iterations from one line in the log to the next.
         say: writes it, on the last rank of the world.
+
+    Raises:
+        ValueError: a number is out of range, or there is no such order.
     """
 
     attention: float = 0.0
@@ -81,13 +84,25 @@ class EveryBatch:
     interval: int = 100
     say: Callable[[str], object] = _LOG.info
 
+    def __post_init__(self) -> None:
+        allowed = {
+            "attention": (0 <= self.attention <= 1, "a share from 0 to 1"),
+            "tokens": (self.tokens is None or 0 < self.tokens < float("inf"), "a number above 0, or None"),
+            "order": (self.order in ("given", "any"), "'given' or 'any'"),
+            "interval": (self.interval >= 1, "iterations, at least 1"),
+        }
+        for name, (fits, values) in allowed.items():
+            if not fits:
+                raise ValueError(f"EveryBatch({name}={getattr(self, name)!r}): give {values}")
+
 
 class ReadAhead:
     """An iterator that knows the sizes of items that have yet to be read; who reads one has one more read ahead."""
 
     def __init__(self, items: Iterator[Any], size: Callable[[Any], Extent]) -> None:
         self._items, self._size = items, size
-        self._read: deque[tuple[Any, Extent]] = deque()
+        self._read: deque[Any] = deque()
+        self._sizes: deque[Extent] = deque()  # of the first of these
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -95,14 +110,21 @@ class ReadAhead:
     def __next__(self) -> Any:
         if not self._read:
             return next(self._items)
-        item, _ = self._read.popleft()
+        item = self._read.popleft()
+        if self._sizes:
+            self._sizes.popleft()
         self._fill(len(self._read) + 1)
         return item
 
     def sizes(self, count: int) -> tuple[Extent, ...]:
-        """Sizes of the next items; fewer where the iterator ends."""
+        """Sizes of the next items; fewer where the iterator ends. All that is wrong with a size is raised here."""
         self._fill(count)
-        return tuple(size for _, size in islice(self._read, count))
+        for item in islice(self._read, len(self._sizes), count):
+            try:
+                self._sizes.append(self._size(item))
+            except Exception as error:
+                raise ValueError(f"a batch cannot be planned for its lengths: {type(error).__name__}: {error}") from error
+        return tuple(islice(self._sizes, count))
 
     @property
     def holds(self) -> bool:
@@ -112,8 +134,7 @@ class ReadAhead:
     def _fill(self, count: int) -> None:
         with suppress(StopIteration):  # upstream's have no __iter__
             while len(self._read) < count:
-                item = next(self._items)
-                self._read.append((item, self._size(item)))
+                self._read.append(next(self._items))
 
 
 class _Pending(NamedTuple):
@@ -145,6 +166,7 @@ class BatchPlans:
         self._group: Any = None
         self.counts: Counter[str] = Counter()
         self._gains: list[float] = []
+        self._warned: set[type[BaseException]] = set()
 
     def announce(self, lengths: Sequence[Sequence[int]]) -> None:
         """Plan for a batch, of a loop that makes an iterator for every batch. It announces each batch, in their order, and before
@@ -167,6 +189,9 @@ class BatchPlans:
         Returns:
             The call, with iterators that may have been read ahead; and the plan of its batch, the same on all these ranks. None
             where not all have it, and for forwards alone.
+
+        Raises:
+            ValueError: on all these ranks, where one cannot read lengths.
         """
         reader = None if call.forward_only or self._announced else self._reader(call)
         if self._readers:
@@ -177,10 +202,14 @@ class BatchPlans:
             self._ranks = _in_one_order(call)
             self._group = new_group(self._ranks if len(self._ranks) > 1 else (), backend="gloo")
         count = call.num_microbatches
-        sizes = reader.sizes(2 * count) if reader else ()
+        failed: Exception | None = None
+        try:
+            sizes = reader.sizes(2 * count) if reader else ()
+        except Exception as error:  # the other ranks are to end with this one
+            sizes, failed = (), error
         following = sizes[count:] if len(sizes) == 2 * count else ()
         pending = self._due(count)
-        why, message = _state(pending)
+        why, message = ("failed", b"") if failed else _state(pending)
         # MAX also joins the lengths of replicas.
         parts = [sizes[:count], following, pending.sizes if pending else ()]
         shared = torch.tensor([_STATES.index(why), len(message), *(number for part in parts for number in _numbers(part, count))])
@@ -189,10 +218,12 @@ class BatchPlans:
         state, length, *numbers = shared.tolist()
         now, following, planned = (_sizes(numbers[2 * count * part :][: 2 * count]) for part in range(3))
         why = _STATES[state]
+        if why == "failed":
+            raise failed or ValueError("the lengths of a batch cannot be read on another rank, whose error says why")
         if why == "planned" and now and now != planned:
             why = "late"
         batch = PlannedBatch.unpacked(self._sent(message, length)) if why == "planned" else None
-        self._count(why, batch, pending)
+        self._count(why, batch)
         if following and self._plans_here:
             self._start(following)
         return call, batch.planned if batch else None
@@ -247,12 +278,17 @@ class BatchPlans:
         tokens = self._settings.tokens or sum(size.tokens for size in sizes) / len(sizes)
         request = self._plans.of_batch([size.load(tokens, self._settings.attention) for size in sizes])
         plan = self._process.plan(request, self._posting, self._settings.order == "any")
+        plan.add_done_callback(self._warn)
         self._pending.append(_Pending(tuple(sizes), plan))
 
-    def _count(self, why: str, batch: PlannedBatch | None, pending: _Pending | None) -> None:
-        if why == "without" and pending and not self.counts[why]:
-            error = pending.plan.exception()
+    def _warn(self, plan: Future[bytes]) -> None:
+        """Say once of every kind of error that there is no plan, which may be after its batch."""
+        error = None if plan.cancelled() else plan.exception()
+        if error and type(error) not in self._warned:
+            self._warned.add(type(error))
             _LOG.warning("a batch is not planned, and runs in the order for equal microbatches: %s", error)
+
+    def _count(self, why: str, batch: PlannedBatch | None) -> None:
         if batch:
             self._gains.append(1 - batch.planned.value / batch.of_equal if batch.of_equal else 0.0)
         self.counts[why] += 1
@@ -269,7 +305,7 @@ class BatchPlans:
         )
 
 
-_STATES = ("unknown", "late", "without", "planned")  # of a batch that begins
+_STATES = ("unknown", "late", "without", "planned", "failed")  # of a batch that begins
 
 
 def _state(pending: _Pending | None) -> tuple[str, bytes]:

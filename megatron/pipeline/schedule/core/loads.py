@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import NamedTuple
 
 
@@ -13,10 +14,21 @@ class Extent(NamedTuple):
     squares: int
 
     @classmethod
-    def of(cls, sequences: Iterable[int]) -> Extent:
-        """Args: sequences: their lengths in tokens."""
-        lengths = list(sequences)
-        return cls(sum(lengths), sum(length**2 for length in lengths))
+    def of(cls, sequences: Iterable[int], name: str = "a microbatch") -> Extent:
+        """Args: sequences: their lengths in tokens.
+
+        Raises:
+            ValueError: there is none, a length is not a whole number of at least 1, or a sum has more than 64 bits.
+        """
+        given = list(sequences)
+        whole = [index(length) for length in given if hasattr(length, "__index__") and not isinstance(length, bool)]
+        extent = cls(sum(whole), sum(length**2 for length in whole))
+        if len(whole) < len(given) or min(whole, default=0) < 1 or extent.squares >= 2**63:
+            raise ValueError(
+                f"{name} has sequences of {given} tokens: give whole numbers of at least 1, one or more, the squares of which "
+                "sum to less than 2^63"
+            )
+        return extent
 
     def load(self, tokens: float, attention: float = 0.0) -> Load:
         """See ``load_of``."""
@@ -67,18 +79,14 @@ def loads_of(microbatches: Sequence[Sequence[int]], tokens: float | None = None,
     Raises:
         ValueError: there is no microbatch, a length is not a whole number of at least 1, or a number is out of range.
     """
-    for number, sequences in enumerate(microbatches):
-        if not sequences or not all(type(length) is int and length >= 1 for length in sequences):
-            raise ValueError(
-                f"microbatch {number} has sequences of {list(sequences)} tokens: give whole numbers of at least 1, one or more"
-            )
-    if not microbatches:
+    extents = [Extent.of(sequences, f"microbatch {number}") for number, sequences in enumerate(microbatches)]
+    if not extents:
         raise ValueError("no microbatch: give the lengths of the sequences of each")
     if tokens is None:
-        tokens = sum(map(sum, microbatches)) / len(microbatches)
+        tokens = sum(extent.tokens for extent in extents) / len(extents)
     if not (0 < tokens < float("inf") and 0 <= attention <= 1):
         raise ValueError(
             f"costs of a microbatch of {tokens:g} tokens with a share of {attention:g} for attention: give tokens above 0, "
             "and a share from 0 to 1"
         )
-    return tuple(load_of(sequences, tokens, attention) for sequences in microbatches)
+    return tuple(extent.load(tokens, attention) for extent in extents)

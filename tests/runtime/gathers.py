@@ -1,0 +1,80 @@
+"""What tests/runtime/test_gathers.py runs: an own loop of two replicas that gathers weights during forwards, or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from example_runs import example
+
+
+def train(schedule: str, overlap: bool, trains: str, bucket: int, clip: float) -> tuple[list[Any], list[torch.Tensor], int]:
+    """Losses, norms and saved weights on the way; the weights at the end; and how many gathers have begun with steps.
+
+    The loop evaluates, skips a step, saves, and has a learning rate for each group of parameters.
+
+    Args:
+        trains: part of the names of weights that are not frozen; "first" for none in a rank's last chunk, "ranks" for none on
+            the first pipeline rank.
+        bucket: size, in weights.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron.pipeline import install
+
+    own = example("own_training_loop")
+    chunks = install(schedule).pipeline(2).placement.chunks
+    parallel_state.initialize_model_parallel(1, 2, chunks if chunks > 1 else None)
+    own.tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    models = own.build(share_embeddings_and_output_weights=False)
+    for number, model in enumerate(models):
+        for name, weight in model.named_parameters():
+            frozen = {
+                "": False,
+                "first": number == chunks - 1 and chunks > 1,
+                "ranks": parallel_state.get_pipeline_model_parallel_rank() == 0,
+            }
+            weight.requires_grad_(not frozen.get(trains, trains not in name))
+    distributed = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": overlap}
+    wrapped = own.wrap(models, **distributed, bucket_size=bucket)
+    settings = {"use_distributed_optimizer": True, "overlap_param_gather": overlap, "weight_decay": 0.1, "clip_grad": clip}
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, **settings), wrapped)
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = 1e-2 / (1 + 2 * number)
+    seen: list[Any] = []
+    early = 0
+
+    def call(seed: int, forward_only: bool = False) -> None:
+        data = own.batches(4, seed=2 * seed + parallel_state.get_data_parallel_rank())
+        reports = get_forward_backward_func()(
+            forward_step_func=own.forward_step,
+            data_iterator=[iter(data) for _ in wrapped],
+            model=wrapped,
+            num_microbatches=len(data),
+            seq_length=own.LENGTH,
+            micro_batch_size=own.BATCH,
+            forward_only=forward_only,
+        )
+        seen.append([float(one.mean()) for one in reports])
+
+    for iteration in range(7):
+        optimizer.zero_grad()
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        call(iteration)
+        if iteration != 2:
+            seen.append(float(optimizer.step()[1]))
+            early += sum(group.param_gather_handle is not None for chunk in wrapped for group in chunk.bucket_groups)
+        if iteration in (1, 2, 5):
+            call(100 + iteration, forward_only=True)
+        if iteration in (3, 5):
+            for chunk in wrapped:
+                chunk.start_param_sync(force_sync=True)
+            seen.append(
+                [float(weight.double().sum()) for model in models for weight in model.state_dict().values() if weight is not None]
+            )
+    for chunk in wrapped:
+        chunk.start_param_sync(force_sync=True)
+    return seen, [weight.detach().clone() for model in models for weight in model.parameters()], early
