@@ -101,19 +101,7 @@ class Megatron:
 
     def stages(self, placement: Placement, costs: Costs) -> list[MegatronStage]:
         """This rank's chunks."""
-        chunks = placement.chunks
-        config = TransformerConfig(
-            num_layers=self.ranks * chunks,
-            hidden_size=HIDDEN,
-            num_attention_heads=1,
-            pipeline_model_parallel_size=self.ranks,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            pipeline_dtype=torch.float32,
-            batch_p2p_comm=chunks == 1,
-            overlap_p2p_comm=chunks > 1,  # as Megatron-LM does unless told otherwise
-            batch_p2p_sync=False,
-            deallocate_pipeline_outputs=True,
-        )
+        chunks, config = placement.chunks, configuration(placement)
         return [
             MegatronStage(
                 config, self._sleeper, costs.stages[stage], chunk if chunks > 1 else None, stage == placement.last_stage
@@ -125,7 +113,7 @@ class Megatron:
         """Args: data: an iterator of microbatches for each chunk; equal ones without."""
         schedules.forward_step, schedules.backward_step = map(self._sleeper.step, STEPS)
         forward_backward(
-            forward_step_func=_forward_step,
+            forward_step_func=forward_step,
             data_iterator=list(data) or [None] * len(model),
             model=model,
             num_microbatches=self.microbatches,
@@ -143,6 +131,23 @@ class Megatron:
         return ", ".join(shared)
 
 
+def configuration(placement: Placement) -> TransformerConfig:
+    """The configuration of a model of sleeping stages."""
+    chunks = placement.chunks
+    return TransformerConfig(
+        num_layers=placement.ranks * chunks,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=placement.ranks,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=chunks == 1,
+        overlap_p2p_comm=chunks > 1,  # as Megatron-LM does unless told otherwise
+        batch_p2p_sync=False,
+        deallocate_pipeline_outputs=True,
+    )
+
+
 class Microbatch(NamedTuple):
     """The lengths of its sequences, and what they are to its passes."""
 
@@ -150,7 +155,7 @@ class Microbatch(NamedTuple):
     load: Load
 
 
-def _forward_step(data: Iterator[Microbatch] | None, stage: Any) -> tuple[Any, Callable[[torch.Tensor], Any]]:
+def forward_step(data: Iterator[Microbatch] | None, stage: Any) -> tuple[Any, Callable[[torch.Tensor], Any]]:
     """What megatron-core and we call for a forward, on a microbatch of one token."""
     if data is not None:
         stage.load = next(data).load

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from common import add_flags, command_line, in_rounds, print_table, save
-from contenders import STEPS, _forward_step
+from contenders import STEPS, configuration, forward_step
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
@@ -140,18 +140,7 @@ class Training:
         self._sleeper = sleeper
         chunks = placement.chunks
         each = [value / 1000 / chunks / LAYERS for value in options.milliseconds]
-        config = TransformerConfig(
-            num_layers=ranks * chunks,
-            hidden_size=HIDDEN,
-            num_attention_heads=1,
-            pipeline_model_parallel_size=ranks,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            pipeline_dtype=torch.float32,
-            batch_p2p_comm=chunks == 1,
-            overlap_p2p_comm=chunks > 1,
-            batch_p2p_sync=False,
-            deallocate_pipeline_outputs=True,
-        )
+        config = configuration(placement)
         self.model = []
         for chunk, stage in enumerate(placement.stages[rank]):
             layers = [SleepingLayer(sleeper, *each) for _ in range(LAYERS)]
@@ -210,7 +199,7 @@ class Training:
             self._optimizer.zero_grad()
             firsts.append(len(self._sleeper.passes))
             self._forward_backward(
-                forward_step_func=_forward_step,
+                forward_step_func=forward_step,
                 data_iterator=[None] * len(self.model) if len(self.model) > 1 else None,
                 model=self.model if len(self.model) > 1 else self.model[0],
                 num_microbatches=self._microbatches,

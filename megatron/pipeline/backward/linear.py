@@ -96,8 +96,13 @@ def gradient_of(weight: torch.nn.Parameter) -> torch.Tensor:
 
 def mark_accumulated(weight: torch.nn.Parameter) -> None:
     """Say that ``main_grad`` has the gradient. DDP's hook wants to see one; this has one element of storage and is not added."""
-    weight.grad = _stand_in(weight.dtype, weight.device, weight.shape)
+    weight.grad = stand_in(weight)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+def stand_in(weight: torch.nn.Parameter) -> torch.Tensor:
+    """The ``grad`` of a weight whose ``main_grad`` has its gradient."""
+    return _stand_in(weight.dtype, weight.device, weight.shape)
 
 
 @cache  # a kernel less for every linear and microbatch; not of the weight, which may be quantized: of that nothing expands

@@ -41,19 +41,14 @@ def replica_seconds(args: Namespace, links: Links, count: Parameters, forward: f
     if copies == 1:
         return 0.0
 
-    def gathered(size: float) -> float:
-        """Seconds until all ranks with the same parameters have ``size`` bytes of each."""
-        of_experts = links.expert_data.all_gather(size * count.expert, expert_copies(args)) if count.expert else 0.0
-        return links.data.all_gather(size * count.dense, copies) + of_experts
-
-    once = gathered(gradient_bytes(args))
+    once = _gathered(args, links, count, gradient_bytes(args))
     if not args.use_distributed_optimizer:
         once *= 2
     bucket = once * min(1.0, BUCKET / count.total)
     reduce = max(bucket, once - links.hides(once, backward)) if args.overlap_grad_reduce else once
     if not args.use_distributed_optimizer:
         return reduce
-    gather = gathered(gathered_bytes(args, count))
+    gather = _gathered(args, links, count, gathered_bytes(args, count))
     return reduce + (gather - links.hides(gather, forward) if args.overlap_param_gather else gather)
 
 
@@ -77,11 +72,13 @@ def with_replicas(
     alone = [max(1, count.total) for count in parameters(shape, linear(len(layers)), layers)]
     copies = args.data_parallel_size * args.context_parallel_size
     stages = list(costs.stages)
+    data, expert_data = (replace(link, latency=0.0) for link in (links.data, links.expert_data))  # which each bucket has
+    rings = replace(links, data=data, expert_data=expert_data)
     for row, count in zip(placement.stages, counts, strict=True):
         reduce = gather = 0.0
         if copies > 1:
-            reduce = _gathered(args, links, count, gradient_bytes(args)) * (1 if args.use_distributed_optimizer else 2)
-            gather = _gathered(args, links, count, gathered_bytes(args, count)) if args.use_distributed_optimizer else 0.0
+            reduce = _gathered(args, rings, count, gradient_bytes(args)) * (1 if args.use_distributed_optimizer else 2)
+            gather = _gathered(args, rings, count, gathered_bytes(args, count)) if args.use_distributed_optimizer else 0.0
         step, whole = device.moving(STEP_BYTES * optimizer_parameters(args, count)), sum(alone[stage] for stage in row)
         for stage in row:
             share, cost = alone[stage] / whole, stages[stage]
@@ -104,10 +101,9 @@ def with_replicas(
 
 
 def _gathered(args: Namespace, links: Links, count: Parameters, size: float) -> float:
-    """Seconds until all ranks with the same parameters have ``size`` bytes of each, without a ring's latency."""
-    copies, own = args.data_parallel_size * args.context_parallel_size, expert_copies(args) if count.expert else 1
-    dense = (copies - 1) / copies * size * count.dense / links.data.bandwidth
-    return dense + (own - 1) / own * size * count.expert / links.expert_data.bandwidth
+    """Seconds until all ranks with the same parameters have ``size`` bytes of each."""
+    of_experts = links.expert_data.all_gather(size * count.expert, expert_copies(args)) if count.expert else 0.0
+    return links.data.all_gather(size * count.dense, args.data_parallel_size * args.context_parallel_size) + of_experts
 
 
 def between_seconds(args: Namespace, links: Links, schedule: Schedule, problem: Problem, plans: bool) -> float:

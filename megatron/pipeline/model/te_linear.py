@@ -25,7 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_te_version
 
 from megatron.pipeline.backward import weight_tasks
-from megatron.pipeline.backward.linear import mark_accumulated
+from megatron.pipeline.backward.linear import stand_in
 from megatron.pipeline.combinations.rows import EXCLUDED
 from megatron.pipeline.combinations.table import of_config, refuse
 from megatron.pipeline.dist import sequence
@@ -141,10 +141,8 @@ class _Marking:
 
     @cached_property
     def stand_ins(self) -> list[tuple[Any, torch.Tensor]]:
-        """The weights, each with what its ``grad`` is once ``main_grad`` has it: see ``mark_accumulated``."""
-        for weight in self.weights:
-            mark_accumulated(weight)
-        return [(weight, weight.grad) for weight in self.weights if weight.grad is not None]
+        """The weights, with what ``mark_accumulated`` looks up for each of them."""
+        return [(weight, stand_in(weight)) for weight in self.weights]
 
     @cached_property
     def biases(self) -> list[torch.nn.Parameter]:
@@ -214,8 +212,8 @@ class DelayedGradient:
         if self._part is not None:
             self._tensors[module.gathered] = self._part.whole()
         made = self._product(*self._tensors)[1]
-        for weight, stand_in in module.stand_ins:
-            weight.grad, weight.grad_added_to_main_grad = stand_in, True
+        for weight, gradient in module.stand_ins:  # as mark_accumulated does
+            weight.grad, weight.grad_added_to_main_grad = gradient, True
         if module.biases:  # of one linear, or of each expert's
             gradients = made if isinstance(made, (list, tuple)) else [made]
             for bias, own, gradient in zip(module.biases, self._bias_gradients, gradients, strict=True):

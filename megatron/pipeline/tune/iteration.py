@@ -163,9 +163,10 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
         if candidate.overlaps and not candidate.is_stock and family.memory is None:
             # Without megatron-core's order of braids, which holds more, where that does not fit.
             limits.append(max(least) - within)
+    beat -= least_between(_steady(cluster, candidate, costs, 1))
     for limit in limits:
         try:
-            planned = _plan(candidate, costs, limit, beat - least_between(_steady(cluster, candidate, costs, 1)))
+            planned = _plan(candidate, costs, limit, beat)
         except LimitTooLow as error:
             return _infeasible(candidate, fixed, error.least + within)
         if isinstance(planned, Dominated):

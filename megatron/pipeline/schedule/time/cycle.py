@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.schedule.core.boundary import Turn, buckets, turns
+from megatron.pipeline.schedule.core.boundary import Turn, buckets
 from megatron.pipeline.schedule.core.compiled import compiled
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import BUCKET_KINDS
@@ -201,11 +201,6 @@ def _in_row(own: Turn) -> list[tuple[int, Pass]]:
     """The passes of a turn with their slots, from those of its own boundary on."""
     placed = list(enumerate(own.passes))
     return placed[own.late :] + placed[: own.late]
-
-
-def two_iterations(schedule: Schedule, costs: Costs, waits_for_norm: bool) -> Timeline:
-    """Two iterations of steady training with the schedule's boundary."""
-    return Cycle(schedule, costs, waits_for_norm).timeline(turns(schedule))
 
 
 @compiled
