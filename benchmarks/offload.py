@@ -54,7 +54,7 @@ from megatron.pipeline.record.recorder import Record, Recorder, Unmeasured
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.offload import numa, probe
-from megatron.pipeline.runtime.offload.offloading import InFlight, Offloading, Settings
+from megatron.pipeline.runtime.offload.offloading import CopySettings, InFlight, Offloading
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.wiring import wiring
@@ -378,7 +378,7 @@ def configuration(schedule: Schedule, hidden: int, seq: int, options: argparse.N
     device, dtype = this_device(), torch.float32 if DEVICE == "cpu" else torch.bfloat16
     chunks = [build(hidden, options.layers_per_chunk, dtype).to(device) for _ in range(schedule.placement.chunks)]
     message = torch.randn(seq, 1, hidden, device=device).to(dtype)
-    offloading = Offloading(Settings(bandwidth=options.cpu_bandwidth * 1e9 if DEVICE == "cpu" else None), device)
+    offloading = Offloading(CopySettings(bandwidth=options.cpu_bandwidth * 1e9 if DEVICE == "cpu" else None), device)
     replay = Replay(schedule, options.rank, chunks, message)
     costs = replay.costs(offloading)
     found = measure(replay, offloading, costs, options.iterations)

@@ -15,7 +15,6 @@ import datetime
 import json
 import math
 import re
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -29,6 +28,7 @@ from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.cli.tune import base_flags
 from megatron.pipeline.costmodel.device import NOT_FITTED, Device, named, shipped
 from megatron.pipeline.costmodel.ranges import FILE, WHOLE, Range, table
+from megatron.pipeline.flags.settings import Flags
 from megatron.pipeline.planning.request import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import STOCK
@@ -109,7 +109,7 @@ def read(folder: Path) -> list[Row]:
 
 
 @cache
-def _base(model: str, seq: int, batch: int) -> Namespace:
+def _base(model: str, seq: int, batch: int) -> Flags:
     model_flags = MODELS[model].replace("configs/", f"{ROOT}/configs/").split()
     return base_flags([*model_flags, "--seq-length", str(seq), "--global-batch-size", str(batch)])
 
@@ -138,7 +138,7 @@ def training(row: Row) -> tuple[Cluster, Candidate]:
         changes["mtp_num_layers"] = 1
     with quietly():
         base = _base(row.model, row.seq, row.gbs)
-        args = Layouts(Namespace(**vars(base) | FLAGS[row.precision]), cluster).changed(changes)
+        args = Layouts(base | FLAGS[row.precision], cluster).changed(changes)
     variant = Variant("interleaved", row.vp) if row.vp > 1 else Variant("1f1b")
     placement = families.placement(variant.name, row.pp, variant.chunks)
     # Where stages cannot be equal, embedding and output layer count as layers, as in NVIDIA's recipes.

@@ -59,8 +59,8 @@ class Recipe:
     @property
     def schedule(self) -> str:
         """Name of the best of ours, with what is given beside it."""
-        spread = self.best.candidate.args.vocab_parallel
-        return self.best.candidate.variant.name + (f", vocabulary {spread}" if spread != "off" else "")
+        spread = self.best.candidate.args.vocabulary.spread
+        return self.best.candidate.variant.name + (f", vocabulary {spread}" if spread else "")
 
 
 def recipes() -> Iterator[Recipe]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.pipeline.patches import compat
+from megatron.pipeline.patches.upstream_args import written
 
 
 def install(hooks: Any) -> None:
@@ -23,13 +24,11 @@ def install(hooks: Any) -> None:
         def make(provide: Any, low_precision: Any) -> Any:
             if low_precision is None:
                 return original(provide, *rest, **options)
-            args, float16 = training.get_args(), training.Float16Module
-            args.delay_wgrad_compute = True  # upstream's function copies it into the configuration of DDP
-            training.Float16Module = low_precision
+            float16, training.Float16Module = training.Float16Module, low_precision
             try:
-                return original(provide, *rest, **options)
+                with written(training.get_args(), delay_wgrad_compute=True):
+                    return original(provide, *rest, **options)
             finally:
-                args.delay_wgrad_compute = False
                 training.Float16Module = float16
 
         return hooks.build(make, provider)

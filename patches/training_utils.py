@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 from megatron.pipeline.patches import compat
+from megatron.pipeline.patches.upstream_args import written
 
 
 def install(hooks: Any) -> None:
@@ -24,12 +25,8 @@ def install(hooks: Any) -> None:
             call = signature.bind(*given, **options)
             call.arguments["mtp_on_this_rank"] = True  # a rank for further tokens needs all of a batch, too
             return original(*call.args, **call.kwargs)
-        args = utils.get_args()
-        size, args.pipeline_model_parallel_size = args.pipeline_model_parallel_size, 1  # as does the only rank of a pipeline
-        try:
+        with written(utils.get_args(), pipeline_model_parallel_size=1):
             return original(*given, **options)
-        finally:
-            args.pipeline_model_parallel_size = size
 
     for path, name, replacement in (
         ("megatron.core.utils", "get_batch_on_this_tp_rank", batch),

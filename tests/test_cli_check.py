@@ -49,7 +49,7 @@ def test_layers_of_each_kind_stay_in_every_stage(tmp_path: Path) -> None:
     assert given(small, "num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk") == [4, 2, 2, 1]
     assert given(small, "hidden_size", "kv_channels", "bf16", "micro_batch_size") == [32, 8, False, 2]
     assert checked.ranks == 8 * 4 and small.data_parallel_size == 4 and small.global_batch_size == 2 * 4 * 16
-    assert reference.ranks == 1 and reference.whole.pipeline_schedule == "stock"
+    assert reference.ranks == 1 and reference.whole.pipeline.schedule == "stock"
     same = ("num_layers", "moe_layer_freq", "mtp_num_layers", "num_experts", "hidden_size", "global_batch_size", "swiglu")
     assert given(reference.whole, *same) == given(small, *same)
     assert words[0] == "checked:   interleaved on 32 ranks (8 pipeline x 4 expert x 4 data parallel)"

@@ -61,7 +61,7 @@ def comment(path: Path) -> str:
     for prediction in reversed(predictions(path)):
         misfit = ", which does not fit" if prediction.fullest.total > GPU else ""
         numbers = " ".join(f"{rank.total / GIB:.1f}" for rank in prediction.ranks)
-        text = f"{prediction.args.pipeline_schedule}{misfit}: {numbers}"
+        text = f"{prediction.args.pipeline.schedule}{misfit}: {numbers}"
         lines += textwrap.wrap(text, 120, initial_indent="#   ", subsequent_indent="#     ")
     return "\n".join(lines) + "\n"
 
@@ -76,12 +76,12 @@ def row(path: Path) -> str:
     """A file as configs/README.md lists it."""
     own, stock = predictions(path)
     told, args = report(own), own.args
-    values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
-    extras = [f"`{flag} {value}`" for flag, value in values.items() if value != "off"]
+    values = {"--vocab-parallel": args.vocabulary.spread, "--offload": args.offloading.mode}
+    extras = [f"`{flag} {value}`" for flag, value in values.items() if value]
     size = [f"{one.fullest.total / GIB:.1f}" + (", too much" if one.fullest.total > GPU else "") for one in (own, stock)]
     gpus, experts = told["pp"] * told["tp"] * told["dp"], args.expert_model_parallel_size
     layout = f"{told['pp']} x {told['tp']}" + (f", EP {experts}" if experts > 1 else "")
-    schedule = ", ".join([f"`{args.pipeline_schedule}`", *extras])
+    schedule = ", ".join([f"`{args.pipeline.schedule}`", *extras])
     name = path.relative_to(ROOT / "configs")
     return f"| [{name}]({name}) | {told['parameters'] / 1e9:.3g} | {gpus} | {layout} | {schedule} | {size[0]} | {size[1]} |\n"
 

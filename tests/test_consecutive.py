@@ -136,9 +136,10 @@ def test_the_latest_are_those_without_a_pause_or_a_gap() -> None:
 
 
 def test_training_ends_with_a_picture_of_its_last_iterations(tmp_path: Path) -> None:
+    from megatron.pipeline.flags.settings import Settings
     from megatron.pipeline.trainer.program import _last_words
 
-    args = Namespace(metrics=None, tensorboard_dir=None, save=None, pipeline_trace=str(tmp_path))
+    args = Settings.of(Namespace(tensorboard_dir=None, save=None, pipeline_trace=str(tmp_path)))
     log: Any = SimpleNamespace(first_loss=None)
     write(tmp_path, iteration(1, 0))
     assert "consecutive" not in _last_words(args, log)

@@ -132,4 +132,4 @@ def test_a_rehearsal_is_accepted_and_planned(monkeypatch: pytest.MonkeyPatch, sc
     args, _, pipeline = program.prepare([*shlex.split(flags), "--rehearse"], rehearse_llama.RANKS)
     program.destroy_num_microbatches_calculator()
     assert pipeline.placement.ranks == rehearse_llama.RANKS and args.num_layers == layers
-    assert (args.offload_cpu_bandwidth is None) == (gib is not None or args.offload == "off")
+    assert (args.offloading.cpu_bandwidth is None) == (gib is not None or args.offloading.mode is None)

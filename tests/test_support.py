@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,8 @@ from megatron.pipeline.cli.support import markdown
 from megatron.pipeline.combinations.rows import EXCLUDED
 from megatron.pipeline.combinations.table import Facts, sentences
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.flags import Role, actions, add_flags, neutral
+from megatron.pipeline.flags.declare import Role
+from megatron.pipeline.flags.flags import actions, neutral
 from megatron.pipeline.flags.support import FEATURES, Feature, Support, of_flag, untested
 from megatron.pipeline.flags.validation_latent import check_trained
 
@@ -98,9 +99,7 @@ def test_the_feature_of_a_flag(flag: str, title: str | None) -> None:
 
 @pytest.mark.parametrize("feature", FEATURES, ids=ids)
 def test_pretrain_gpt_has_flags_for_what_it_supports_alone(feature: Feature) -> None:
-    parser = ArgumentParser()
-    add_flags(parser)
-    flags = {action.dest: action for action in parser._actions}
+    flags = actions()
     name, values = next(iter(feature.names.items()))
     choices = flags[name].choices if name in flags else None
     has = name in flags and (choices is None or not values or any(value in choices for value in values))
@@ -112,7 +111,7 @@ def test_pretrain_gpt_has_flags_for_what_it_supports_alone(feature: Feature) -> 
 def test_training_refuses_what_is_predicted_alone(name: str) -> None:
     args = parse([])
     check_trained(args)
-    setattr(args, name, 64)
+    args |= {name: 64}
     flag = actions()[name].option_strings[0]
     feature = of_flag(flag[2:])
     assert feature is not None

@@ -54,9 +54,8 @@ class Run:
 
         from megatron.pipeline.flags.arguments import parse
         from megatron.pipeline.flags.validation import validate
-        from megatron.pipeline.model.slices import check_slices
         from megatron.pipeline.session.groups import initialize_model_parallel
-        from megatron.pipeline.session.planning import plan_pipeline
+        from megatron.pipeline.session.planning import as_planned, plan_pipeline
         from megatron.pipeline.trainer.state import build_training
 
         world = torch.distributed.get_world_size()
@@ -73,12 +72,10 @@ class Run:
                 *flags,
             ]
         )
-        validate(args, world)
-        args.padded_vocab_size = 64
-        self.args = args
+        settings = validate(args, world) | {"padded_vocab_size": 64}
         self.microbatches = microbatches
-        self.pipeline = plan_pipeline(args, measure=measure)
-        check_slices(args, self.pipeline.plans.splits)
+        self.pipeline = plan_pipeline(settings, measure=measure)
+        self.args = args = as_planned(settings, self.pipeline)
         schedules.restore()
         initialize_model_parallel(args, self.pipeline.placement)
         training = build_training(args, self.pipeline.placement)

@@ -69,18 +69,17 @@ def _built(schedule: str, flags: str, tp: int, pp: int, fp8: Weights | None, mea
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from megatron.pipeline.flags import validation
+    from megatron.pipeline.flags.settings import Settings
     from megatron.pipeline.model import build, layer_spec, te_linear
     from megatron.pipeline.trainer import state
 
     validate, replacements, ddp_config = validation.validate, layer_spec._replacements, build._ddp_config
     configured = state.transformer_config
 
-    def validated(args: Namespace, world: int) -> None:
-        validate(args, world)
-        args.transformer_impl = "transformer_engine"
-        if fp8:
-            vars(args).update(fp8="hybrid", fp8_recipe=fp8.recipe, fp8_param=fp8.gathered)
-        args.reuse_grad_buf_for_mxfp8_param_ag = bool(fp8 and fp8.reused)
+    def validated(args: Namespace, world: int) -> Settings:
+        quantized = {"fp8": "hybrid", "fp8_recipe": fp8.recipe, "fp8_param": fp8.gathered} if fp8 else {}
+        reused = {"reuse_grad_buf_for_mxfp8_param_ag": bool(fp8 and fp8.reused)}
+        return validate(args, world) | {"transformer_impl": "transformer_engine"} | quantized | reused
 
     def replaced(config: object) -> dict[type, type]:
         return replacements(config) | {TEDotProductAttention: DotProductAttention}  # type: ignore[arg-type]

@@ -20,9 +20,11 @@ from megatron.pipeline.combinations.rows import MODELS, QUANTIZED
 from megatron.pipeline.combinations.table import refuse
 from megatron.pipeline.dist import processes
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.declare import add_flags
 from megatron.pipeline.flags.facts import cautions, of_flags
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, NEW, add_flags
-from megatron.pipeline.flags.validation import check_new_flags
+from megatron.pipeline.flags.flags import CHUNK_FLAGS
+from megatron.pipeline.flags.settings import NEW, Settings
+from megatron.pipeline.flags.validation import of_new_flags
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.ahead import follows_at_once
 from megatron.pipeline.launch.check import check_flags, check_plan, untested, wrong_in_megatron_core
@@ -75,14 +77,13 @@ def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
 def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:
     plans = "--overlap-moe-expert-parallel-comm --num-experts 2 --expert-model-parallel-size 2 --bf16 --num-layers 2"
     args = parse([*plans.split(), "--moe-token-dispatcher-type", "alltoall"])
-    vars(args).update(fp8="e4m3", fp8_recipe="tensorwise")  # Megatron-LM's
+    args |= {"fp8": "e4m3", "fp8_recipe": "tensorwise"}  # Megatron-LM's
     refuse(of_flags(args), MODELS)
-    args.fp8_recipe = "delayed"
+    args |= {"fp8_recipe": "delayed"}
     with pytest.raises(ValueError, match="--fp8-recipe delayed enters it once: give another recipe"):
         refuse(of_flags(args), MODELS)
-    vars(args).update(fp8=None, fp4="e2m1")
     with pytest.raises(ValueError, match="do not enter FP4 and would train in --bf16: give --fp8-format, or leave --fp4-form"):
-        refuse(of_flags(args), MODELS)
+        refuse(of_flags(args | {"fp8": None, "fp4": "e2m1"}), MODELS)
 
 
 def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:
@@ -231,7 +232,7 @@ def test_what_transformer_engine_does_only_under_its_own_order_is_refused(
         check_flags(refused)
     if words.startswith("^"):  # numbers in FP8: the trainer's own flags are checked alike
         with pytest.raises(ValueError, match=words):
-            check_new_flags(refused)
+            of_new_flags(Settings.of(refused))
 
 
 @pytest.mark.parametrize("version", [None, Version("0.0.0")])  # what releases of megatron-core say where none is installed
@@ -331,8 +332,7 @@ def test_weights_that_mix_with_gradients_are_refused(
 def test_flags_that_do_less_than_they_say_are_told(flags: str, words: str | None) -> None:
     found = cautions(parse(flags.split()))
     assert (found == []) if words is None else (len(found) == 1 and re.search(words, found[0])), found
-    launched = parse(flags.split())
-    launched.create_attention_mask_in_dataloader = False
+    launched = parse(flags.split()) | {"create_attention_mask_in_dataloader": False}
     assert len(cautions(launched)) == max(len(found), "--reset-attention-mask" in flags)
 
 

@@ -207,17 +207,17 @@ def test_what_needs_whole_sequences_is_refused(splits: int, flags: dict[str, Any
 
     args = Namespace(**FLAGS | flags)
     check_slices(args, 1)
-    assert args.masked_softmax_fusion
     with pytest.raises(ValueError, match=message):
         check_slices(args, splits)
 
 
 def test_the_fused_softmax_is_switched_off() -> None:
-    from megatron.pipeline.model.slices import check_slices
+    from megatron.pipeline.flags.settings import Settings
+    from megatron.pipeline.session.planning import as_planned
 
-    args = Namespace(**FLAGS)
-    check_slices(args, 2)
-    assert not args.masked_softmax_fusion
+    for splits in (1, 2):
+        planned: Any = Namespace(plans=Namespace(splits=splits, vocabulary=None))
+        assert as_planned(Settings.of(Namespace(**FLAGS)), planned).masked_softmax_fusion == (splits == 1)
 
 
 def what_is_refused() -> list[str]:

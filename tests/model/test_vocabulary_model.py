@@ -28,12 +28,11 @@ def build(flags: str, v: bool = False, gpu_initialization: bool = False) -> tupl
     from megatron.pipeline.flags.validation import validate
     from megatron.pipeline.schedule.core import placement
     from megatron.pipeline.session.groups import initialize_model_parallel
-    from megatron.pipeline.session.tokenizer import padded_vocab_size
+    from megatron.pipeline.session.tokenizer import sizes_of_vocabulary
     from megatron.pipeline.trainer.state import build_training
 
-    args = parse(f"{FLAGS} {flags}".split())
-    validate(args, torch.distributed.get_world_size())
-    args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
+    args = validate(parse(f"{FLAGS} {flags}".split()), torch.distributed.get_world_size())
+    args |= sizes_of_vocabulary(args.vocab_size, args)
     ranks = args.pipeline_model_parallel_size
     stages = placement.v(ranks) if v else placement.linear(ranks)
     initialize_model_parallel(args, stages)

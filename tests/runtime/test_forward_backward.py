@@ -153,7 +153,7 @@ def test_functions_of_config_are_called_as_upstream_calls_them(pool: Pool) -> No
 def adjusted_shapes(schedule: str) -> list[tiny_gpt.Step]:
     """Shapes that the caller adjusts are what is received: here, the sequence is really half of what is announced."""
     run = tiny_gpt.Run(schedule, pp=RANKS, flags=DEEP)
-    run.args.seq_length *= 2
+    run.args |= {"seq_length": 2 * run.args.seq_length}
     halved = [(run.args.seq_length // 2, run.args.micro_batch_size, run.config.hidden_size)]
     original = run._tokens
     run._tokens = lambda iteration: (tokens[:, : run.args.seq_length // 2 + 1] for tokens in original(iteration))  # type: ignore

@@ -271,7 +271,7 @@ def test_a_file_says_itself_how_the_vocabulary_is_spread(tmp_path: Path) -> None
     assert main(f"{plan} {spread} --vocab-parallel 2".split()) == main(f"{plan} {plain}".split()) == 0
     for flags in (f"file:{spread}", f"file:{spread} --vocab-parallel 2 --z-loss 1e-4", f"file:{plain} --vocab-parallel 2"):
         args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule {flags}".split(), world_size=2)
-        assert args.vocab_parallel == "2"
+        assert args.vocabulary.spread == "2"
         assert pipeline.plans.plan(4).schedule.vocabulary is Vocabulary.ONE_BARRIER
     for flags, message in (
         ("--vocab-parallel 1", "spreads the vocabulary as 2, not as 1"),
@@ -365,15 +365,14 @@ def test_a_training_that_fits_under_stock_fits_under_schedules_of_its_memory(nam
 def test_a_profile_in_fp8_has_the_bytes_of_the_formulas() -> None:
     args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-v --pipeline-costs profile".split(), world_size=2)
     assert uncounted_sizes(args, pipeline) is None
-    args.fp8 = "hybrid"  # of Megatron-LM's own script
+    args |= {"fp8": "hybrid"}  # of Megatron-LM's own script
     sizes = uncounted_sizes(args, pipeline)
     assert sizes is not None and len(sizes.stages) == 4
     microbatch = {stage.activation for stage in sizes.stages[:-1]}
     measured = with_sizes(replace(uniform(pipeline.placement), hop=2.0), sizes)
     assert microbatch == {stage.activation for stage in measured.stages[:-1]} and measured.unit == "bytes"
     assert [stage.forward for stage in measured.stages] == [0.5] * 4 and measured.hop == 2.0
-    args.padded_vocab_size = None
     with pytest.raises(
         ValueError, match=r"^--pipeline-costs profile in FP8 takes bytes from formulas, .* give --vocab-size N, or"
     ):
-        uncounted_sizes(args, pipeline)
+        uncounted_sizes(args | {"padded_vocab_size": None}, pipeline)

@@ -152,9 +152,8 @@ def test_messages_take_what_links_do(tmp_path: Path, hop: str, seconds: float | 
     gpu = named("H100-80GB")
     size = 4 * 2 * 16 * 32  # float32, samples, tokens, channels
     (tmp_path / "mine.json").write_text(replace(gpu, hop=Link(0.25, 4 * size)).to_json())
-    args = parse(f"{FLAGS} --rehearse --rehearse-hop {hop.format(tmp_path=tmp_path)}".split())
-    validate(args, 2)
-    assert args.rehearse_hop == (gpu.hop.seconds(size) if seconds is None else seconds)
+    args = validate(parse(f"{FLAGS} --rehearse --rehearse-hop {hop.format(tmp_path=tmp_path)}".split()), 2)
+    assert args.rehearsal.seconds == (gpu.hop.seconds(size) if seconds is None else seconds)
 
 
 def test_flags_know_how_many_iterations_are_measured() -> None:

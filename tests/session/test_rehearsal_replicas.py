@@ -73,9 +73,8 @@ FLAGS = f"{REHEARSED} --global-batch-size 16"
     ],
 )
 def test_the_flags_say_how_many_ranks_one_stands_for(flags: str, data: int, share: int) -> None:
-    args = parse(f"{FLAGS} --rehearse --rehearse-replicas {flags}".split())
-    validate(args, 2)
-    assert (args.data_parallel_size, args.rehearse_share) == (data, share)
+    args = validate(parse(f"{FLAGS} --rehearse --rehearse-replicas {flags}".split()), 2)
+    assert (args.data_parallel_size, args.rehearsal.share) == (data, share)
 
 
 @pytest.mark.parametrize(
@@ -88,17 +87,16 @@ def test_the_flags_say_how_many_ranks_one_stands_for(flags: str, data: int, shar
     ],
 )
 def test_costs_say_whether_they_have_the_time_of_collectives(flags: str, collectives: str) -> None:
-    args = parse(f"{FLAGS} --rehearse --rehearse-replicas {flags}".split())
-    validate(args, 2)
+    args = validate(parse(f"{FLAGS} --rehearse --rehearse-replicas {flags}".split()), 2)
     assert rehearsal._collectives(args) == collectives
 
 
 def test_ranks_that_share_a_sequence_sum_their_gradients() -> None:
-    args = parse(f"{FLAGS} --rehearse --rehearse-replicas fake --context-parallel-size 2 --rehearse-hop A100-80GB".split())
-    validate(args, 2)
+    args = validate(
+        parse(f"{FLAGS} --rehearse --rehearse-replicas fake --context-parallel-size 2 --rehearse-hop A100-80GB".split()), 2
+    )
     assert args.data_parallel_size == 1
-    args.padded_vocab_size = 384
-    seconds = rehearsal._replicas(args, linear(2), Costs((StageCosts(1.0, 1.0, 1.0),) * 2))
+    seconds = rehearsal._replicas(args | {"padded_vocab_size": 384}, linear(2), Costs((StageCosts(1.0, 1.0, 1.0),) * 2))
     assert seconds is not None and seconds > 0
 
 

@@ -134,11 +134,11 @@ def train_for_all(flags: str) -> str:
     from megatron.pipeline.flags.validation import validate
     from megatron.pipeline.trainer import program
 
-    rank, there, args = torch.distributed.get_rank(), torch.distributed.get_world_size(), parse(f"{MODEL} {flags}".split())
-    validate(args, there)
+    rank, there = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    share = validate(parse(f"{MODEL} {flags}".split()), there).rehearsal.share
     torch.distributed.destroy_process_group()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    rehearsal_groups.open_world(rank, there, timedelta(seconds=60), args.rehearse_share)
+    rehearsal_groups.open_world(rank, there, timedelta(seconds=60), share)
     prepare = program.prepare
     with patch.object(program, "prepare", lambda argv, _: prepare(argv, there)):
         return train(flags)

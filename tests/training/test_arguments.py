@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.flags.arguments import parse, with_config
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, Role, actions, neutral
+from megatron.pipeline.flags.declare import Role
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, actions, neutral
+from megatron.pipeline.flags.settings import Settings, VocabularySettings
 from megatron.pipeline.flags.validation import batch_size_steps, batch_sizes, validate
+from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.session.planning import plan_pipeline
 
 BASE = (
@@ -24,10 +27,8 @@ BASE = (
 FLAGS = Path(__file__).parent / "flags.txt"
 
 
-def checked(more: str = "", world_size: int = 4) -> Namespace:
-    args = parse((BASE + " " + more).split())
-    validate(args, world_size)
-    return args
+def checked(more: str = "", world_size: int = 4) -> Settings:
+    return validate(parse((BASE + " " + more).split()), world_size)
 
 
 def test_flags_are_frozen() -> None:
@@ -46,8 +47,8 @@ def test_derived_values() -> None:
     assert args.max_position_embeddings == 32
     assert args.lr_decay_iters == 10
     assert args.split == "969,30,1"
-    assert args.pipeline_timeout == 300
-    assert checked("--distributed-timeout-minutes 2").pipeline_timeout == 60
+    assert args.pipeline.timeout == 300
+    assert checked("--distributed-timeout-minutes 2").pipeline.timeout == 60
     assert checked("--swiglu").ffn_hidden_size == 128
     assert checked("--num-virtual-stages-per-pipeline-rank 1").chunks == 1
 
@@ -258,8 +259,8 @@ def test_flags_of_layer_plans() -> None:
 
 def test_flags_of_the_vocabulary_layers() -> None:
     args = checked(PP + "--vocab-parallel 2 --vocab-logits-limit 0.5GiB --label-smoothing 0.1 --z-loss 1e-4 --vocab-mask-padding")
-    assert (args.vocab_logits_limit, args.label_smoothing, args.z_loss) == (2**29, 0.1, 1e-4)
-    assert checked().vocab_parallel == "off"
+    assert args.vocabulary == VocabularySettings(Vocabulary("2"), False, 2**29, True, 0.1, 1e-4)
+    assert checked().vocabulary.spread is None
 
 
 def test_missing_flags_are_listed_together() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.session.checkpoints import TRACKER, find, latest
 from megatron.pipeline.trainer import checkpoint_files
@@ -25,16 +26,14 @@ ADAM = {"wd_mult": 1.0, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 SGD = {"wd_mult": 1.0, "lr": 1e-3, "momentum": 0.9}
 
 
-def flags(more: str = "") -> Namespace:
+def flags(more: str = "") -> Settings:
     args = parse(
         (
             "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3 "
             "--train-iters 10 --mock-data --tokenizer-type ByteLevelTokenizer --load here " + more
         ).split()
     )
-    validate(args, 1)
-    args.vocab_size = 257
-    return args
+    return validate(args, 1) | {"vocab_size": 257}
 
 
 def mixed_precision(group: dict[str, Any]) -> dict[str, Any]:

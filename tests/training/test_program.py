@@ -114,5 +114,4 @@ def test_what_keeps_ranks_waiting_in_spite_of_post_validation_is_said(flags: str
     args, _, pipeline = program.prepare(f"{MODEL} {flags} --post-validation".split(), world_size=2)
     found = obstacles(args, pipeline.placement)
     assert [word for word, obstacle in zip(words, found, strict=True) if word in obstacle] == words
-    args.post_validation = False
-    assert not obstacles(args, pipeline.placement)
+    assert not obstacles(args | {"post_validation": False}, pipeline.placement)

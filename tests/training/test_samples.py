@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.trainer.data import forward_step, masked_loss, reading, sequential
 
 small = st.integers(1, 4)
@@ -31,7 +32,7 @@ def test_the_model_has_the_mask_too() -> None:
 def test_which_chunks_need_data(vocab_parallel: str, reset: bool, needed: list[bool]) -> None:
     """With shards of the vocabulary on all ranks, the first chunk of each needs the tokens and the labels."""
     chunks: Any = [SimpleNamespace(pre_process=False, post_process=last) for last in (False, False, True)]
-    assert reading(Namespace(vocab_parallel=vocab_parallel, reset_attention_mask=reset), chunks) == needed
+    assert reading(Settings.of(Namespace(vocab_parallel=vocab_parallel, reset_attention_mask=reset)), chunks) == needed
 
 
 @given(ranks=small, micro_batch=small, consumed=st.integers(0, 30), total=st.integers(0, 60))

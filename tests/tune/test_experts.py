@@ -157,7 +157,7 @@ def test_every_layout_is_tried_without_and_with_the_overlap_where_training_allow
     layout = {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, "expert_model_parallel_size": 2}
 
     def key(one: Candidate) -> tuple[Any, ...]:
-        return one.variant, one.args.vocab_parallel, one.layers
+        return one.variant, one.args.vocabulary.spread, one.layers
 
     ours, stock = (list(slow.candidates(layout, stock)) for stock in (False, True))
     for found, allowed in ((ours, lambda one: one.vocabulary is None), (stock, lambda one: one.variant.chunks)):
@@ -265,10 +265,9 @@ def test_what_is_recomputed_stands_before_a_braid() -> None:
 def test_flags_of_latent_attention_that_contradict_each_other(changes: dict[str, Any], match: str) -> None:
     args = parse(["--config", str(Path(__file__).parents[2] / "configs" / "deepseek_v3" / "671B.yaml"), "--mock-data"])
     with quietly():
-        validate(args, 256)
-    vars(args).update(changes)
+        settings = validate(args, 256)
     with pytest.raises(ValueError, match=match):
-        check_latent(args)
+        check_latent(settings | changes)
 
 
 def test_flags_give_the_shape_of_latent_attention() -> None:

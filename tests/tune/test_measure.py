@@ -136,7 +136,7 @@ def test_a_rehearsal_has_the_times_of_layers(
     args = tune_measure._model(model)
     if words:
         assert estimate.measured_layer(shape(args, Size(1, 2)), measured) is None  # of other experts
-        args.expert_model_parallel_size, args.expert_tensor_parallel_size = 2, 1
+        args |= {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     layer = estimate.measured_layer(shape(args, Size(1, 2)), measured)
     assert layer is not None and layer.experts == words
     assert (layer.forward, layer.backward, layer.weight) == (2e-3, 3e-3, 1e-3)  # two layers a stage

@@ -18,6 +18,7 @@ from megatron.pipeline.cli import tune_measure
 from megatron.pipeline.costmodel import estimate
 from megatron.pipeline.costmodel.device import Device, Link, MeasuredLayer
 from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.tune.measure import fit, links, outcome, rank
 from megatron.pipeline.tune.measure.clock import MeasureClock, repeated
@@ -59,7 +60,7 @@ def test_times_that_no_link_makes() -> None:
     assert (single.latency, single.bandwidth) == (0.0, pytest.approx(1e9))
 
 
-def test_the_efficiency_is_the_median_of_what_layers_ask_for(args: Namespace, base: Device) -> None:
+def test_the_efficiency_is_the_median_of_what_layers_ask_for(args: Settings, base: Device) -> None:
     """Layers that take what the formulas say at some efficiency ask for that."""
     layers = []
     for microbatch, efficiency in ((1, 0.3), (2, 0.4), (4, 0.9)):
@@ -98,7 +99,7 @@ def test_parts_are_timed_apart_and_warm_up_does_not_count() -> None:
 # Which sizes, which partners.
 
 
-def test_sizes_that_do_not_divide_the_model_are_left_out(args: Namespace) -> None:
+def test_sizes_that_do_not_divide_the_model_are_left_out(args: Settings) -> None:
     assert candidates(args, (1, 2, 4), (2, 1)) == [Size(1, 1), Size(1, 2), Size(2, 1), Size(2, 2)]
     with pytest.raises(
         ValueError, match="--tensor 4,8: none of these divides 4 of --num-attention-heads, 2 of --num-query-groups"
@@ -106,7 +107,7 @@ def test_sizes_that_do_not_divide_the_model_are_left_out(args: Namespace) -> Non
         candidates(args, (4, 8), (1,))
 
 
-def test_a_rank_has_its_part_of_a_layer(args: Namespace) -> None:
+def test_a_rank_has_its_part_of_a_layer(args: Settings) -> None:
     flags = layer_flags(args, Size(2, 4))
     assert (flags.hidden_size, flags.num_attention_heads, flags.num_query_groups, flags.kv_channels) == (32, 2, 1, 8)
     assert (flags.ffn_hidden_size, flags.num_layers, flags.tensor_model_parallel_size) == (64, 1, 1)
@@ -131,7 +132,7 @@ def test_partners_come_in_two_turns() -> None:
 
 
 def test_the_better_of_two_turns_counts_and_what_is_too_large_is_left_out(
-    args: Namespace, monkeypatch: pytest.MonkeyPatch
+    args: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Layer:
         """Takes 1 s in its first measurement, and 1 s less in each further one; three samples are too many for it."""
@@ -164,12 +165,12 @@ def test_the_better_of_two_turns_counts_and_what_is_too_large_is_left_out(
 # The device.
 
 
-def found_device(args: Namespace, timings: tuple[Timing, ...], before: Device | None = None) -> Device:
+def found_device(args: Settings, timings: tuple[Timing, ...], before: Device | None = None) -> Device:
     links = {"hop": Link(1e-5, 1e9), "within": Link(2e-5, 2e9)}
     return outcome.merged(before, outcome.make(found(timings, links), args, None, "mpipe tune"), Path("m.json"))
 
 
-def test_what_was_not_measured_is_taken_and_said(args: Namespace, base: Device) -> None:
+def test_what_was_not_measured_is_taken_and_said(args: Settings, base: Device) -> None:
     cpu = found_device(args, ())
     assert (cpu.peak, cpu.between, cpu.latency) == (1e11, Link(1e-5, 1e9), 0)
     assert "between as hop" in cpu.source and "within" not in cpu.source
@@ -186,7 +187,7 @@ def test_what_was_not_measured_is_taken_and_said(args: Namespace, base: Device) 
         outcome.make(found(gpu=True, name="another"), args, None, "")
 
 
-def test_measured_layers_are_found_again_and_others_predicted_from_them(args: Namespace) -> None:
+def test_measured_layers_are_found_again_and_others_predicted_from_them(args: Settings) -> None:
     made = found_device(args, (timing(Size(1, 1), 8e-3), timing(Size(2, 1), 4e-3)))
     read = Device.from_json(made.to_json())
     assert read == made
@@ -200,7 +201,7 @@ def test_measured_layers_are_found_again_and_others_predicted_from_them(args: Na
     assert seconds == pytest.approx(fit.ideal_seconds(other, read) / read.efficiency)
 
 
-def test_more_sizes_are_added_to_a_file(args: Namespace) -> None:
+def test_more_sizes_are_added_to_a_file(args: Settings) -> None:
     before = found_device(args, (timing(Size(1, 1), 8e-3), timing(Size(1, 2), 9e-3)))
     after = found_device(args, (timing(Size(1, 2), 1e-2), timing(Size(2, 1), 4e-3)), before)
     assert [layer.forward for layer in after.layers] == [4e-3, 5e-3, 2e-3]

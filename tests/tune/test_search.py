@@ -228,16 +228,16 @@ def test_offload_wins_where_copies_are_fast() -> None:
         layouts(gpus=4, pipeline=(4,), microbatch=(4,), schedules=("zb-h1",)), to_host=1e12, to_device=1e12, memory=7e9
     )
     best = winner(on)
-    assert best.candidate.args.offload == "full" and "offload full" in write.extras(best)
+    assert best.candidate.args.offloading.mode == "full" and "offload full" in write.extras(best)
 
 
 @pytest.mark.usefixtures("here")
 def test_a_spread_vocabulary_wins_where_it_is_large_and_interlocking_where_it_is_shorter() -> None:
     on = layouts("--vocab-size 131071", pipeline=(4,), microbatch=(1,), schedules=("zb-h1", "zb-h2"))
     best = winner(on)
-    assert best.candidate.args.vocab_parallel != "off"
+    assert best.candidate.args.vocabulary.spread
     plain = winner(layouts(pipeline=(4,), microbatch=(1,), schedules=("zb-h2",)))
-    assert plain.candidate.args.post_validation
+    assert plain.candidate.args.steps.ahead
 
 
 # What would make it fit.

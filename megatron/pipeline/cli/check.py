@@ -13,16 +13,17 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flag_types import positive_int
-from megatron.pipeline.flags.flags import Role, given, neutral
+from megatron.pipeline.flags.flags import given, neutral
 from megatron.pipeline.flags.packages import missing
+from megatron.pipeline.flags.settings import Flags
 from megatron.pipeline.schedule.core.names import STOCK, counted
 from megatron.pipeline.view.table import plain_table
 
@@ -51,7 +52,7 @@ class Side(NamedTuple):
     """
 
     name: str
-    args: Namespace
+    args: Flags
     whole: Namespace
     ranks: int
 
@@ -61,14 +62,14 @@ class Side(NamedTuple):
         found = {word: getattr(self.whole, f"{name}_parallel_size") for word, name in sizes.items()}
         found["data"] = self.whole.data_parallel_size
         cut = " x ".join(f"{size} {word}" for word, size in found.items() if size > 1)
-        schedule = "megatron-core's own schedule" if self.whole.pipeline_schedule == STOCK else self.whole.pipeline_schedule
+        schedule = "megatron-core's own schedule" if self.whole.pipeline.schedule == STOCK else self.whole.pipeline.schedule
         return f"{schedule} on {counted(self.ranks, 'rank')}" + (f" ({cut} parallel)" if cut else "")
 
 
 class Job(NamedTuple):
     """Work of the ranks of one side; see ``trainer/gradients.py`` for the folders."""
 
-    args: Namespace
+    args: Flags
     folder: Path
     start: Path | None
 
@@ -109,7 +110,7 @@ def _joined(tokens: Sequence[str]) -> Iterator[str]:
         yield f"{token}={next(rest, '')}" if token == "--against" else token
 
 
-def sides(own: Namespace, args: Namespace, folder: Path) -> tuple[Side, Side, list[str]]:
+def sides(own: Namespace, args: Flags, folder: Path) -> tuple[Side, Side, list[str]]:
     """The reference, the training that is checked, and lines about both.
 
     Args:
@@ -123,7 +124,7 @@ def sides(own: Namespace, args: Namespace, folder: Path) -> tuple[Side, Side, li
     import torch
 
     from megatron.pipeline.flags.facts import cautions
-    from megatron.pipeline.flags.shrink import comparable, fewer_microbatches, reference, shrunk
+    from megatron.pipeline.flags.shrink import comparable, fewer_microbatches, shrunk, with_reference
     from megatron.pipeline.flags.validation import validate
     from megatron.pipeline.flags.validation_rehearsal import least_ranks
     from megatron.pipeline.model.layout import stage_layers
@@ -133,39 +134,36 @@ def sides(own: Namespace, args: Namespace, folder: Path) -> tuple[Side, Side, li
     if changed := given(args, "label_smoothing", "z_loss", "vocab_mask_padding"):
         raise ValueError(f"{changed[0]} changes the loss, and megatron-core's own layers have no such loss: leave it out")
     layout = parse(["--pipeline-schedule", STOCK, *shlex.split(own.against)])
-    ranks = [own.ranks or least_ranks(args), least_ranks(reference(deepcopy(args), layout))]
+    ranks = [own.ranks or least_ranks(args), least_ranks(with_reference(args, layout)[1])]
     gpus = torch.cuda.device_count() >= max(ranks)
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     args, aside = comparable(args, own.iterations, gpus)
     has_data = any(getattr(args, name) for name in _DATA) and not own.shrink
     if not has_data:
-        vars(args).update(neutral(Role.DATA))
-        args.data_path, args.split, args.mock_data = [str(folder / "data")], "100,0,0", False
-        args.tokenizer_type, args.vocab_size = "NullTokenizer", args.vocab_size or _ROWS
-    whole = _completed(validate, args, ranks[0])
+        own_data = {"data_path": [str(folder / "data")], "split": "100,0,0", "mock_data": False}
+        tokens = {"tokenizer_type": "NullTokenizer", "vocab_size": args.vocab_size or _ROWS}
+        args |= neutral(Role.DATA) | own_data | tokens
+    whole = validate(args, ranks[0])
     found = cautions(whole)
     model_words = _model(whole)
     if own.shrink:
-        fewer_microbatches(args, whole.data_parallel_size)
-        whole = _completed(validate, args, ranks[0])
+        args = fewer_microbatches(args, whole.data_parallel_size)
+        whole = validate(args, ranks[0])
         pipeline = plan_pipeline(whole, evaluates=False)
-        args.pipeline_schedule = pipeline.name
         stages = stage_layers(whole, pipeline.placement)
-        args = shrunk(args, whole, stages, pipeline.plans.splits)
-        model_words = f"{_model(_completed(validate, args, ranks[0]))}; whole: {model_words}"
+        args = shrunk(args | {"pipeline_schedule": pipeline.name}, whole, stages, pipeline.plans.splits)
+        model_words = f"{_model(validate(args, ranks[0]))}; whole: {model_words}"
     if not has_data:
         _write_data(args, whole.global_batch_size * (own.iterations + 1))
-    args.data_cache_path = str(folder / "cache")
-    other = reference(args, layout)
-    pipeline = prepared(deepcopy(args), ranks[0])[2]
+    args, other = with_reference(args | {"data_cache_path": str(folder / "cache")}, layout)
+    pipeline = prepared(args, ranks[0])[2]
     alone = ranks == [one.pipeline_model_parallel_size for one in (args, other)] and pipeline.plans.splits == 1
     if (args.hidden_dropout or args.attention_dropout) and not alone:
         aside.append("no dropout, whose masks follow from tensor, context and data-parallel ranks and from slices")
-        for one in (args, other):
-            one.hidden_dropout = one.attention_dropout = 0.0
+        args, other = (one | {"hidden_dropout": 0.0, "attention_dropout": 0.0} for one in (args, other))
     both = [
-        Side(name, one, prepared(deepcopy(one), number)[0], number)
+        Side(name, one, prepared(one, number)[0], number)
         for name, one, number in (("reference", other, ranks[1]), ("checked", args, ranks[0]))
     ]
     lines = [f"checked:   {both[1].sizes}", f"reference: {both[0].sizes}", f"model:     {model_words}"]
@@ -219,9 +217,9 @@ def compare(reference: Side, checked: Side, folder: Path, run: Callable[[Job, Si
     for side in (reference, checked):
         here = folder / side.name
         here.mkdir()
-        side.args.metrics = str(here / "metrics.jsonl")
-        run(Job(side.args, here, None if side is reference else folder / reference.name), side)
-        metrics.append([json.loads(line) for line in Path(side.args.metrics).read_text().splitlines()])
+        file = here / "metrics.jsonl"
+        run(Job(side.args | {"metrics": str(file)}, here, None if side is reference else folder / reference.name), side)
+        metrics.append([json.loads(line) for line in file.read_text().splitlines()])
     low = checked.args.bf16 or checked.args.fp16
     found = list(compared(folder / reference.name, folder / checked.name, list(zip(*metrics, strict=True)), low))
     return "\n".join([_table(found, metrics[0]), "", *_verdict(found)]), not any(one.beyond for one in found)
@@ -277,12 +275,6 @@ def _model(whole: Namespace) -> str:
         f"{counted(whole.num_layers, 'layer')}, hidden size {whole.hidden_size}, {counted(whole.num_attention_heads, 'head')}"
         f"{experts}, {whole.seq_length} tokens, {counted(several, 'microbatch')} of {whole.micro_batch_size}"
     )
-
-
-def _completed(validate: Callable[..., None], args: Namespace, ranks: int) -> Namespace:
-    whole = deepcopy(args)
-    validate(whole, ranks)
-    return whole
 
 
 def _write_data(args: Namespace, samples: int) -> None:

@@ -20,7 +20,6 @@ from megatron.pipeline.costmodel.replicas import with_replicas
 from megatron.pipeline.planning.refusals import MIB
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.stage_costs import BETWEEN
 from megatron.pipeline.shape.gpt import Shape
@@ -70,7 +69,7 @@ def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: 
         per_node: GPUs of a node, for the links between ranks; those of ``gpu`` where it is None.
     """
     shape, links = Shape.of(args), links_of(gpu, per_node or gpu.node(gpus_of(args)), args)
-    vocabulary = Vocabulary(args.vocab_parallel) if args.vocab_parallel != "off" else None
+    vocabulary = args.vocabulary.spread
     weights_again = makes_weights_again(args)
     costs = estimate(shape, placement, layers, gpu, vocabulary, not weights_again, links)
     if shape.holding.recomputes:
@@ -79,7 +78,7 @@ def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: 
     costs = costs if args.tensor_model_parallel_size > 1 else costs.without_fused()
     if args.data_parallel_size * args.context_parallel_size == 1:
         return costs
-    fused = weights_again or args.pipeline_schedule not in families.FAMILIES or families.named(args.pipeline_schedule).fused
+    fused = weights_again or args.pipeline.schedule not in families.FAMILIES or families.named(args.pipeline.schedule).fused
     return with_replicas(args, costs, placement, layers, links, gpu, fused)
 
 

@@ -20,7 +20,9 @@ from megatron.pipeline.costmodel import ranges
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
-from megatron.pipeline.flags.flags import STOCK_1F1B, Role, neutral
+from megatron.pipeline.flags.declare import Role
+from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
+from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.flags.upstream import settle
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule.core.names import OFF
@@ -61,7 +63,7 @@ class Prediction:
         message_buffers: the most messages whose memory a rank needs at a time; None for megatron-core's own schedule.
     """
 
-    args: Namespace
+    args: Settings
     schedule: Schedule
     layers: list[int]
     ranks: list[RankMemory]
@@ -153,27 +155,27 @@ def predicted(
         from megatron.pipeline.flags.validation_rehearsal import least_replicas
         from megatron.pipeline.model.layout import decoder_layers
         from megatron.pipeline.session.memory import largest_iteration
-        from megatron.pipeline.session.planning import plan_pipeline
-        from megatron.pipeline.session.tokenizer import padded_vocab_size, vocabulary_size
+        from megatron.pipeline.session.planning import as_planned, plan_pipeline
+        from megatron.pipeline.session.tokenizer import sizes_of_vocabulary, vocabulary_size
 
         args = read_flags(flags, changes)
         model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
         world_size = world_size or (data_parallel_size or least_replicas(args)) * model
         if world_size > MOST_RANKS * MOST_RANKS or args.pipeline_model_parallel_size > MOST_RANKS:
             raise ValueError(f"{args.pipeline_model_parallel_size} pipeline ranks of {world_size} are too many to plan for")
-        validate(args, world_size, elsewhere=True)
-        whole = max(microbatch_counts(args))
-        _fewer_microbatches(args)
-        args.vocab_size = vocabulary_size(args)
-        args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
-        pipeline = plan_pipeline(args, measure=False, evaluates=False)
+        settings = validate(args, world_size, elsewhere=True)
+        whole = max(microbatch_counts(settings))
+        settings = _fewer_microbatches(settings)
+        settings |= sizes_of_vocabulary(vocabulary_size(settings), settings)
+        pipeline = plan_pipeline(settings, measure=False, evaluates=False)
+        args = as_planned(settings, pipeline)
         schedule = largest_iteration(args, pipeline)
         messages = None if pipeline.is_stock else pipeline.plans.plan(schedule.microbatches).message_buffers
         layers = decoder_layers(args, schedule.placement)
         return Prediction(args, schedule, layers, predict(args, schedule, layers), whole, messages)
 
 
-def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({})) -> Namespace:
+def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({})) -> Flags:
     """Flags of ``pretrain_gpt.py``, not validated yet, for a prediction: they need no data, and no file is written.
 
     Args:
@@ -185,9 +187,8 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
     from megatron.pipeline.flags.arguments import parse
 
     args = parse(flags, predicts=True)
-    args.not_modelled = settle(args)
-    vars(args).update(neutral(Role.FILES), **changes)
-    return args
+    read, not_modelled = settle(args)
+    return read | neutral(Role.FILES) | {"not_modelled": not_modelled} | changes
 
 
 def say_not_modelled(args: Namespace) -> None:
@@ -205,25 +206,26 @@ def quietly() -> Iterator[None]:
         yield
 
 
-def _fewer_microbatches(args: Namespace) -> None:
+def _fewer_microbatches(args: Settings) -> Settings:
     """Plan for no more microbatches than fill the pipeline a few times: what ranks hold at most is then reached."""
-    if args.pipeline_schedule.startswith("file:") or args.microbatch_group_size_per_vp_stage:
-        return  # for one number of them, or for those that the groups divide
+    if args.pipeline.schedule.startswith("file:") or args.microbatch_group_size_per_vp_stage:
+        return args  # for one number of them, or for those that the groups divide
     unit, ranks = args.micro_batch_size * args.data_parallel_size, args.pipeline_model_parallel_size
-    if args.global_batch_size > ENOUGH * ranks * unit:
-        args.rampup_batch_size, args.global_batch_size = None, ENOUGH * ranks * unit
+    if args.global_batch_size <= ENOUGH * ranks * unit:
+        return args
+    return args | {"rampup_batch_size": None, "global_batch_size": ENOUGH * ranks * unit}
 
 
 def report(prediction: Prediction) -> dict[str, Any]:
     """Content of ``--json`` about a training."""
     args = prediction.args
     return {
-        "schedule": args.pipeline_schedule,
+        "schedule": args.pipeline.schedule,
         "pp": args.pipeline_model_parallel_size,
         "tp": args.tensor_model_parallel_size,
         "cp": args.context_parallel_size,
         "dp": args.data_parallel_size,
-        "vocab_parallel": args.vocab_parallel,
+        "vocab_parallel": args.vocabulary.spread or OFF,
         "microbatches": prediction.microbatches,
         "parameters": total_parameters(Shape.of(args), not args.untie_embeddings_and_output_weights),
         "transformer_impl": args.transformer_impl,
@@ -305,7 +307,7 @@ def _text(
 
 def _unfused(prediction: Prediction) -> float:
     """Bytes of the fullest rank under the same schedule where attention is not fused."""
-    args = Namespace(**vars(prediction.args) | {"transformer_impl": LOCAL})
+    args = prediction.args | {"transformer_impl": LOCAL}
     return max(rank.total for rank in predict(args, prediction.schedule, prediction.layers))
 
 
@@ -329,8 +331,8 @@ def _table(prediction: Prediction) -> str:
 
 def schedule_name(args: Namespace) -> str:
     """The name of a schedule, with the flags that change it."""
-    values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
-    return " ".join([args.pipeline_schedule, *(f"{flag} {value}" for flag, value in values.items() if value != OFF)])
+    values = {"--vocab-parallel": args.vocabulary.spread, "--offload": args.offloading.mode}
+    return " ".join([args.pipeline.schedule, *(f"{flag} {value}" for flag, value in values.items() if value)])
 
 
 def gpu_memory(text: str) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from argparse import Namespace
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.costmodel.ranges import Range
+from megatron.pipeline.flags.settings import Flags
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.shape.gpt import Shape
@@ -147,7 +147,7 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None
 
 
-def report(base: Namespace, cluster: Cluster, ours: SearchResult, stock: SearchResult) -> dict[str, Any]:
+def report(base: Flags, cluster: Cluster, ours: SearchResult, stock: SearchResult) -> dict[str, Any]:
     """Content of ``--json``."""
     shape = Shape.of(Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({}))  # the same in any layout
     return {
@@ -199,7 +199,7 @@ def row(result: Result) -> dict[str, Any]:
     }
 
 
-def base_flags(flags: list[str], gpu: Device | None = None) -> Namespace:
+def base_flags(flags: list[str], gpu: Device | None = None) -> Flags:
     """The flags that a search begins with. Layers are those of GPUs, unless those that were measured do not fuse attention."""
     import megatron.core  # noqa: F401 - if it is not installed, say that before anything about the flags
 
@@ -208,12 +208,10 @@ def base_flags(flags: list[str], gpu: Device | None = None) -> Namespace:
     base = read_flags(flags)
     if not base.global_batch_size:
         raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
-    base.rampup_batch_size = None
     layers = gpu.layers if gpu else ()
     unfused = bool(layers) and not any(layer.fused for layer in layers)
-    base.transformer_impl = base.transformer_impl or (LOCAL if unfused else "transformer_engine")
-    base.vocab_size = vocabulary_size(base)
-    return base
+    engine = base.transformer_impl or (LOCAL if unfused else "transformer_engine")
+    return base | {"rampup_batch_size": None, "transformer_impl": engine, "vocab_size": vocabulary_size(base)}
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:

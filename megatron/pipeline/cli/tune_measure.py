@@ -6,7 +6,6 @@ import argparse
 import os
 import shlex
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,9 @@ from megatron.pipeline.cli.memory import quietly, read_flags
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.costmodel import activations, device, origin
 from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.flags.flags import Role, neutral
+from megatron.pipeline.flags.declare import Role
+from megatron.pipeline.flags.flags import neutral
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.planning.document import naming
 from megatron.pipeline.session import atomic
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank, rehearsed
@@ -90,8 +91,8 @@ def run(options: argparse.Namespace) -> None:
         model, ranks = _model(options.flags), _ranks(options.ranks)
     if ranks == 1 and base is None:
         raise ValueError(outcome.NO_LINKS)
-    args, known = (model, _rehearsed(options, model)) if options.rehearsed else (dense(model), None)
-    if args is not model:
+    args, known = _rehearsed(options, model) if options.rehearsed else (dense(model), None)
+    if known is None and args is not model:
         _say(f"experts are measured as one MLP of the width that a token passes, {args.ffn_hidden_size}")
     sizes = () if known else tuple(candidates(args, options.tensor or _TENSOR, options.micro_batch_sizes or _SAMPLES))
     found = _found(MeasureJob(dense(args), sizes), ranks)
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
     wrote(options.output)
 
 
-def text(found: Measurements, args: Namespace, measured: Device) -> str:
+def text(found: Measurements, args: Settings, measured: Device) -> str:
     """Text about a measurement: times, and how well the formulas agree with them."""
     heads = ("tensor", "samples", "F ms", "B ms", "W ms", "predicted", "activation MiB", "predicted")
     rows = []
@@ -142,18 +143,17 @@ def text(found: Measurements, args: Namespace, measured: Device) -> str:
     return "\n".join([speeds, *links, "", plain_table(heads, rows), "", note, *left_out])
 
 
-def _model(flags: list[str]) -> Namespace:
+def _model(flags: list[str]) -> Settings:
     from megatron.pipeline.flags.validation import validate
     from megatron.pipeline.flags.validation_latent import check_trained
 
     args = read_flags(flags, _ALONE)
     check_trained(args)
-    validate(args, 1)
-    return args
+    return validate(args, 1)
 
 
-def _rehearsed(options: argparse.Namespace, model: Namespace) -> Timing:
-    """A layer's times from ``--rehearsed``; sets the ranks of ``model`` that share experts.
+def _rehearsed(options: argparse.Namespace, model: Settings) -> tuple[Settings, Timing]:
+    """A layer's times from ``--rehearsed``, and the model with the ranks that shared experts.
 
     Raises:
         ValueError: the file does not have them, or the size is not one.
@@ -174,10 +174,10 @@ def _rehearsed(options: argparse.Namespace, model: Namespace) -> Timing:
             f"--rehearsed with experts and --tensor {tensor}: a costs file does not say whether the experts were cut, too: "
             "rehearse one tensor-parallel rank"
         )
-    model.expert_model_parallel_size = expert if model.num_experts else 1
+    model |= {"expert_model_parallel_size": expert if model.num_experts else 1}
     try:
         origin.check(of, model, tensor, model.expert_model_parallel_size, samples)
-        return rehearsed.timing(costs, model.num_layers, Size(tensor, samples))
+        return model, rehearsed.timing(costs, model.num_layers, Size(tensor, samples))
     except ValueError as error:
         raise ValueError(f"--rehearsed: {error}") from None
 

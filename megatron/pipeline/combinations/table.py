@@ -81,7 +81,7 @@ class Facts(dict[str, Any]):
         no, name, _, wanted = _parts(feature)
         value = self[name]
         if feature in _WORDS or name in _WORDS or no or value is True:
-            return _WORDS.get(feature) or flag_of(name)
+            return _spoken(feature)
         if isinstance(value, str) and value.startswith("--"):
             return value  # words already
         if isinstance(value, list | tuple):
@@ -143,7 +143,7 @@ def found(facts: Facts, rows: Iterable[Combination]) -> Iterator[Found]:
             continue
         if (other := facts.met(row.other)) and row.when(facts):
             given, others = (" and ".join(map(facts.words, features)) for features in (one, other))
-            known = Facts(facts, one=given, other=others, flag=" and ".join(flag_of(_parts(feature)[1]) for feature in one))
+            known = Facts(facts, one=given, other=others, flag=" and ".join(map(_spoken, one)))
             yield Found(row, given, *(text.format_map(known) for text in (row.reason, row.instead, row.price)))
 
 
@@ -176,8 +176,8 @@ def of_config(config: Any, **known: Any) -> Facts:
 
 
 def flag_of(name: str) -> str:
-    """The flag that sets a name, such as ``--num-layers`` for ``num_layers``; words where there is none."""
-    return _WORDS.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+    """The flag that sets a name, such as ``--num-layers`` for ``num_layers``."""
+    return _FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
 
 class _Anything(dict[str, str]):
@@ -200,6 +200,12 @@ def in_general(rows: Iterable[Combination]) -> Iterator[tuple[str, str, str]]:
         again.setdefault((", ".join(others), text), []).append(one)
     for (other, text), ones in again.items():
         yield ", ".join(ones), other, text
+
+
+def _spoken(feature: str) -> str:
+    """A feature without its value."""
+    name = _parts(feature)[1]
+    return _WORDS.get(feature) or _WORDS.get(name) or flag_of(name)
 
 
 def _titles(features: str) -> str:

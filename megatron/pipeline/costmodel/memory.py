@@ -221,7 +221,7 @@ def state_bytes(args: Namespace, count: Parameters) -> float:
         if args.bf16 and copy == SINGLE and not (quantized and quantized.kept):
             copy = HALF
     here = 1 - args.optimizer_offload_fraction if getattr(args, "optimizer_cpu_offload", False) else 1.0
-    undo = moments + SINGLE if args.post_validation and args.post_validation_copy == "device" else 0
+    undo = moments + SINGLE if args.steps.ahead and args.steps.copy == "device" else 0
     weights: float = count.total * weight
     if quantized:
         weights += count.quantized * (quantized.recipe.weight - (weight if quantized.kept else 0))
@@ -280,4 +280,4 @@ def recomputed(args: Namespace, shape: Shape, schedule: Schedule) -> Schedule:
 def makes_weights_again(args: Namespace) -> bool:
     """Tell whether W runs with B, since that makes its inputs again."""
     whole = args.recompute_granularity == "full" and args.recompute_method != "block"
-    return bool(whole and args.recompute_fused_backward)
+    return bool(whole and args.pipeline.recompute_fused_backward)

@@ -13,7 +13,6 @@ from megatron.pipeline.costmodel.memory import expert_copies, gathered_bytes, gr
 from megatron.pipeline.costmodel.parameters import Parameters, parameters
 from megatron.pipeline.schedule.core.boundary import turns
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, linear
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -66,9 +65,8 @@ def with_replicas(
         layers: of every stage.
         fused: whether the last pass of a chunk is BW; otherwise it is W.
     """
-    vocabulary = None if args.vocab_parallel == "off" else Vocabulary(args.vocab_parallel)
     shape, tied = Shape.of(args), not args.untie_embeddings_and_output_weights
-    counts = parameters(shape, placement, layers, vocabulary, tied)
+    counts = parameters(shape, placement, layers, args.vocabulary.spread, tied)
     alone = [max(1, count.total) for count in parameters(shape, linear(len(layers)), layers)]
     copies = args.data_parallel_size * args.context_parallel_size
     stages = list(costs.stages)
@@ -90,7 +88,7 @@ def with_replicas(
                 gathered -= links.hides(gathered, cost.forward)
             stages[stage] = replace(cost, reduce=reduced, step=share * step, gather=gathered)
     last = len(stages) - 1
-    if tied and vocabulary is None and placement.home(last)[0] != placement.home(0)[0]:
+    if tied and args.vocabulary.spread is None and placement.home(last)[0] != placement.home(0)[0]:
         size = gradient_bytes(args) * args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
         for end in (0, last):
             more = links.hop.all_reduce(size, 2)

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron.pipeline.flags import fork_flags, recipes, support, upstream
-from megatron.pipeline.flags.flags import add_flags
+from megatron.pipeline.flags.declare import add_flags
+from megatron.pipeline.flags.flags import MEGATRON
+from megatron.pipeline.flags.settings import NEW, Flags
 from megatron.pipeline.schedule.core.reading import content_of
 
 # Flags of Megatron-LM that change nothing here.
@@ -26,7 +28,7 @@ _NOT_NEEDED = {
 }
 
 
-def parse(argv: Sequence[str], predicts: bool = False) -> argparse.Namespace:
+def parse(argv: Sequence[str], predicts: bool = False) -> Flags:
     """Read the command line; ``--config FILE`` supplies values that the command line's own flags override.
 
     Args:
@@ -44,7 +46,7 @@ def parse(argv: Sequence[str], predicts: bool = False) -> argparse.Namespace:
         raise ValueError(upstream.unknown(parser, unknown[0]))
     if unknown:
         raise ValueError(_unknown(unknown[0], parser))
-    return args
+    return Flags(**vars(args))
 
 
 def with_config(parser: argparse.ArgumentParser, argv: Sequence[str], predicts: bool = False) -> list[str]:
@@ -101,7 +103,7 @@ def _parser() -> _FlagParser:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    add_flags(parser)
+    add_flags(parser, NEW | MEGATRON)
     return parser
 
 

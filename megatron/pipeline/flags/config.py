@@ -45,7 +45,7 @@ def transformer_config(args: Namespace, placement: Placement) -> TransformerConf
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "batch_p2p_sync": cuda,
-        "barrier_with_L1_time": not args.post_validation,  # timers would make all ranks wait for each other
+        "barrier_with_L1_time": not args.steps.ahead,  # timers would make all ranks wait for each other
         "use_cpu_initialization": args.use_cpu_initialization or not cuda,
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         "num_moe_experts": args.num_experts,

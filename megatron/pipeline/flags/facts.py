@@ -9,6 +9,7 @@ from megatron.pipeline.patches import compat
 
 from megatron.pipeline.combinations.rows import CAUTIONS
 from megatron.pipeline.combinations.table import Facts, Found, found
+from megatron.pipeline.flags.settings import flat
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import STOCK
@@ -24,7 +25,8 @@ def of_flags(args: Namespace, **known: Any) -> Facts:
         args: flags; they may lack Megatron-LM's own.
         known: more, such as the number of slices of a schedule.
     """
-    to = Facts(vars(args) | families.facts(vars(args).get("pipeline_schedule", STOCK)))
+    values = flat(args)
+    to = Facts(values | families.facts(values.get("pipeline_schedule", STOCK)))
     to |= {"core": compat.version(), "engine": te_linear.release(), "oldest_engine": te_linear.OLDEST}
     tensor, context = to.tensor_model_parallel_size or 1, to.context_parallel_size or 1
     to |= {"balancing": _balancing(to), "replicas": to.data_parallel_size or 1, "cut": tensor * context}

@@ -3,57 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
+from megatron.pipeline.flags.declare import Role, add_flags, chunks, data, files, layout, length, memory, predicted, schedule
+from megatron.pipeline.flags.declare import flag as add
 from megatron.pipeline.flags.flag_types import (
     layer_pattern,
-    memory_size,
     minutes,
     not_negative,
-    pass_seconds,
     positive_float,
     positive_int,
     probability,
-    share_below_one,
     whole,
     window,
 )
-from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.flags.settings import NEW, flat
+from megatron.pipeline.schedule.core.names import STOCK
 
-PROFILE = "profile"  # in place of a file of costs: they are measured in this run
-ONCE, EVERY_BATCH = "once", "every-batch"  # of --pipeline-plan
 # The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout")
 GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
 TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
-
-
-class Role(Enum):
-    """Topic of a flag, for programs that put aside a user's flags of one kind: see ``neutral``."""
-
-    CHUNKS = auto()  # chunks per rank, and how many microbatches each runs in turn
-    LAYOUT = auto()  # how ranks share the model, its gradients and its optimizer
-    SCHEDULE = auto()  # the pipeline schedule and its transformations
-    DETAILS = auto()  # how --vocab-parallel and --offload work
-    MEMORY = auto()  # recomputation
-    FILES = auto()  # what is read at the start and written on the way
-    LENGTH = auto()  # iterations, and what changes over them
-    DATA = auto()  # the training data
-    PREDICTED = auto()  # what mpipe predicts of models that this project's pretrain_gpt.py does not train
-
-
-_Flag = tuple[list[str], dict[str, Any], Role | None]  # what ``add_argument`` takes, and the role
-
-
-def add_flags(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[_Flag]] | None = None) -> None:
-    """Add groups of flags to a parser: all of them, or ``NEW`` to one that has Megatron-LM's own."""
-    for title, flags in (NEW | MEGATRON if groups is None else groups).items():
-        group = parser.add_argument_group(title)
-        for names, options, role in flags:
-            vars(group.add_argument(*names, **options))["role"] = role
 
 
 def neutral(*roles: Role) -> dict[str, Any]:
@@ -64,7 +35,8 @@ def neutral(*roles: Role) -> dict[str, Any]:
 
 def given(args: argparse.Namespace, *names: str) -> list[str]:
     """The flags of those names whose values are not the defaults."""
-    return [actions()[name].option_strings[0] for name in names if getattr(args, name) != actions()[name].default]
+    values = flat(args)
+    return [actions()[name].option_strings[0] for name in names if values[name] != actions()[name].default]
 
 
 def switched_on(args: argparse.Namespace, *names: str) -> str | None:
@@ -76,131 +48,11 @@ def switched_on(args: argparse.Namespace, *names: str) -> str | None:
 def actions() -> dict[str, argparse.Action]:
     """Meaning of every flag of ``pretrain_gpt.py``, by name, in the order of ``--help``."""
     parser = argparse.ArgumentParser(add_help=False)
-    add_flags(parser)
+    add_flags(parser, NEW | MEGATRON)
     return {action.dest: action for action in parser._actions}
 
 
-def flag_of(name: str) -> str:
-    """The flag that sets a name, such as ``--num-layers`` for ``num_layers``."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _flag(
-    names: str,
-    text: str,
-    values: Callable[[str], Any] | Sequence[Any] | None = None,
-    default: Any = None,
-    *,
-    clears: str = "",
-    role: Role | None = None,
-    **options: Any,
-) -> _Flag:
-    """A row of the tables below.
-
-    Args:
-        names: the flag, and further names of it.
-        text: for ``--help``.
-        values: what reads the flag's value, or the values to choose from; None for a switch.
-        clears: the name that a switch sets to False; without it a switch sets its own name to True.
-        options: further ones of ``add_argument``.
-    """
-    options["help"] = text
-    if clears:
-        options |= {"action": "store_false", "dest": clears}
-    elif values is None:
-        options["action"] = "store_true"
-    elif isinstance(values, Sequence):
-        options |= {"choices": values, "type": type(values[0]), "default": default}
-    else:
-        options |= {"type": values, "default": default}
-    return names.split(), options, role
-
-
-add = _flag
-chunks, layout, schedule, detail, memory, files, length, data, predicted = (partial(_flag, role=role) for role in Role)
-
 # fmt: off
-NEW = {
-    "pipeline schedule": [
-        add("--config", "YAML file of flags without the dashes; flags on the command line win", str, metavar="FILE"),
-        schedule("--pipeline-schedule", "a family, file:PATH, or stock for megatron-core's own", str, "zb-h1", metavar="NAME"),
-        schedule("--pipeline-memory-limit", "activation memory per rank; 1.0 is 1F1B's peak; or bytes: 12GiB", str, metavar="X"),
-        schedule("--pipeline-costs",
-            "plan with this JSON file of every pass's seconds and bytes; or profile: measure them in the first iterations, "
-            "and plan again while training goes on", str, metavar="FILE"),
-        schedule("--pipeline-plan",
-            "once, for equal microbatches; or every-batch: for the lengths of each batch's sequences, while the batch before it "
-            "computes", [ONCE, EVERY_BATCH], ONCE),
-        files("--pipeline-costs-cache",
-            "file for the costs that --pipeline-costs profile measures; pipeline_costs.json in the directory of --save, else "
-            "of --pipeline-trace, if not given", str, metavar="FILE"),
-        add("--pipeline-timeout", "end all ranks when no pass ends for this long; 300, or half the distributed timeout if less",
-            pass_seconds, metavar="SECONDS"),
-        add("--pipeline-p2p",
-            "start the sends and receives between two passes one by one, or together", ["single", "batched"], "single"),
-        add("--pipeline-max-ctas",
-            "limit of NCCL's thread blocks, and so of SMs, for a message or a collective of the vocabulary, which occupies them "
-            "while it waits for the other rank; 4 within a node and 8 between nodes if not given", positive_int, metavar="N"),
-        files("--pipeline-trace", "write the measured timeline of every logged iteration here", str, metavar="DIR"),
-        schedule("--recompute-fused-backward",
-            "B also computes the weight gradients of what it recomputes: less memory, but less W to fill gaps"),
-        files("--metrics", "append one JSON object per iteration here", str, metavar="FILE"),
-    ],
-    "rehearsal": [
-        add("--rehearse",
-            "all ranks share this machine and run their passes one at a time: what each takes alone, the memory of every rank, "
-            "and the iteration that a device for every rank would have"),
-        add("--rehearse-hop",
-            "seconds of a message between two stages where the training will run; or H100-80GB, A100-80GB or a FILE of mpipe "
-            "tune --measure, whose links then count, 8 GPUs a node. Measured here if not given", str, metavar="SECONDS"),
-        add("--rehearse-park",
-            "a rank's weights, gradients and optimizer state are in host memory while other ranks have their turns"),
-        add("--rehearse-replicas",
-            "one rank of every stage runs, and stands in for those of tensor, context, expert and data parallelism: their "
-            "collectives take what the links of --rehearse-hop say, and losses mean nothing. :N for N data-parallel replicas, by "
-            "default as few as experts allow", str, metavar="fake[:N]"),
-        files("--rehearse-dir", "the rehearsal's numbers, costs and picture go here", str, "runs/rehearsal", metavar="DIR"),
-    ],
-    "vocabulary layers": [
-        schedule("--vocab-parallel",
-            "shard embedding and output layer over all pipeline ranks: 2 adds one microbatch to each rank's memory, 1 adds two; "
-            "interlaced stops all ranks for them", [OFF, "1", "2", "interlaced"], OFF),
-        schedule("--layer-redistribution",
-            "give the stages with embedding and output layer fewer transformer layers, according to their cost"),
-        detail("--vocab-logits-limit",
-            "with --vocab-parallel: if a rank's logits take more in float32 than this, such as 256MiB, compute them in parts, "
-            "and again for their gradient", memory_size, metavar="SIZE"),
-        detail("--vocab-mask-padding",
-            "with --vocab-parallel: leave rows beyond the tokenizer's vocabulary out of the softmax, in which megatron-core "
-            "counts its padding"),
-        detail("--label-smoothing",
-            "with --vocab-parallel: share of the target that is spread over all tokens", share_below_one, 0.0),
-        detail("--z-loss",
-            "with --vocab-parallel: weight of the softmax denominator's squared logarithm in the loss", not_negative, 0.0),
-    ],
-    "activations in host memory": [
-        schedule("--offload",
-            "copy activations to host memory while ranks compute: full, all whose copies are hidden; selective, at most half, "
-            "the longest-lived", [OFF, "selective", "full"], OFF),
-        schedule("--offload-profile",
-            "measure passes, bytes and copies in the first iterations, and plan again: --pipeline-costs profile"),
-        schedule("--offload-host-memory", "limit of host memory per rank, such as 64GiB", memory_size, metavar="SIZE"),
-        detail("--offload-min-size", "keep smaller tensors on the device; 64KiB if not given", memory_size, metavar="SIZE"),
-        detail("--no-offload-numa-binding",
-            "leave every rank on all CPUs, instead of those next to its GPU", clears="offload_numa_binding"),
-        schedule("--offload-cpu-bandwidth",
-            "without a GPU: emulate copies at this speed in each direction", positive_float, metavar="GB/S"),
-    ],
-    "optimizer steps ahead": [
-        schedule("--post-validation",
-            "step before the global gradient norm is known, and roll back on overflow or clipping, so that iterations overlap"),
-        schedule("--post-validation-when",
-            "only while measurements show a gain (when not given), or from the first step on", ["measured", "always"]),
-        schedule("--post-validation-copy",
-            "where to keep the copy that a roll-back restores; device when not given", ["device", "host"]),
-    ],
-}
-
 MEGATRON = {
     "model": [
         add("--num-layers", "transformer layers", positive_int),

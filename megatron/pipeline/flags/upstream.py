@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.flags.flags import actions
+from megatron.pipeline.flags.settings import Flags
 
 _MARK = "upstream:"  # before the names of such flags in a namespace
 _OFF = {"none", "None", "0", "False"}
@@ -67,16 +68,18 @@ def left(args: Namespace) -> list[str]:
     return [f"--{name.removeprefix(_MARK)}" for name in vars(args) if name.startswith(_MARK)]
 
 
-def settle(args: Namespace) -> list[str]:
-    """Read such flags as this project's own where they are alike, and take them out of a namespace.
+def settle(args: Flags) -> tuple[Flags, list[str]]:
+    """Read such flags as this project's own where they are alike.
 
     Returns:
-        For every feature that matters and is not modelled, its flags, and how far off the prediction is.
+        This project's flags alone; and for every feature that matters and is not modelled, its flags, and how far off the
+        prediction is.
 
     Raises:
         ValueError: a value is none of the flag that it is read as.
     """
-    given = {name.removeprefix(_MARK): vars(args).pop(name) for name in list(vars(args)) if name.startswith(_MARK)}
+    given = {name.removeprefix(_MARK): value for name, value in vars(args).items() if name.startswith(_MARK)}
+    args = Flags(**{name: value for name, value in vars(args).items() if not name.startswith(_MARK)})
     for dest, action in actions().items():
         values = getattr(args, dest) if isinstance(getattr(args, dest), list) else [getattr(args, dest)]
         if action.choices and any(value is not None and value not in action.choices for value in values):
@@ -87,7 +90,7 @@ def settle(args: Namespace) -> list[str]:
         new = alike if isinstance(alike, dict) else {alike: _typed(name, value, alike)}
         # A value of a flag of ours is replaced; another flag says nothing where that of ours is given.
         free = [dest for dest in new if "=" in name or getattr(args, dest) == actions()[dest].default]
-        vars(args).update({dest: new[dest] for dest in free})
+        args |= {dest: new[dest] for dest in free}
     given |= {action.option_strings[0][2:]: getattr(args, dest) for dest, action in actions().items()
               if getattr(args, dest) != action.default}  # fmt: skip
     notes = []
@@ -95,7 +98,7 @@ def settle(args: Namespace) -> list[str]:
         on = [name for name, value in given.items() if str(value) not in _OFF | set(row.get("unless", ()))]
         if found := [f"--{name.replace('=', ' ')}" for name in on if any(fnmatch(name, pattern) for pattern in row["flags"])]:
             notes.append(f"{', '.join(found)}: {row['effect']}")
-    return notes
+    return args, notes
 
 
 def _typed(name: str, value: str, dest: str) -> Any:

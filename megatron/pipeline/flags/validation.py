@@ -1,4 +1,4 @@
-"""Do the flags fit together? ``validate`` answers before any process group exists, and fills in what follows."""
+"""Do the flags fit together? ``validate`` answers before any process group exists, with settings that have what follows."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
-from megatron.pipeline.combinations.table import refuse
+from megatron.pipeline.combinations.table import flag_of, refuse
 from megatron.pipeline.flags.facts import of_flags
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
-from megatron.pipeline.flags.validation_experts import check_experts, check_grouped_experts
-from megatron.pipeline.flags.validation_files import check_checkpoints, check_data, check_outputs
+from megatron.pipeline.flags.flags import CHUNK_FLAGS
+from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.flags.validation_experts import check_grouped_experts, of_experts
+from megatron.pipeline.flags.validation_files import check_checkpoints, check_outputs, of_data
 from megatron.pipeline.flags.validation_latent import check_latent
-from megatron.pipeline.flags.validation_offload import check_offload
-from megatron.pipeline.flags.validation_rehearsal import check_rehearsal, rehearsed_ranks
+from megatron.pipeline.flags.validation_offload import of_offload
+from megatron.pipeline.flags.validation_rehearsal import of_rehearsal, of_replicas
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import STOCK
 
 
-def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> None:
-    """Check the flags against each other and against the number of ranks, and complete them in place.
+def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Settings:
+    """Check the flags against each other and against the number of ranks.
 
-    Sets what was left open (``ffn_hidden_size``, ``kv_channels``, ``global_batch_size``, ...) and what follows:
-    ``data_parallel_size``, ``chunks`` (per rank, None for the schedule's own number).
+    Returns:
+        The flags with what was left open (``ffn_hidden_size``, ``kv_channels``, ``global_batch_size``, ...) and what follows:
+        ``data_parallel_size``, ``chunks`` (per rank, None for the schedule's own number).
 
     Args:
         elsewhere: the training is predicted for machines with GPUs and all packages, not run here.
@@ -36,36 +38,36 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> None:
         ValueError: the flags contradict each other; the message has the numbers and what to change.
     """
     _check_required(args, () if elsewhere else ("train_iters", "lr"))
-    _check_platform(args, elsewhere)
-    world_size = rehearsed_ranks(args, world_size)
-    _check_parallel_sizes(args, world_size)
-    _check_model(args)
-    check_experts(args, world_size, elsewhere)
-    _check_batch(args)
-    _check_precision(args)
-    _check_recompute(args)
-    check_new_flags(args)
-    refuse(of_flags(args), MODELS)
-    if not elsewhere:
-        _check_learning_rate(args)
-        check_data(args)
-        check_checkpoints(args)
-        check_packages(args)
+    settings = of_replicas(Settings.of(args), world_size)
+    world_size *= settings.rehearsal.share
+    settings = _of_platform(settings, elsewhere)
+    settings = _of_parallel_sizes(settings, world_size)
+    settings = _of_model(settings)
+    settings = of_experts(settings, world_size, elsewhere)
+    settings = _of_batch(settings)
+    settings = _of_precision(settings)
+    settings = _of_recompute(settings)
+    settings = of_new_flags(settings)
+    refuse(of_flags(settings), MODELS)
+    if elsewhere:
+        return settings
+    settings = of_data(_of_learning_rate(settings))
+    check_checkpoints(settings)
+    check_packages(settings)
+    return settings
 
 
-def check_new_flags(args: Namespace) -> None:
-    """Check the flags that Megatron-LM does not have; its own are complete.
+def of_new_flags(args: Settings) -> Settings:
+    """Settings of the flags that Megatron-LM does not have; its own are complete.
 
     Raises:
         ValueError: they contradict each other, or some of its own.
     """
     refuse(of_flags(args), GROUPS, SCHEDULES, FLAGS, QUANTIZED)
-    args.post_validation_when = args.post_validation_when or "measured"
-    args.post_validation_copy = args.post_validation_copy or "device"
-    check_offload(args)
-    check_rehearsal(args)
-    _check_timeouts(args)
-    check_outputs(args)
+    steps = {"post_validation_when": args.steps.when or "measured", "post_validation_copy": args.steps.copy or "device"}
+    settings = _of_timeouts(of_rehearsal(of_offload(args | steps)))
+    check_outputs(settings)
+    return settings
 
 
 def check_packages(args: Namespace) -> None:
@@ -74,7 +76,7 @@ def check_packages(args: Namespace) -> None:
     Raises:
         ValueError: says which one, and what to change.
     """
-    if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != STOCK:
+    if args.transformer_impl == "transformer_engine" and args.pipeline.schedule != STOCK:
         te_linear.check_version()
     discarding = sorted(set(args.recompute_modules or ()) & {"layernorm", "moe_act"})
     if discarding and not has_transformer_engine():
@@ -120,19 +122,22 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def _check_platform(args: Namespace, elsewhere: bool) -> None:
+def _of_platform(args: Settings, elsewhere: bool) -> Settings:
     """Choose the backend and the layers that the machine has, and refuse those it lacks."""
     cuda, engine = elsewhere or torch.cuda.is_available(), elsewhere or has_transformer_engine()
-    args.distributed_backend = args.distributed_backend or ("nccl" if cuda else "gloo")
-    args.transformer_impl = args.transformer_impl or ("transformer_engine" if cuda and engine else "local")
+    args |= {
+        "distributed_backend": args.distributed_backend or ("nccl" if cuda else "gloo"),
+        "transformer_impl": args.transformer_impl or ("transformer_engine" if cuda and engine else "local"),
+    }
     if args.distributed_backend == "nccl" and not cuda:
         raise ValueError("--distributed-backend nccl needs a CUDA device and there is none: use gloo")
     if args.transformer_impl == "transformer_engine" and not (cuda and engine):
         lacking = "a CUDA device" if not cuda else "the package transformer-engine"
         raise ValueError(f"--transformer-impl transformer_engine needs {lacking}, which is not here: use local")
+    return args
 
 
-def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
+def _of_parallel_sizes(args: Settings, world_size: int) -> Settings:
     tensor, pipeline, context = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     model = tensor * pipeline * context
     if world_size % model:
@@ -140,13 +145,13 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
             f"{world_size} ranks cannot be split into models of {tensor} x {pipeline} x {context} = {model} ranks "
             f"(tensor x pipeline x context): start a multiple of {model} ranks or change a parallel size"
         )
-    args.data_parallel_size = world_size // model
-    args.chunks = chunks_per_rank(args)
+    chunks = chunks_per_rank(args)
     if args.use_distributed_optimizer and args.optimizer != "adam":
         raise ValueError(f"--use-distributed-optimizer needs --optimizer adam, not {args.optimizer}")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
-    args.sequence_parallel = args.sequence_parallel and tensor > 1
+    shards_sequence = args.sequence_parallel and tensor > 1
+    return args | {"data_parallel_size": world_size // model, "chunks": chunks, "sequence_parallel": shards_sequence}
 
 
 def chunks_per_rank(args: Namespace) -> int | None:
@@ -195,18 +200,18 @@ def _chunks_of_layout(text: str, ranks: int) -> int:
     return stages // ranks
 
 
-def _check_model(args: Namespace) -> None:
+def _of_model(args: Settings) -> Settings:
     hidden, heads, tensor = args.hidden_size, args.num_attention_heads, args.tensor_model_parallel_size
     if args.swiglu and args.squared_relu:
         raise ValueError("--swiglu and --squared-relu are two activations: give one")
     if args.ffn_hidden_size is None:
-        args.ffn_hidden_size = int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden
+        args |= {"ffn_hidden_size": int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden}
     if args.kv_channels is None:
         if hidden % heads:
             raise ValueError(
                 f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change one, or give --kv-channels"
             )
-        args.kv_channels = hidden // heads
+        args |= {"kv_channels": hidden // heads}
     check_latent(args)
     if not args.multi_latent_attention:
         check_rotary(args)
@@ -217,17 +222,17 @@ def _check_model(args: Namespace) -> None:
     for flag, size in cut.items():
         if size % tensor:
             raise ValueError(f"{flag} {size} is not a multiple of --tensor-model-parallel-size {tensor}")
-    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
-    if args.max_position_embeddings < args.seq_length:
-        raise ValueError(f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}")
+    longest = args.max_position_embeddings or args.seq_length
+    if longest < args.seq_length:
+        raise ValueError(f"--max-position-embeddings {longest} is less than --seq-length {args.seq_length}")
     parts = tensor if args.sequence_parallel else 1
     parts *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     if args.seq_length % parts:
         raise ValueError(
             f"--seq-length {args.seq_length} must be a multiple of {parts} with this sequence and context parallelism"
         )
-    if args.position_embedding_type != "rope":
-        args.apply_rope_fusion = False
+    fuses_rope = args.apply_rope_fusion and args.position_embedding_type == "rope"
+    return args | {"max_position_embeddings": longest, "apply_rope_fusion": fuses_rope}
 
 
 def check_rotary(args: Namespace) -> None:
@@ -243,9 +248,9 @@ def check_rotary(args: Namespace) -> None:
         )
 
 
-def _check_batch(args: Namespace) -> None:
+def _of_batch(args: Settings) -> Settings:
     unit = args.micro_batch_size * args.data_parallel_size
-    args.global_batch_size = args.global_batch_size or unit
+    args |= {"global_batch_size": args.global_batch_size or unit}
     if args.rampup_batch_size is not None:
         start, step, _ = args.rampup_batch_size
         if start >= args.global_batch_size or (args.global_batch_size - start) % step:
@@ -261,10 +266,11 @@ def _check_batch(args: Namespace) -> None:
                 f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {unit} must divide it; "
                 f"use {f'{below} or ' if below else ''}{below + unit}"
             )
+    return args
 
 
-def _check_learning_rate(args: Namespace) -> None:
-    args.lr_decay_iters = args.lr_decay_iters or args.train_iters
+def _of_learning_rate(args: Settings) -> Settings:
+    args |= {"lr_decay_iters": args.lr_decay_iters or args.train_iters}
     if args.min_lr < 0 or args.min_lr > args.lr:
         raise ValueError(f"--min-lr {args.min_lr} must be from 0 to --lr {args.lr}")
     if args.lr_warmup_init > args.lr:
@@ -272,7 +278,7 @@ def _check_learning_rate(args: Namespace) -> None:
     if args.lr_warmup_fraction is not None:
         if args.lr_warmup_iters:
             raise ValueError("give --lr-warmup-fraction or --lr-warmup-iters, not both")
-        args.lr_warmup_iters = args.lr_warmup_fraction * args.lr_decay_iters
+        args |= {"lr_warmup_iters": args.lr_warmup_fraction * args.lr_decay_iters}
     if args.lr_warmup_iters >= args.lr_decay_iters:
         raise ValueError(
             f"the warm-up of {args.lr_warmup_iters:g} iterations must be shorter than --lr-decay-iters {args.lr_decay_iters}"
@@ -282,7 +288,7 @@ def _check_learning_rate(args: Namespace) -> None:
     if args.weight_decay_incr_style == "constant":
         if args.start_weight_decay is not None or args.end_weight_decay is not None:
             raise ValueError("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
-        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+        args |= {"start_weight_decay": args.weight_decay, "end_weight_decay": args.weight_decay}
     elif args.start_weight_decay is None or args.end_weight_decay is None:
         raise ValueError(
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
@@ -291,22 +297,24 @@ def _check_learning_rate(args: Namespace) -> None:
         raise ValueError(
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other: give one"
         )
+    return args
 
 
-def _check_precision(args: Namespace) -> None:
+def _of_precision(args: Settings) -> Settings:
     if args.bf16 and args.fp16:
         raise ValueError("--bf16 and --fp16 contradict each other: give one")
     if args.fp16_lm_cross_entropy and not args.fp16:
         raise ValueError("--fp16-lm-cross-entropy needs --fp16")
     if args.bf16:
-        args.accumulate_allreduce_grads_in_fp32 = not args.grad_reduce_in_bf16
+        args |= {"accumulate_allreduce_grads_in_fp32": not args.grad_reduce_in_bf16}
     if args.fp16 and args.loss_scale is None:
-        args.check_for_nan_in_loss_and_grad = False  # a dynamic loss scale learns from gradients that overflow
+        args |= {"check_for_nan_in_loss_and_grad": False}  # a dynamic loss scale learns from gradients that overflow
+    return args
 
 
-def _check_recompute(args: Namespace) -> None:
+def _of_recompute(args: Settings) -> Settings:
     if args.recompute_activations:
-        args.recompute_granularity = args.recompute_granularity or "selective"
+        args |= {"recompute_granularity": args.recompute_granularity or "selective"}
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
         raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
     if args.recompute_granularity != "full" and (args.recompute_method or args.recompute_num_layers):
@@ -321,15 +329,16 @@ def _check_recompute(args: Namespace) -> None:
             "--recompute-modules mlp needs --disable-bias-linear: megatron-core's checkpoint makes a bias that an MLP hands on a "
             "part of the graph of every later microbatch, and recomputes without end"
         )
+    return args
 
 
-def _check_timeouts(args: Namespace) -> None:
+def _of_timeouts(args: Settings) -> Settings:
     """The hang report must come before the communication backend gives up without one."""
     backend = 60 * args.distributed_timeout_minutes
-    if args.pipeline_timeout is None:
-        args.pipeline_timeout = min(300.0, backend / 2)
-    if args.pipeline_timeout >= backend:
+    timeout = min(300.0, backend / 2) if args.pipeline.timeout is None else args.pipeline.timeout
+    if timeout >= backend:
         raise ValueError(
-            f"--pipeline-timeout {args.pipeline_timeout:g} seconds must be less than --distributed-timeout-minutes "
+            f"--pipeline-timeout {timeout:g} seconds must be less than --distributed-timeout-minutes "
             f"{args.distributed_timeout_minutes:g} = {backend:g} seconds, when the backend gives up: lower it or raise the other"
         )
+    return args | {"pipeline_timeout": timeout}

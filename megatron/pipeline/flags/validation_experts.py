@@ -10,10 +10,11 @@ from megatron.pipeline.combinations.rows import WRONG
 from megatron.pipeline.combinations.table import refuse
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import given
+from megatron.pipeline.flags.settings import Settings
 
 
-def check_experts(args: Namespace, world_size: int, elsewhere: bool = False) -> None:
-    """Check the experts' flags; sets ``moe_ffn_hidden_size`` and ``expert_tensor_parallel_size`` where they were left open.
+def of_experts(args: Settings, world_size: int, elsewhere: bool = False) -> Settings:
+    """Settings of experts: ``moe_ffn_hidden_size`` and ``expert_tensor_parallel_size``, where they were left open.
 
     Args:
         elsewhere: as in ``validation.validate``: what trains wrongly, or does nothing, is predicted all the same.
@@ -23,16 +24,16 @@ def check_experts(args: Namespace, world_size: int, elsewhere: bool = False) -> 
     """
     experts, parallel = args.num_experts, args.expert_model_parallel_size
     if experts is None and elsewhere:
-        return
+        return args
     if experts is None:
         sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
         if flags := given(
             args, *sizes, "moe_shared_expert_intermediate_size", "moe_grouped_gemm", "overlap_moe_expert_parallel_comm"
         ):
             raise ValueError(f"{', '.join(flags)} without experts: give --num-experts")
-        return
-    args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
-    tensor = args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        return args
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    args |= {"moe_ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size, "expert_tensor_parallel_size": tensor}
     unit = tensor * parallel * args.pipeline_model_parallel_size
     if experts % parallel:
         raise ValueError(f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {parallel}")
@@ -57,6 +58,7 @@ def check_experts(args: Namespace, world_size: int, elsewhere: bool = False) -> 
     if isinstance(pattern, list) and len(pattern) != args.num_layers:
         raise ValueError(f"--moe-layer-freq lists {len(pattern)} layers, but --num-layers is {args.num_layers}")
     _check_router(args, experts)
+    return args
 
 
 def check_grouped_experts(args: Namespace) -> None:

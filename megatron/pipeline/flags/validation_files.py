@@ -7,13 +7,14 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from megatron.pipeline.flags.flags import PROFILE, flag_of, given
+from megatron.pipeline.flags.flags import given
+from megatron.pipeline.flags.settings import PROFILE, Settings
 
 DEFAULT_SPLIT = "969,30,1"
 
 
-def check_data(args: Namespace) -> None:
-    """There is one source of data, cut in one way; sets ``split`` where it was left open.
+def of_data(args: Settings) -> Settings:
+    """Settings of the one source of data, cut in one way: ``split``, where it was left open.
 
     Raises:
         ValueError: there is none, or more than one.
@@ -30,10 +31,11 @@ def check_data(args: Namespace) -> None:
     if per_split and args.split:
         raise ValueError("--split cuts --data-path; --train-data-path, --valid-data-path and --test-data-path are cut already")
     if not per_split:
-        args.split = args.split or DEFAULT_SPLIT
+        args |= {"split": args.split or DEFAULT_SPLIT}
         _check_split(args.split)
     if args.tokenizer_type is None:
         raise ValueError("missing --tokenizer-type: NullTokenizer needs --vocab-size, ByteLevelTokenizer nothing else")
+    return args
 
 
 def _check_split(split: str) -> None:
@@ -47,23 +49,26 @@ def _check_split(split: str) -> None:
         )
 
 
-def check_outputs(args: Namespace) -> None:
+def check_outputs(args: Settings) -> None:
     """Directories that cannot be written are found now rather than at the first checkpoint or metric.
 
     Raises:
         ValueError: one cannot be, and why.
     """
-    files = {"--metrics": args.metrics, "--pipeline-costs-cache": args.pipeline_costs_cache}
+    files = {"--metrics": args.pipeline.metrics, "--pipeline-costs-cache": args.pipeline.costs_cache}
     for flag, file in files.items():
         if file and Path(file).is_dir():
             raise ValueError(f"{flag} {file} is a directory: name a file")
-    if args.pipeline_costs_cache and args.pipeline_costs != PROFILE:
+    if args.pipeline.costs_cache and args.pipeline.costs != PROFILE:
         raise ValueError(f"--pipeline-costs-cache is where --pipeline-costs {PROFILE} writes: give both, or neither")
     directories = {
-        flag_of(name): getattr(args, name) for name in ("save", "tensorboard_dir", "pipeline_trace", "data_cache_path")
+        "--save": args.save,
+        "--tensorboard-dir": args.tensorboard_dir,
+        "--pipeline-trace": args.pipeline.trace,
+        "--data-cache-path": args.data_cache_path,
     }
-    if args.rehearse:
-        directories["--rehearse-dir"] = args.rehearse_dir
+    if args.rehearsal.on:
+        directories["--rehearse-dir"] = args.rehearsal.directory
     directories |= {flag: str(Path(file).parent) for flag, file in files.items() if file}
     for flag, directory in directories.items():
         if directory is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron.pipeline.flags.flags import Role, flag_of, given, neutral
+from megatron.pipeline.combinations.table import flag_of
+from megatron.pipeline.flags.declare import Role
+from megatron.pipeline.flags.flags import given, neutral
 from megatron.pipeline.flags.support import unsupported
 
 

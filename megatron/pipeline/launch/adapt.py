@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from megatron.pipeline.combinations import table
 from megatron.pipeline.combinations.rows import EXCLUDED, GROUPS
+from megatron.pipeline.combinations.table import flag_of
 from megatron.pipeline.flags.facts import of_flags
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
+from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.validation import chunks_per_rank
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import STOCK
@@ -50,20 +51,19 @@ def exclusions(args: Namespace, validated: bool = False) -> list[Excluded]:
     return found if validated or args.pipeline_schedule == STOCK else [*found, *_other_chunks(args)]
 
 
-def adapt(args: Namespace, default: Callable[[str], Any]) -> list[str]:
-    """Give what can be left out the values that it has where it is not given.
+def adapt(args: Namespace, default: Callable[[str], Any]) -> tuple[dict[str, Any], list[str]]:
+    """Leave out what can be.
 
     Args:
-        args: as the parser has read them; changed in place.
-        default: from a name to that value.
+        args: as the parser has read them.
+        default: from a name to the value that it has where it is not given.
 
     Returns:
-        A line for each: the flag, the reason, and the price.
+        The values with which it is left out, and a line for each: the flag, the reason, and the price.
     """
     left_out = [one for one in exclusions(args) if one.price]
-    for name in (name for one in left_out for name in one.names if hasattr(args, name)):
-        setattr(args, name, default(name))
-    return [f"{one.flag} {one.reason}: left out by --adapt. Price: {one.price}" for one in left_out]
+    values = {name: default(name) for one in left_out for name in one.names if hasattr(args, name)}
+    return values, [f"{one.flag} {one.reason}: left out by --adapt. Price: {one.price}" for one in left_out]
 
 
 def refusal(found: list[Excluded]) -> str:

@@ -71,7 +71,7 @@ class StepsAhead:
 
     def __init__(self, args: Namespace, training: Any, pipeline: Pipeline, optimizer: Any, measures: Callable[[], bool]) -> None:
         self._training, self._pipeline, self._measures = training, pipeline, measures
-        self._steps = PostValidation(pipeline, optimizer, args.post_validation_when, Keep(args.post_validation_copy))
+        self._steps = PostValidation(pipeline, optimizer, args.steps.when, Keep(args.steps.copy))
         self._most = max(microbatch_counts(args))  # fewer ramp up: upstream saves where there are more
         self._call: Mapping[str, Any] = {}
         self._arrive: Callable[[], object] = bool

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from megatron.pipeline.patches import compat
+from megatron.pipeline.patches.upstream_args import written
 
 from megatron.pipeline.combinations.rows import DOCUMENTS, LAUNCHED, MODELS, QUANTIZED, SCHEDULES, WRONG, YAML
 from megatron.pipeline.combinations.table import Facts, refuse, sentences
@@ -16,19 +15,17 @@ from megatron.pipeline.dist.device import local_device
 from megatron.pipeline.flags import support
 from megatron.pipeline.flags.facts import PACKED, of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, switched_on
-from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
+from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.flags.validation import check_rotary, chunks_per_rank, of_new_flags
 from megatron.pipeline.launch.adapt import exclusions, refusal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
-from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import STOCK
 
 
 def check_flags(args: Namespace) -> None:
     """Refuse flags that our schedules do not support; ``args`` are as the parser has read them.
-
-    Sets ``args.chunks``: per rank, None for the schedule's own number.
 
     Raises:
         ValueError: says which flag, and what to do without it.
@@ -41,7 +38,7 @@ def check_flags(args: Namespace) -> None:
     if wrong:
         raise ValueError(". ".join(wrong))
     if args.pipeline_schedule != STOCK:
-        args.chunks = chunks_per_rank(args)
+        chunks_per_rank(args)  # which upstream's validation does not see: ``hidden``
 
 
 def check_validated(args: Namespace) -> None:
@@ -103,39 +100,30 @@ def untested(args: Namespace) -> list[str]:
     return warnings
 
 
-@contextmanager
-def hidden(args: Namespace) -> Iterator[None]:
-    """Keep flags about chunks from upstream's validation, which divides layers as an interleaved placement does."""
-    given = {name: getattr(args, name, None) for name in CHUNK_FLAGS}
-    for name in CHUNK_FLAGS:
-        setattr(args, name, None)
-    # With a layout, here of one stage a rank, upstream leaves the numbers of layers to it.
-    args.pipeline_model_parallel_layout = "|".join(["t"] * args.pipeline_model_parallel_size)
-    try:
-        yield
-    finally:
-        for name, value in given.items():
-            setattr(args, name, value)
+def hidden(args: Namespace) -> AbstractContextManager[None]:
+    """Keep flags about chunks from upstream's validation."""
+    layout = "|".join(["t"] * args.pipeline_model_parallel_size)
+    return written(args, **dict.fromkeys(CHUNK_FLAGS) | {"pipeline_model_parallel_layout": layout})
 
 
-def complete(args: Namespace) -> Namespace:
-    """A copy of the flags that upstream has validated, as our own program has them after ``validate``.
+def complete(args: Namespace) -> Settings:
+    """Settings of the flags that upstream has validated, as our own program has them after ``validate``.
 
     Raises:
         ValueError: flags of ours contradict each other or upstream's.
     """
     from megatron.training import get_tokenizer
 
-    ours = copy.copy(args)
-    if args.rampup_batch_size is not None:
-        ignored = compat.ramps_up_by_steps()
-        ours.rampup_batch_size = None if ignored else [int(size) for size in args.rampup_batch_size]
-    if args.pipeline_schedule == STOCK:
-        ours.chunks = args.virtual_pipeline_model_parallel_size
-    tokenizer = get_tokenizer() if args.vocab_size is None else None
-    ours.vocab_size = tokenizer.vocab_size if tokenizer else args.vocab_size
-    check_new_flags(ours)
-    if args.pipeline_schedule != STOCK:
+    stock, ramp = args.pipeline_schedule == STOCK, None if compat.ramps_up_by_steps() else args.rampup_batch_size
+    ours = of_new_flags(
+        Settings.of(args)
+        | {
+            "rampup_batch_size": ramp and [int(size) for size in ramp],
+            "chunks": args.virtual_pipeline_model_parallel_size if stock else chunks_per_rank(args),
+            "vocab_size": get_tokenizer().vocab_size if args.vocab_size is None else args.vocab_size,
+        }
+    )
+    if not stock:
         refuse(of_flags(ours), MODELS)
         if args.transformer_impl == "transformer_engine":
             te_linear.check_version()
@@ -150,7 +138,6 @@ def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> 
     Raises:
         ValueError: the schedule cuts microbatches in a way that a flag forbids, or recomputes what draws at random.
     """
-    check_slices(args, pipeline.plans.splits)
     reruns = any(pipeline.plans.plan(count).schedule.reruns for count in microbatches)
     refuse(of_flags(args, launch=True, splits=pipeline.plans.splits, reruns=reruns), SCHEDULES, LAUNCHED)
 

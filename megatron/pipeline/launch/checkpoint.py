@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.pipeline.patches.upstream_args import write
 
+from megatron.pipeline.flags.settings import Settings, flat
 from megatron.pipeline.model.layout import stage_layers
-from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.session.checkpoints import RESHARDABLE, TRACKER, name_of
 
 _FLAG = "--dist-ckpt-optim-fully-reshardable"
 _BY_PARAMETER = (RESHARDABLE, "fully_sharded_model_space")  # not by bucket
 _NOT_SAVED = {
-    "layer_redistribution": False,
-    "vocab_parallel": OFF,
+    "pipeline_schedule": STOCK,
     "mtp_num_layers": None,
     "pipeline_model_parallel_layout": None,
     "overlap_grad_reduce": False,
@@ -33,11 +34,11 @@ def save_by_parameter(args: Namespace) -> bool:
     local = getattr(args, "non_persistent_ckpt_type", None) == "local"  # which upstream saves by bucket alone
     changes = bool(args.use_distributed_optimizer and args.save and not args.dist_ckpt_optim_fully_reshardable and not local)
     if changes:
-        args.dist_ckpt_optim_fully_reshardable = True
+        write(args, dist_ckpt_optim_fully_reshardable=True)
     return changes
 
 
-def check_placement(args: Namespace, placement: Placement) -> None:
+def check_placement(args: Settings, placement: Placement) -> None:
     """Refuse a checkpoint whose optimizer state is by bucket, and of other layers or buckets on the ranks.
 
     Args:
@@ -58,11 +59,11 @@ def check_placement(args: Namespace, placement: Placement) -> None:
     if kind is None or kind in _BY_PARAMETER or there is None or getattr(there, "no_save_optim", False):
         return
     schedule = getattr(there, "pipeline_schedule", STOCK)
-    if schedule == args.pipeline_schedule or _held(there) == _held(args, placement):
+    if schedule == args.pipeline.schedule or _held(there) == _held(args, placement):
         return
     raise ValueError(
         f"the checkpoint {path} has the distributed optimizer's state by bucket ({kind}), as the ranks held the layers under "
-        f"--pipeline-schedule {schedule}, and {args.pipeline_schedule} places them or cuts buckets otherwise: run one iteration "
+        f"--pipeline-schedule {schedule}, and {args.pipeline.schedule} places them or cuts buckets otherwise: run one iteration "
         f"as before with {_FLAG} and --save, and load what it saves; or give --no-load-optim, which starts the optimizer anew"
     )
 
@@ -85,10 +86,10 @@ def _held(args: Namespace, placement: Placement | None = None) -> Any:
         args: of this run, or those that upstream has saved, which lack our flags.
         placement: None for that of megatron-core's own schedules.
     """
-    given = Namespace(**_NOT_SAVED | vars(args))
-    ours = getattr(given, "pipeline_schedule", STOCK) != STOCK
+    given = Settings.of(Namespace(**_NOT_SAVED | flat(args)))
+    ours = given.pipeline.schedule != STOCK
     if placement is None:
         if ours:
             return None
         placement = interleaved(given.pipeline_model_parallel_size, given.virtual_pipeline_model_parallel_size or 1)
-    return placement, stage_layers(given, placement), given.vocab_parallel, ours and given.overlap_grad_reduce
+    return placement, stage_layers(given, placement), given.vocabulary.spread, ours and given.overlap_grad_reduce

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.optimizer.post_validation import TakenStep
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.metrics import Metrics, Step
@@ -28,9 +28,9 @@ class LaunchProgress:
         args: the flags as our own program has them.
     """
 
-    def __init__(self, args: Namespace, pipeline: Pipeline) -> None:
+    def __init__(self, args: Settings, pipeline: Pipeline) -> None:
         self._args, self._pipeline = args, pipeline
-        self._metrics = Metrics(args.metrics, args.seq_length) if args.metrics and is_last_rank() else None
+        self._metrics = Metrics(args.pipeline.metrics, args.seq_length) if args.pipeline.metrics and is_last_rank() else None
         self._reports = Reports(args, pipeline)
 
     def __enter__(self) -> LaunchProgress:
@@ -39,7 +39,7 @@ class LaunchProgress:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._metrics:
             self._metrics.close()
-        traces = self._args.pipeline_trace
+        traces = self._args.pipeline.trace
         ended_well = error is None or isinstance(error, SystemExit)  # upstream exits from within its loop
         if traces and ended_well and torch.distributed.get_rank() == 0:
             drawn = [draw_last_trace(traces), draw_consecutive(traces)]

@@ -8,7 +8,6 @@ run alone saves into a directory.
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import sys
 import time
@@ -22,11 +21,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.pipeline.patches import language_module, training_training
 from megatron.pipeline.patches import schedules as schedules_patch
+from megatron.pipeline.patches.upstream_args import write
 
 from megatron.pipeline.dist.processes import let_rank_0_speak
 from megatron.pipeline.flags.arguments import with_config
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
-from megatron.pipeline.flags.flags import NEW, add_flags
+from megatron.pipeline.flags.declare import add_flags
+from megatron.pipeline.flags.settings import NEW, Settings
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.launch import checkpoint
 from megatron.pipeline.launch.adapt import adapt
@@ -57,11 +58,16 @@ from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.last_rank import LastRank
-from megatron.pipeline.session.planning import plan_pipeline
+from megatron.pipeline.session.planning import as_planned, plan_pipeline
 from megatron.pipeline.session.startup_lines import plan_in_words
+
+_NOT_OF_A_STAGE = (  # flags that the layout of a placement stands for, or that upstream's own order of passes would need
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "delay_wgrad_compute",
+    "overlap_moe_expert_parallel_comm",
+)  # fmt: skip
 
 
 class Run:
@@ -75,7 +81,7 @@ class Run:
         self._versions = versions
         self._printed: list[str] = []
         self.pipeline: Pipeline | None = None
-        self._ours = Namespace()  # the flags as our own program has them
+        self._ours: Settings  # once flags are complete
         self._knows_memory = True  # the formulas are for megatron-core's GPT, in 16 or 32 bits
         self._cut: PlacementLayout | None = None
         self._progress: LaunchProgress | None = None
@@ -114,9 +120,11 @@ class Run:
             parsed = parse_known(tokens, namespace)
             with _refusing():
                 check_source(parsed[0])
-            if parsed[0].adapt:
-                self._say(adapt(parsed[0], parser.get_default))
-            return parsed
+            if not parsed[0].adapt:
+                return parsed
+            without, lines = adapt(parsed[0], parser.get_default)
+            self._say(lines)
+            return Namespace(**vars(parsed[0]) | without), parsed[1]
 
         parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
 
@@ -144,8 +152,7 @@ class Run:
         if not stock and args.overlap_grad_reduce:
             notes.append("every pipeline rank reduces gradients in buckets, within its passes, as with --no-align-grad-reduce")
         if args.post_validation and not stock:  # stock's own refusal follows
-            args.barrier_with_L1_time = False  # timers would make all ranks wait for each other
-            args.rerun_mode = "disabled"  # else ranks agree after every backward whether to run it again
+            write(args, barrier_with_L1_time=False, rerun_mode="disabled")
             notes.append("--rerun-mode disabled is on: --post-validation runs no iteration again that has ended")
         self._say(notes)
         with nullcontext() if stock else hidden(args):
@@ -159,16 +166,17 @@ class Run:
     def plan(self, args: Namespace) -> None:
         """Plan every iteration; flags are complete, and no process group exists yet."""
         with _refusing():
-            self._ours = complete(args)
-            self.pipeline = pipeline = plan_pipeline(self._ours)
-            checkpoint.check_placement(self._ours, pipeline.placement)
+            settings = complete(args)
+            self.pipeline = pipeline = plan_pipeline(settings)
+            self._ours = settings = as_planned(settings, pipeline)
+            checkpoint.check_placement(settings, pipeline.placement)
             if not pipeline.is_stock:
-                check_plan(self._ours, pipeline, microbatch_counts(self._ours))
-                layers = stage_layers(self._ours, pipeline.placement)
+                check_plan(settings, pipeline, microbatch_counts(settings))
+                layers = stage_layers(settings, pipeline.placement)
                 self._cut = PlacementLayout(layers, pipeline.placement)
-                chunks = pipeline.placement.chunks
-                args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-                args.masked_softmax_fusion = self._ours.masked_softmax_fusion
+                several = pipeline.placement.chunks if pipeline.placement.chunks > 1 else None
+                fused = settings.masked_softmax_fusion
+                write(args, virtual_pipeline_model_parallel_size=several, masked_softmax_fusion=fused)
         pipeline.install()
         if not pipeline.is_stock:
             self._last_rank = LastRank(pipeline.placement)
@@ -190,12 +198,9 @@ class Run:
             config = original(args, *rest, **options)
             config.deallocate_pipeline_outputs &= can_free_outputs(args.virtual_pipeline_model_parallel_size or 1)
             return config
-        cut = copy.copy(args)  # what is saved in checkpoints stays as the user gave it
-        cut.pipeline_model_parallel_layout = self._cut
-        cut.decoder_first_pipeline_num_layers = cut.decoder_last_pipeline_num_layers = None
-        cut.account_for_embedding_in_pipeline_split = cut.account_for_loss_in_pipeline_split = False
-        cut.delay_wgrad_compute = cut.overlap_moe_expert_parallel_comm = False
-        config = original(cut, *rest, **options)
+        counts = dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
+        cut = vars(args) | dict.fromkeys(_NOT_OF_A_STAGE, False) | counts | {"pipeline_model_parallel_layout": self._cut}
+        config = original(Namespace(**cut), *rest, **options)  # what is saved in checkpoints stays as the user gave it
         # Set late: the constructor would demand several chunks per rank, as megatron-core's own order of passes does.
         config.overlap_moe_expert_parallel_comm = args.overlap_moe_expert_parallel_comm
         if args.transformer_impl == "transformer_engine":
@@ -241,7 +246,7 @@ class Run:
 
     @property
     def _shards_vocabulary(self) -> bool:
-        return bool(self._ours.vocab_parallel != OFF)
+        return self._ours.vocabulary.spread is not None
 
     @property
     def _separates_documents(self) -> bool:
@@ -252,7 +257,7 @@ class Run:
         if self._shards_vocabulary:
             with kept_random_states():
                 shard_vocabulary(self._ours, models[0].config, models, stages)
-        fused = split_chunks(models, self._ours.recompute_fused_backward)
+        fused = split_chunks(models, self._ours.pipeline.recompute_fused_backward)
         if fused and (is_last_rank() or torch.distributed.get_rank() == 0):  # they have the first and the last stage
             self._print_once(f"rank {torch.distributed.get_rank()}: {fused}")
 
@@ -291,9 +296,9 @@ class Run:
         if not pipeline.is_stock:  # upstream's own schedules do not say where they are
             stuck = stuck_seconds(ours.distributed_timeout_minutes)
             release = partial(save_lock.release, ours.save)
-            guard = Watchdog(lambda: pipeline.situation, ours.pipeline_timeout, stuck, at_end=release)
+            guard = Watchdog(lambda: pipeline.situation, ours.pipeline.timeout, stuck, at_end=release)
         self._progress = LaunchProgress(ours, pipeline)
-        if ours.post_validation:
+        if ours.steps.ahead:
             self._ahead = StepsAhead(ours, training, pipeline, rest[2], measures=self._progress.measures)
         with guard, self._progress:
             return original(*rest, **options)

@@ -24,7 +24,6 @@ from megatron.pipeline.patches import compat
 from megatron.pipeline.model import seeding
 from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.stage import Stage
-from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.shape.gpt import Shape, output_in_layers
 
 __all__ = ["GPT", "GPTAdapter", "ModelAdapter", "adapter_of"]
@@ -114,7 +113,7 @@ class GPTAdapter:
 
     def build(self, args: Namespace, config: TransformerConfig, stage: Stage) -> torch.nn.Module:
         """Build one stage; with vocabulary parallelism its vocabulary is as small as can be, for ``remove_vocabulary``."""
-        sharded = args.vocab_parallel != OFF
+        sharded = args.vocabulary.spread
         tied = not args.untie_embeddings_and_output_weights and not sharded
         model = seeding.SeededGPTModel(
             config=config,

@@ -19,7 +19,7 @@ from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
-from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.placement import Placement
 
 __all__ = ["build_model"]
@@ -46,18 +46,18 @@ def build_model(
 
     Process groups must be initialised; this is collective.
     """
-    split = args.pipeline_schedule != STOCK
+    split = args.pipeline.schedule != STOCK
     if split and args.transformer_impl == "transformer_engine":
         te_linear.delay_weight_gradients(config)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = [Stage(placement, rank, chunk) for chunk in range(placement.chunks)]
     models = [adapter.build(args, config, stage) for stage in stages]
-    sharded = args.vocab_parallel != OFF
+    sharded = args.vocabulary.spread
     if sharded:
         shard_vocabulary(args, config, models, stages)
 
-    if split and (fused := split_chunks(models, args.recompute_fused_backward)):
+    if split and (fused := split_chunks(models, args.pipeline.recompute_fused_backward)):
         logger.info(fused)
 
     for model in models:

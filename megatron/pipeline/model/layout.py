@@ -71,7 +71,7 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
             "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage say how many layers the ends have, and "
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split let it be computed: give one kind"
         )
-    if args.layer_redistribution:
+    if args.vocabulary.redistributes:
         numbers = balanced_layers(args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
     else:
         numbers = _even_layers(args, placement, fixed, *accounts)

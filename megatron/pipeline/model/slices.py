@@ -36,8 +36,6 @@ from megatron.pipeline.schedule.core.passes import Kind, Pass
 def check_slices(args: Namespace, splits: int) -> None:
     """Refuse flags under which microbatches cannot be cut into slices.
 
-    Switches the fused masked softmax off: its kernel has causal masks for as many keys as queries only.
-
     Args:
         args: flags that have gone through the other checks of ``validate``.
         splits: slices per microbatch.
@@ -56,7 +54,6 @@ def check_slices(args: Namespace, splits: int) -> None:
             f"such as {f'{below} or ' if below else ''}{below + unit}; or choose another number of slices"
         )
     refuse(Facts(vars(args), splits=splits), SLICES)
-    args.masked_softmax_fusion = False
 
 
 class Slices:

@@ -25,7 +25,7 @@ from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, in_places, refuse
 from megatron.pipeline.runtime.iteration import Iteration
-from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
+from megatron.pipeline.runtime.offload.offloading import CopySettings, Offloading
 from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.turns import InTurns, Turns
 from megatron.pipeline.runtime.vocabulary import Groups
@@ -65,7 +65,7 @@ class Pipeline:
         request: Request,
         posting: Posting = Posting.SINGLE,
         measure: bool = False,
-        settings: Settings | None = None,
+        settings: CopySettings | None = None,
         max_ctas: int | None = None,
         rehearses: bool = False,
         parks: bool = False,
@@ -73,7 +73,7 @@ class Pipeline:
     ) -> None:
         if every_batch:
             refuse(request)
-        self.settings = settings or Settings()
+        self.settings = settings or CopySettings()
         self.plans = PlanCache(request, posting, self.settings.host_limit)
         self.name, self.placement, self.is_stock = self.plans.name, self.plans.placement, self.plans.is_stock
         self.batches = BatchPlans(every_batch, self.plans, posting) if every_batch else None

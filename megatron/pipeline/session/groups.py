@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from megatron.core import parallel_state
 
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.schedule.core.placement import Placement
 
 
-def initialize_model_parallel(args: Namespace, placement: Placement) -> None:
+def initialize_model_parallel(args: Settings, placement: Placement) -> None:
     """Make megatron-core's process groups; torch.distributed must be initialised."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -20,5 +19,5 @@ def initialize_model_parallel(args: Namespace, placement: Placement) -> None:
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         # For checkpoints alone, and of gloo itself, which waits for ranks that are not there.
-        create_gloo_process_groups=args.rehearse_share == 1,
+        create_gloo_process_groups=args.rehearsal.share == 1,
     )

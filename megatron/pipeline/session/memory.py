@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,12 +20,14 @@ from megatron.pipeline.costmodel.memory import (
 )
 from megatron.pipeline.dist.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.flags.flags import STOCK_1F1B, Role, neutral
+from megatron.pipeline.flags.declare import Role
+from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.planning.limits import Beside
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -34,7 +35,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 _NEAR = 1.001  # times what stock needs: predictions are no better
 
 
-def largest_iteration(args: Namespace, pipeline: Pipeline) -> Schedule:
+def largest_iteration(args: Settings, pipeline: Pipeline) -> Schedule:
     """The schedule of the most microbatches; where it is megatron-core's own, as our families have it."""
     microbatches, placement = max(microbatch_counts(args)), pipeline.placement
     if pipeline.is_stock:
@@ -43,14 +44,14 @@ def largest_iteration(args: Namespace, pipeline: Pipeline) -> Schedule:
     return pipeline.plans.plan(microbatches).schedule
 
 
-def predicted_memory(args: Namespace, pipeline: Pipeline) -> list[RankMemory]:
+def predicted_memory(args: Settings, pipeline: Pipeline) -> list[RankMemory]:
     """Memory that every pipeline rank needs on this machine."""
     return _here(predict(args, largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement)))
 
 
-def stock_memory(args: Namespace) -> list[RankMemory] | None:
+def stock_memory(args: Settings) -> list[RankMemory] | None:
     """Memory that every pipeline rank needs under megatron-core's own 1F1B; None where the model cannot be cut for it."""
-    stock, ranks = Namespace(**vars(args) | STOCK_1F1B), args.pipeline_model_parallel_size
+    stock, ranks = args | STOCK_1F1B, args.pipeline_model_parallel_size
     try:
         layers = decoder_layers(stock, interleaved(ranks, 1))
     except ValueError:
@@ -63,20 +64,20 @@ def _here(ranks: list[RankMemory]) -> list[RankMemory]:
     return ranks if torch.cuda.is_available() else [replace(rank, workspaces=0.0) for rank in ranks]
 
 
-def more_than_stock(args: Namespace, ranks: Sequence[RankMemory], stock: Sequence[RankMemory] | None) -> str | None:
+def more_than_stock(args: Settings, ranks: Sequence[RankMemory], stock: Sequence[RankMemory] | None) -> str | None:
     """The warning where a rank is predicted to need more than the fullest one under megatron-core's own 1F1B, else None.
 
     Args:
         ranks, stock: what every rank needs, and what it would under 1F1B.
     """
-    if stock is None or args.pipeline_schedule == STOCK:
+    if stock is None or args.pipeline.schedule == STOCK:
         return None
     fullest, most = (max(each, key=lambda rank: rank.total) for each in (ranks, stock))
     if fullest.allocated <= most.allocated * _NEAR:
         return None
     ours, theirs = (" ".join(f"{rank.total / GIB:.3g}" for rank in each) for each in (ranks, stock))
     again = args.recompute_granularity == "full" and not makes_weights_again(args)
-    remedies = ["--vocab-parallel 2"] * (args.vocab_parallel == OFF) + ["--recompute-fused-backward"] * again
+    remedies = ["--vocab-parallel 2"] * (args.vocabulary.spread is None) + ["--recompute-fused-backward"] * again
     remedies.append("a lower --pipeline-memory-limit under zb-h1, zb-auto or v-auto")
     return (
         f"WARNING: pipeline rank {list(ranks).index(fullest)} is predicted to need {fullest.total / GIB:.3g} GiB, "
@@ -85,7 +86,7 @@ def more_than_stock(args: Namespace, ranks: Sequence[RankMemory], stock: Sequenc
     )
 
 
-def equal_stages(args: Namespace, share: StageCosts, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
+def equal_stages(args: Settings, share: StageCosts, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
     """Costs of passes before they are measured: equal times, and memory as the formulas have it, where they are known.
 
     A microbatch of a rank's mean share of the layers holds 1, until W; what the output layer holds comes on top.
@@ -108,7 +109,7 @@ def equal_stages(args: Namespace, share: StageCosts, placement: Placement, vocab
     )
 
 
-def beside(args: Namespace, placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = False) -> Beside | None:
+def beside(args: Settings, placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = False) -> Beside | None:
     """Memory that ranks need beside activations, under 1F1B and on a placement, by the formulas; None where they do not know.
 
     Args:
@@ -116,7 +117,7 @@ def beside(args: Namespace, placement: Placement, vocabulary: Vocabulary | None,
     """
     sizes = _sizes(args, placement, vocabulary)
     first = interleaved(placement.ranks, 1)
-    stock = Namespace(**vars(args) | neutral(Role.CHUNKS) | {"vocab_parallel": OFF})
+    stock = args | neutral(Role.CHUNKS) | {"vocab_parallel": None}
     of_stock = _sizes(stock, first, None)
     if sizes is None or of_stock is None or (sizes.grows and not in_bytes):
         return None
@@ -125,14 +126,14 @@ def beside(args: Namespace, placement: Placement, vocabulary: Vocabulary | None,
 
 
 def _beside(
-    args: Namespace, placement: Placement, vocabulary: Vocabulary | None, sizes: StageSizes, unit: float
+    args: Settings, placement: Placement, vocabulary: Vocabulary | None, sizes: StageSizes, unit: float
 ) -> tuple[float, ...]:
     fixed = fixed_memory(args, placement, decoder_layers(args, placement), vocabulary)
     making = [max(sizes.making[stage] for stage in stages) for stages in placement.stages]
     return tuple((each.state + each.temporary + more) / unit for each, more in zip(fixed, making, strict=True))
 
 
-def _sizes(args: Namespace, placement: Placement, vocabulary: Vocabulary | None) -> StageSizes | None:
+def _sizes(args: Settings, placement: Placement, vocabulary: Vocabulary | None) -> StageSizes | None:
     """None where the formulas are not for the model, or it cannot be cut so."""
     if not knows_sizes(args):
         return None
@@ -142,12 +143,12 @@ def _sizes(args: Namespace, placement: Placement, vocabulary: Vocabulary | None)
         return None
 
 
-def knows_sizes(args: Namespace) -> bool:
+def knows_sizes(args: Settings) -> bool:
     """Tell whether the formulas hold: a script of the user's may have no tokenizer, and they know no FP8."""
     return bool(getattr(args, "padded_vocab_size", None)) and not getattr(args, "fp8", None)
 
 
-def uncounted_sizes(args: Namespace, pipeline: Pipeline) -> Costs | None:
+def uncounted_sizes(args: Settings, pipeline: Pipeline) -> Costs | None:
     """Costs with the bytes of a training in FP8, whose tensors cannot be counted: the formulas', which are for 16 bits, about as
     much as FP8's two copies, by rows and by columns, take. None of a training in 16 or 32 bits.
 
@@ -164,7 +165,7 @@ def uncounted_sizes(args: Namespace, pipeline: Pipeline) -> Costs | None:
     return costs_in_bytes(args, pipeline.placement, decoder_layers(args, pipeline.placement), pipeline.plans.vocabulary)
 
 
-def check_rehearsal_fits(args: Namespace, pipeline: Pipeline, world_size: int) -> None:
+def check_rehearsal_fits(args: Settings, pipeline: Pipeline, world_size: int) -> None:
     """Refuse a rehearsal whose ranks need more memory than the devices that they share have, all of them together.
 
     With ``--rehearse-park`` a GPU has the activations of all ranks and the state of one.
@@ -172,18 +173,18 @@ def check_rehearsal_fits(args: Namespace, pipeline: Pipeline, world_size: int) -
     Raises:
         ValueError: how much is missing, and what to change.
     """
-    if not args.rehearse:
+    if not args.rehearsal.on:
         return
     ranks = predicted_memory(args, pipeline)
     state = [rank.allocated - rank.activations for rank in ranks]
     if torch.cuda.is_available():
-        devices, what, together = torch.cuda.device_count(), "a GPU", max(state) if args.rehearse_park else sum(state)
+        devices, what, together = torch.cuda.device_count(), "a GPU", max(state) if args.rehearsal.park else sum(state)
     else:
         devices, what, together = 1, "this machine", sum(state)
     memory = device_memory(this_device())
     needed = (sum(rank.activations for rank in ranks) + together) * (world_size // len(ranks)) / devices
     if needed > memory:
-        parks = torch.cuda.is_available() and not args.rehearse_park
+        parks = torch.cuda.is_available() and not args.rehearsal.park
         park = "add --rehearse-park, which has one rank's state there at a time, or " if parks else ""
         raise ValueError(
             f"--rehearse has all {world_size} ranks on one machine, where their weights, gradients, optimizer states and "

@@ -9,7 +9,6 @@ and before any of its layers is built (``configure``), the two ends of a model (
 from __future__ import annotations
 
 import inspect
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.pipeline.patches import distributed_data_parallel, loops
 
 from megatron.pipeline import patches
+from megatron.pipeline.flags.settings import Settings, VocabularySettings
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
@@ -246,7 +246,7 @@ def _stages(config: TransformerConfig, placement: Placement) -> Sequence[Sequenc
     """Contents of every stage in the model's order, from a configuration that upstream has checked."""
     if (layout := config.pipeline_model_parallel_layout) is not None:  # of as many stages, in this order
         return [row[chunk] for chunk in range(placement.chunks) for row in layout.layout]
-    flags = Namespace(
+    flags = Settings(
         num_layers=config.num_layers,
         mtp_num_layers=config.mtp_num_layers,
         pipeline_model_parallel_layout=None,
@@ -254,7 +254,7 @@ def _stages(config: TransformerConfig, placement: Placement) -> Sequence[Sequenc
         decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
         account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,
         account_for_loss_in_pipeline_split=config.account_for_loss_in_pipeline_split,
-        layer_redistribution=False,
+        vocabulary=VocabularySettings(),
     )
     return stage_layers(flags, placement)
 

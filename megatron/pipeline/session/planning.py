@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,13 +11,15 @@ from pathlib import Path
 from textwrap import indent
 
 from megatron.pipeline.combinations.rows import SCHEDULES, VOCABULARY
-from megatron.pipeline.combinations.table import refuse
+from megatron.pipeline.combinations.table import flag_of, refuse
 from megatron.pipeline.costmodel.memory import makes_weights_again
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, EVERY_BATCH, PROFILE, flag_of
+from megatron.pipeline.flags.flags import CHUNK_FLAGS
+from megatron.pipeline.flags.settings import EVERY_BATCH, PROFILE, Settings
 from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.planning.choose import best as choose_best
 from megatron.pipeline.planning.choose import least_limit
 from megatron.pipeline.planning.document import read_costs
@@ -28,13 +29,12 @@ from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.runtime.every_batch import EveryBatch
-from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
+from megatron.pipeline.runtime.offload.offloading import SMALLEST, CopySettings
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, MemoryUnit, StageCosts, VocabularyCosts, with_equal_copies
-from megatron.pipeline.schedule.core.names import OFF, STOCK
-from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.families import AUTO
@@ -46,7 +46,7 @@ from megatron.pipeline.shape.gpt import Shape, attention_share
 logger = logging.getLogger(__name__)
 
 
-def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool = True) -> Pipeline:
+def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool = True) -> Pipeline:
     """Plan every iteration that this training will have (several, if the batch size ramps up).
 
     Args:
@@ -58,22 +58,23 @@ def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool 
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
             microbatches, costs or the memory limit.
     """
-    costs = None if args.pipeline_costs in (None, PROFILE) else _read_costs(args.pipeline_costs)
+    costs = None if args.pipeline.costs in (None, PROFILE) else _read_costs(args.pipeline.costs)
     try:
         pipeline = _plan(args, costs, measure)
         for microbatches in microbatch_counts(args):
             pipeline.plans.check(microbatches, evaluates)
         return pipeline
     except HostLimitTooLow as error:
+        limit = MIB.amount(args.offloading.host_memory or 0)
         raise ValueError(
-            f"--offload-host-memory {MIB.amount(args.offload_host_memory)} is too little: one microbatch of a chunk takes "
+            f"--offload-host-memory {limit} is too little: one microbatch of a chunk takes "
             f"{HOST_MIB.at_least(error.least)} or more, as sizes are rounded up: raise it, or leave --offload out"
         ) from None
     except ChunksDoNotFit as error:
         name = next(name for name in CHUNK_FLAGS if getattr(args, name))
         raise ValueError(f"{error} by {flag_of(name)} {getattr(args, name)}: leave that flag out") from None
     except LimitTooLow as error:
-        text, name = args.pipeline_memory_limit, args.pipeline_schedule
+        text, name = args.pipeline.memory_limit, args.pipeline.schedule
         if text is None:
             raise  # a family exceeds the memory that its own name stands for, and its message is complete
         suffix = text.lstrip("0123456789.")
@@ -83,9 +84,9 @@ def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool 
         raise unit.too_little(f"--pipeline-memory-limit {text}", name, error.least, others) from None
 
 
-def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipeline:
-    profiles = args.pipeline_costs == PROFILE
-    request, text = _request(args, costs), args.pipeline_memory_limit
+def _plan(args: Settings, costs: Costs | None, measure: bool | None) -> Pipeline:
+    profiles = args.pipeline.costs == PROFILE
+    request, text = _request(args, costs), args.pipeline.memory_limit
     notes = []
     if request.lowest_limit is None and text:
         if not profiles:
@@ -99,20 +100,21 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
         request = replace(request, schedule=best.name, chunks=best.chunks)
         notes.append(table)
     if measure is None:
-        measure = bool(args.metrics or args.tensorboard_dir or args.pipeline_trace)
-    bandwidth, smallest = args.offload_cpu_bandwidth, SMALLEST if args.offload_min_size is None else args.offload_min_size
-    settings = Settings(args.offload_host_memory, smallest, bandwidth and bandwidth * 1e9)
-    measure = measure or profiles or args.rehearse
-    turns = args.rehearse, args.rehearse_park
-    batches = _every_batch(args) if args.pipeline_plan == EVERY_BATCH else None
-    pipeline = Pipeline(request, Posting(args.pipeline_p2p), measure, settings, args.pipeline_max_ctas, *turns, batches)
+        measure = bool(args.pipeline.metrics or args.tensorboard_dir or args.pipeline.trace)
+    own = args.offloading
+    smallest, bandwidth = SMALLEST if own.min_size is None else own.min_size, own.cpu_bandwidth
+    copies = CopySettings(own.host_memory, smallest, bandwidth and bandwidth * 1e9)
+    measure = measure or profiles or args.rehearsal.on
+    turns = args.rehearsal.on, args.rehearsal.park
+    batches = _every_batch(args) if args.pipeline.plan == EVERY_BATCH else None
+    pipeline = Pipeline(request, Posting(args.pipeline.p2p), measure, copies, args.pipeline.max_ctas, *turns, batches)
     if profiles:
         uncounted_sizes(args, pipeline)  # may be refused
     plans = pipeline.plans
     plans.notes += notes
     placement, ranks = pipeline.placement, request.ranks
     if plans.vocabulary is not request.vocabulary:  # the file spreads the vocabulary itself
-        args.vocab_parallel = str(plans.vocabulary)
+        args |= {"vocab_parallel": plans.vocabulary}
         refuse(of_flags(args), VOCABULARY)
     if placement.chunks > 1 and ranks == 1:
         raise ValueError(
@@ -120,38 +122,53 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
             "ranks (megatron-core has no virtual pipeline on one): raise --pipeline-model-parallel-size, or take 1f1b or zb-h1"
         )
     if costs is not None and len(costs.stages) != placement.depth:
-        given = f"--pipeline-costs {args.pipeline_costs} has the costs of {len(costs.stages)} stages"
+        given = f"--pipeline-costs {args.pipeline.costs} has the costs of {len(costs.stages)} stages"
         plans.notes.append(f" {given}: for the {placement.depth} of this schedule they are cut evenly, or joined")
-    refuse(of_flags(args, splits=plans.splits, copies=plans.offloads and args.offload == OFF), SCHEDULES)
+    refuse(of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None), SCHEDULES)
     _check_spread(args, plans)
     _check_copies(args, plans)
     return pipeline
 
 
-def _every_batch(args: Namespace) -> EveryBatch:
+def as_planned(args: Settings, pipeline: Pipeline) -> Settings:
+    """Settings of a training under a plan: the vocabulary as a file spreads it; with slices no fused masked softmax, whose kernel
+    has causal masks for as many keys as queries only.
+
+    Raises:
+        ValueError: the plan has slices, and a flag does not go with them.
+    """
+    splits = pipeline.plans.splits
+    check_slices(args, splits)
+    return args | {
+        "vocab_parallel": pipeline.plans.vocabulary,
+        "masked_softmax_fusion": args.masked_softmax_fusion and splits == 1,
+    }
+
+
+def _every_batch(args: Settings) -> EveryBatch:
     """Costs are those of one sequence that fills a microbatch, as packed ones do."""
     shape = Shape.of(args)
     attention = attention_share(replace(shape, seq=shape.tokens, microbatch=1))
     return EveryBatch(attention, shape.tokens, interval=args.log_interval, say=partial(print, flush=True))
 
 
-def _request(args: Namespace, costs: Costs | None) -> Request:
+def _request(args: Settings, costs: Costs | None) -> Request:
     request = Request(
-        args.pipeline_schedule,
+        args.pipeline.schedule,
         args.pipeline_model_parallel_size,
         max(microbatch_counts(args)),
         costs,
         args.chunks,
         group=args.microbatch_group_size_per_vp_stage,
         # Without post-validation each iteration waits for all ranks to end the one before.
-        objective=Objective.SPAN if args.post_validation else Objective.MAKESPAN,
-        vocabulary=None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel),
-        offload=None if args.offload == OFF else Offload(args.offload),
+        objective=Objective.SPAN if args.steps.ahead else Objective.MAKESPAN,
+        vocabulary=args.vocabulary.spread,
+        offload=args.offloading.mode,
         overlap=args.overlap_moe_expert_parallel_comm,
         equal=partial(equal_stages, args, _equal_costs(args)),
         beside=partial(beside, args),
     )
-    return replace(request, memory_limit=_memory_limit(args.pipeline_memory_limit, request, costs))
+    return replace(request, memory_limit=_memory_limit(args.pipeline.memory_limit, request, costs))
 
 
 def _peak_of_1f1b(request: Request) -> float:
@@ -163,14 +180,14 @@ def _peak_of_1f1b(request: Request) -> float:
     return peak_of_1f1b(costs, request.ranks, request.microbatches)
 
 
-def _equal_costs(args: Namespace) -> StageCosts:
+def _equal_costs(args: Settings) -> StageCosts:
     """Costs of passes before they are measured: a backward that makes whole layers again runs their forward."""
     if args.recompute_granularity != "full" or args.recompute_method != "uniform":
         return EQUAL_PASSES
     return replace(EQUAL_PASSES, recompute=1.0, checkpoint=1.0).remade(makes_weights_again(args))
 
 
-def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
+def _of_any_family(args: Settings, costs: Costs | None) -> Request:
     """Requests of the flags to any family: costs that follow its placement, and a limit even before bytes are known."""
 
     def costs_of(placement: Placement) -> Costs:
@@ -181,13 +198,13 @@ def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
 
     request = _request(args, costs)
     limit = request.memory_limit
-    if limit is None and args.pipeline_memory_limit:  # an amount of bytes is taken to be 1F1B's peak until it is known
+    if limit is None and args.pipeline.memory_limit:  # an amount of bytes is taken to be 1F1B's peak until it is known
         limit = _peak_of_1f1b(request)
     in_unit = partial(beside, args, in_bytes=costs is not None)
     return replace(request, schedule=AUTO, chunks=None, costs=costs_of, memory_limit=limit, beside=in_unit)
 
 
-def _check_spread(args: Namespace, plans: PlanCache) -> None:
+def _check_spread(args: Settings, plans: PlanCache) -> None:
     """Refuse costs that do not go with the vocabulary where it is."""
     spread = plans.vocabulary
     if plans.costs is None or (plans.costs.vocabulary != VocabularyCosts()) == bool(spread):
@@ -196,15 +213,15 @@ def _check_spread(args: Namespace, plans: PlanCache) -> None:
     if spread:
         problem = f"no costs of a spread vocabulary, and --vocab-parallel is {spread}"
     raise ValueError(
-        f"--pipeline-costs {args.pipeline_costs} has {problem}: measure them under these flags with --pipeline-costs {PROFILE}"
+        f"--pipeline-costs {args.pipeline.costs} has {problem}: measure them under these flags with --pipeline-costs {PROFILE}"
     )
 
 
-def _check_copies(args: Namespace, plans: PlanCache) -> None:
+def _check_copies(args: Settings, plans: PlanCache) -> None:
     """Refuse costs without those of copies, where there are any."""
     if plans.offloads and plans.costs and not (plans.costs.copies.to_host and plans.costs.copies.to_device):
         raise ValueError(
-            f"--pipeline-costs {args.pipeline_costs} does not say what copies to host memory take, which --offload has to know: "
+            f"--pipeline-costs {args.pipeline.costs} does not say what copies to host memory take, which --offload has to know: "
             "measure it under these flags with --offload-profile, or add it, such as "
             '"copies": {"to_host": 5e-11, "to_device": 5e-11} for 20 GB/s'
         )
@@ -228,22 +245,22 @@ def check_name(name: str, given: str = "--pipeline-schedule", others: Sequence[s
         raise ValueError(f"unknown schedule {name!r}; known are {', '.join((*_TRAINED, *others))} and {FILE}PATH{near}")
 
 
-def replanning(args: Namespace, pipeline: Pipeline) -> Steps | None:
+def replanning(args: Settings, pipeline: Pipeline) -> Steps | None:
     """The steps that profile and plan again, if ``--pipeline-costs profile`` asks for them."""
-    if args.pipeline_costs != PROFILE:
+    if args.pipeline.costs != PROFILE:
         return None
-    limit = partial(_memory_limit, args.pipeline_memory_limit, _request(args, None))
+    limit = partial(_memory_limit, args.pipeline.memory_limit, _request(args, None))
     steps = replan(pipeline, limit, partial(_write_costs, args), uncounted_sizes(args, pipeline))
     next(steps)
     return steps
 
 
-def _write_costs(args: Namespace, text: str) -> Path | None:
+def _write_costs(args: Settings, text: str) -> Path | None:
     """Write measured costs where ``--pipeline-costs FILE`` and ``mpipe --costs FILE`` can read them."""
-    directory = args.save or args.pipeline_trace
-    if args.pipeline_costs_cache is None and directory is None:
+    own, directory = args.pipeline.costs_cache, args.save or args.pipeline.trace
+    if own is None and directory is None:
         return None
-    path = Path(args.pipeline_costs_cache or Path(directory) / "pipeline_costs.json")
+    path = Path(own or f"{directory}/pipeline_costs.json")
     try:
         write_text(path, text)
     except OSError as error:
@@ -256,7 +273,7 @@ _PLANNED_ONLY = [name for name, family in families.FAMILIES.items() if family.pl
 _TRAINED = [name for name in families.FAMILIES if name not in _PLANNED_ONLY]
 
 
-def _best(args: Namespace, costs: Costs | None) -> tuple[Variant, str]:
+def _best(args: Settings, costs: Costs | None) -> tuple[Variant, str]:
     """The choice of ``mpipe plan --schedule auto`` among the families that train, and the table with the reasons.
 
     Without costs the time of messages is unknown, which more chunks need more of: each family then has its own number of
@@ -276,22 +293,22 @@ def _best(args: Namespace, costs: Costs | None) -> tuple[Variant, str]:
         at, table = "equal costs: a pass takes 1, memory is in microbatches", choice.table(COSTS_UNIT, request.lowest_limit)
     else:
         mib = MEMORY_UNITS["MiB"]
-        at = f"the costs in {args.pipeline_costs}"
+        at = f"the costs in {args.pipeline.costs}"
         table = choice.table(
             Unit(" MiB", mib), request.lowest_limit, lambda time: f"{1e3 * time:.4g} ms", lambda memory: f"{memory / mib:.4g} MiB"
         )
     return best.variant, f" schedule auto is {best.variant}, at {at}\n{indent(table, '  ')}"
 
 
-def _trained(args: Namespace) -> list[str]:
+def _trained(args: Settings) -> list[str]:
     """The families that train on these ranks."""
     several = args.pipeline_model_parallel_size > 1
     return [name for name in _TRAINED if several or families.FAMILIES[name].chunks == 1]
 
 
-def _holding_less(args: Namespace, costs: Costs | None) -> list[str]:
+def _holding_less(args: Settings, costs: Costs | None) -> list[str]:
     """Other families that plan for limits, and can hold no more than the one that is given."""
-    if args.pipeline_schedule == AUTO:
+    if args.pipeline.schedule == AUTO:
         return []  # has tried them all
     request = _of_any_family(args, costs)
 
@@ -302,7 +319,7 @@ def _holding_less(args: Namespace, costs: Costs | None) -> list[str]:
             return False  # memory is not all that is wrong
 
     names = [name for name in _trained(args) if families.FAMILIES[name].plans_for_limits]
-    return [name for name in names if name != args.pipeline_schedule and fits(name)]
+    return [name for name in names if name != args.pipeline.schedule and fits(name)]
 
 
 def _read_costs(path: str) -> Costs:

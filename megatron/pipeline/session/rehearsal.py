@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from argparse import Namespace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,17 +12,16 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.links import Links, collective_seconds
+from megatron.pipeline.costmodel.links import collective_seconds
 from megatron.pipeline.costmodel.origin import described, shares_layers
 from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.costmodel.replicas import replica_seconds
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import Steps
 from megatron.pipeline.runtime.rehearsal import Rehearsal, rehearse
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.names import OFF
-from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.session.atomic import write_text
@@ -37,34 +35,34 @@ logger = logging.getLogger(__name__)
 RESULT, COSTS, PICTURE = "rehearsal.json", "costs.json", "rehearsal.png"
 
 
-def rehearsing(args: Namespace, pipeline: Pipeline) -> Steps | None:
+def rehearsing(args: Settings, pipeline: Pipeline) -> Steps | None:
     """The steps that measure passes alone and predict an iteration, if ``--rehearse`` asks for them."""
-    if not args.rehearse:
+    if not args.rehearsal.on:
         return None
     of_a_microbatch = args.micro_batch_size * args.data_parallel_size * args.seq_length
     replicas, write = partial(_replicas, args, pipeline.placement), partial(_write, args)
     exchange, sizes = _exchange(args), uncounted_sizes(args, pipeline)
-    steps = rehearse(pipeline, args.rehearse_hop, exchange, of_a_microbatch.__mul__, args.num_layers, replicas, write, sizes)
+    steps = rehearse(pipeline, args.rehearsal.seconds, exchange, of_a_microbatch.__mul__, args.num_layers, replicas, write, sizes)
     next(steps)
     return steps
 
 
-def _exchange(args: Namespace) -> float | None:
+def _exchange(args: Settings) -> float | None:
     """Seconds of a collective of the vocabulary over the links of ``--rehearse-hop``; None where it names none."""
-    links: Links | None = args.rehearse_links
-    if links is None or args.vocab_parallel == OFF:
+    links = args.rehearsal.links
+    if links is None or args.vocabulary.spread is None:
         return None
     return links.hop.all_gather(hidden_bytes(Shape.of(args)), args.pipeline_model_parallel_size)
 
 
-def price_absent_ranks(args: Namespace) -> None:
+def price_absent_ranks(args: Settings) -> None:
     """Have collectives within passes take what they would over the links of ``--rehearse-hop``, where no other rank of a group is
     there. megatron-core's groups must exist.
 
     Those of data-parallel ranks take no time here: ``_replicas`` has their seconds, less what passes hide.
     """
-    links: Links | None = args.rehearse_links
-    if args.rehearse_share == 1 or links is None:
+    links = args.rehearsal.links
+    if args.rehearsal.share == 1 or links is None:
         return
     slower = min(links.tensor, links.context, key=lambda link: link.bandwidth)
     for group, link, spread in (
@@ -79,57 +77,56 @@ def price_absent_ranks(args: Namespace) -> None:
             group.price = partial(collective_seconds, link=link, spread=spread)
 
 
-def about_absent_ranks(args: Namespace) -> list[str]:
+def about_absent_ranks(args: Settings) -> list[str]:
     """A line that says what a rehearsal without them does not show; none where all are there."""
-    if args.rehearse_share == 1:
+    if args.rehearsal.share == 1:
         return []
     there = args.pipeline_model_parallel_size
     words = (
-        f" WARNING: --rehearse-replicas fake: {there} of {there * args.rehearse_share} ranks are here, each for "
-        f"{args.rehearse_share}: losses and gradient norms mean nothing, seconds and bytes do"
+        f" WARNING: --rehearse-replicas fake: {there} of {there * args.rehearsal.share} ranks are here, each for "
+        f"{args.rehearsal.share}: losses and gradient norms mean nothing, seconds and bytes do"
     )
-    if args.rehearse_links is None:
+    if args.rehearsal.links is None:
         words += "; collectives with other ranks take no time: --rehearse-hop with a GPU's name or a machine's file adds it"
     return [words]
 
 
-def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | None:
+def _replicas(args: Settings, placement: Placement, costs: Costs) -> float | None:
     """Seconds that data-parallel replicas add to an iteration over the links of ``--rehearse-hop``; None if it names none.
 
     Ranks are those of a GPT with the flags' sizes, and parameters those of the rank that has most.
     """
     if args.data_parallel_size * args.context_parallel_size == 1:
         return 0.0
-    if args.rehearse_links is None:
+    if args.rehearsal.links is None:
         return None
     layers = decoder_layers(args, placement)
-    vocabulary = None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel)
-    counts = parameters(Shape.of(args), placement, layers, vocabulary, not args.untie_embeddings_and_output_weights)
+    counts = parameters(Shape.of(args), placement, layers, args.vocabulary.spread, not args.untie_embeddings_and_output_weights)
     stages = [[costs.stages[stage] for stage in row] for row in placement.stages]
     forward = min(sum(stage.forward for stage in row) for row in stages)
     backward = min(sum(stage.value("fused") for stage in row) for row in stages)
-    return replica_seconds(args, args.rehearse_links, max(counts, key=lambda count: count.total), forward, backward)
+    return replica_seconds(args, args.rehearsal.links, max(counts, key=lambda count: count.total), forward, backward)
 
 
-def _collectives(args: Namespace) -> str:
+def _collectives(args: Settings) -> str:
     """Describe how collectives within passes were timed, for ``described``."""
     if not shares_layers(args):
         return "none"
-    if args.rehearse_share == 1:
+    if args.rehearsal.share == 1:
         return "run"
-    return "left out" if args.rehearse_links is None else "priced"
+    return "left out" if args.rehearsal.links is None else "priced"
 
 
-def _write(args: Namespace, found: Rehearsal) -> list[str]:
+def _write(args: Settings, found: Rehearsal) -> list[str]:
     """Write the files on rank 0 of the world; returns lines that say where they are, on every rank."""
-    folder, absent = Path(args.rehearse_dir), about_absent_ranks(args)
+    folder, absent = Path(args.rehearsal.directory), about_absent_ranks(args)
     if torch.distributed.get_rank() == 0:
         try:
-            write_text(folder / RESULT, json.dumps(found.fields() | {"ranks_of_a_stage": args.rehearse_share}))
+            write_text(folder / RESULT, json.dumps(found.fields() | {"ranks_of_a_stage": args.rehearsal.share}))
             write_text(folder / COSTS, json.dumps(found.costs.fields() | {"of": described(args, _collectives(args))}))
             _draw(found, folder / PICTURE)
         except OSError as error:
-            logger.warning("WARNING: the rehearsal could not be written to %s (%s)", args.rehearse_dir, error.strerror)
+            logger.warning("WARNING: the rehearsal could not be written to %s (%s)", args.rehearsal.directory, error.strerror)
             return absent
     files = {"numbers": RESULT, "costs": COSTS} | ({"picture": PICTURE} if find_spec("matplotlib") else {})
     return [*absent, *(f" {what}: {folder / name}" for what, name in files.items())]

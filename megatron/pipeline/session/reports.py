@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import torch
 
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.record.report import PendingReport, Report
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.problem import Objective
@@ -22,7 +21,7 @@ class Reports:
         measures: whether iterations are still measured, to plan again or for a rehearsal.
     """
 
-    def __init__(self, args: Namespace, pipeline: Pipeline) -> None:
+    def __init__(self, args: Settings, pipeline: Pipeline) -> None:
         self._args, self._pipeline = args, pipeline
         self._steps = rehearsing(args, pipeline) or replanning(args, pipeline)
         self._report: Report | None = None
@@ -50,8 +49,8 @@ class Reports:
         for the log."""
         if self._report is None:
             return []
-        if self._traces(iteration):
-            write_trace(self._args.pipeline_trace, iteration, self._pipeline, self._report)
+        if (folder := self._args.pipeline.trace) and self._traces(iteration):
+            write_trace(folder, iteration, self._pipeline, self._report)
         if self._steps is None:
             return []
         try:
@@ -61,4 +60,4 @@ class Reports:
             return []
 
     def _traces(self, iteration: int) -> bool:
-        return bool(self._args.pipeline_trace) and iteration % self._args.log_interval == 0 and torch.distributed.get_rank() == 0
+        return bool(self._args.pipeline.trace) and iteration % self._args.log_interval == 0 and torch.distributed.get_rank() == 0

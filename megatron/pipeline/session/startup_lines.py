@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.dist.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.facts import cautions
-from megatron.pipeline.flags.flags import PROFILE
+from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
 from megatron.pipeline.planning.plan_cache import PlanCache
@@ -21,7 +20,7 @@ from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.kinds import Flow
-from megatron.pipeline.schedule.core.names import OFF, counted
+from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.time.simulate import activation_peaks
@@ -46,7 +45,7 @@ _WHEN = {
 }
 
 
-def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> list[str]:
+def first_words(args: Settings, pipeline: Pipeline, loaded: Path | None) -> list[str]:
     """Lines about the schedule, the ranks and the first iteration."""
     sizes = (
         f"{args.tensor_model_parallel_size} tensor x {args.pipeline_model_parallel_size} pipeline x "
@@ -59,7 +58,7 @@ def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> lis
     return [words, *missing]
 
 
-def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True) -> list[str]:
+def plan_in_words(args: Settings, pipeline: Pipeline, knows_memory: bool = True) -> list[str]:
     """Lines about the split of the model, the plan of the largest iteration, and what limits it.
 
     Args:
@@ -73,8 +72,8 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
         lines.append(_messages(args, pipeline))
     if args.transformer_impl == "local" and torch.cuda.is_available() and not has_transformer_engine():
         lines.append(_NO_ENGINE)
-    if args.post_validation:
-        lines.append(f" post-validation: {_WHEN[args.post_validation_when]}")
+    if args.steps.ahead:
+        lines.append(f" post-validation: {_WHEN[args.steps.when]}")
     if pipeline.plans.offloads:
         lines.append(offload_in_words(args, pipeline.plans))
     if pipeline.plans.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
@@ -86,12 +85,12 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
 _BRAIDED = "dualpipe-v, interleaved, zb-v or v-half"  # schedules in which braids pay
 
 
-def _plan(args: Namespace, pipeline: Pipeline, knows_memory: bool) -> str:
+def _plan(args: Settings, pipeline: Pipeline, knows_memory: bool) -> str:
     layers = decoder_layers(args, pipeline.placement)
     words = f" layers of the model's {counted(len(layers), 'stage')}: {' '.join(map(str, layers))}"
-    if args.vocab_parallel != OFF:
+    if args.vocabulary.spread:
         words += f"; {_shards(args)}"
-    if args.layer_redistribution:
+    if args.vocabulary.redistributes:
         words += f" ({_redistribution(args, pipeline.placement, layers)})"
     if pipeline.is_stock:
         return words
@@ -123,7 +122,7 @@ def _plan(args: Namespace, pipeline: Pipeline, knows_memory: bool) -> str:
     return words
 
 
-def _memory(args: Namespace, pipeline: Pipeline) -> list[str]:
+def _memory(args: Settings, pipeline: Pipeline) -> list[str]:
     """Lines about the memory that every rank allocates, so that it is known before a device is full."""
     ranks = predicted_memory(args, pipeline)
     allocated, activations = (
@@ -135,7 +134,7 @@ def _memory(args: Namespace, pipeline: Pipeline) -> list[str]:
         f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (details: mpipe memory)",
         *([f" {warning}"] if warning else []),
     ]
-    if not torch.cuda.is_available() or args.rehearse:  # a machine's memory, or a GPU's that several ranks share
+    if not torch.cuda.is_available() or args.rehearsal.on:  # a machine's memory, or a GPU's that several ranks share
         return lines
     fullest, memory = max(rank.total for rank in ranks), device_memory(this_device())
     if fullest > usable(memory):
@@ -146,13 +145,13 @@ def _memory(args: Namespace, pipeline: Pipeline) -> list[str]:
     return lines
 
 
-def _messages(args: Namespace, pipeline: Pipeline) -> str:
+def _messages(args: Settings, pipeline: Pipeline) -> str:
     size = hidden_bytes(Shape.of(args)) / pipeline.plans.splits / 2**20
     count = pipeline.plans.plan(max(microbatch_counts(args))).message_buffers
     return f" messages take at most {count} x {size:.4g} MiB on a rank in addition"
 
 
-def _redistribution(args: Namespace, placement: Placement, layers: list[int]) -> str:
+def _redistribution(args: Settings, placement: Placement, layers: list[int]) -> str:
     """Why --layer-redistribution chose these numbers of layers."""
     extra = last_stage_in_layers(args, placement)
     mean = (sum(layers) + sum(extra.values())) / placement.ranks
@@ -162,37 +161,37 @@ def _redistribution(args: Namespace, placement: Placement, layers: list[int]) ->
     )
 
 
-def _shards(args: Namespace) -> str:
+def _shards(args: Settings) -> str:
     count = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    cut = Shards.of(args.vocab_size, args.padded_vocab_size, count, args.vocab_mask_padding)
+    cut = Shards.of(args.vocab_size, args.padded_vocab_size, count, args.vocabulary.masks_padding)
     rows = count * cut.rows
     masked = rows - cut.total_counted
     return (
-        f"--vocab-parallel {args.vocab_parallel}: {cut.rows} rows on each of {count} ranks, in all {cut.size} tokens, "
+        f"--vocab-parallel {args.vocabulary.spread}: {cut.rows} rows on each of {count} ranks, in all {cut.size} tokens, "
         f"{rows - cut.size - masked} rows of padding that count in the softmax, {masked} that do not"
     )
 
 
-def offload_in_words(args: Namespace, plans: PlanCache) -> str:
+def offload_in_words(args: Settings, plans: PlanCache) -> str:
     schedule, costs = plans.plan(max(microbatch_counts(args))).schedule, plans.planned_costs
-    words = f" offload {'as the file says' if args.offload == OFF else args.offload}:"
+    words = f" offload {'as the file says' if args.offloading.mode is None else args.offloading.mode}:"
     if plans.costs is None:
-        later = ", until they have been measured" if args.pipeline_costs == PROFILE else ": --offload-profile measures them"
-        if not schedule.has_copies and args.offload_host_memory is not None:
+        later = ", until they have been measured" if args.pipeline.costs == PROFILE else ": --offload-profile measures them"
+        if not schedule.has_copies and args.offloading.host_memory is not None:
             return f"{words} nothing until bytes have been measured, to know what fits into host memory"
         words += f" copies are taken to last as long as passes (k = 1){later};"
-    limited = args.offload_host_memory is not None
+    limited = args.offloading.host_memory is not None
     return f"{words} {in_words(schedule, costs, plans.costs is not None, limited)}"
 
 
-def obstacles(args: Namespace, placement: Placement) -> list[str]:
+def obstacles(args: Settings, placement: Placement) -> list[str]:
     """Reasons why ranks wait for each other at the end of an iteration in spite of post-validation."""
     apart = placement.home(0)[0] != placement.home(placement.last_stage)[0]
-    if not (args.post_validation and apart):
+    if not (args.steps.ahead and apart):
         return []
     found = []
     copies = not args.untie_embeddings_and_output_weights or args.mtp_num_layers
-    if copies and args.vocab_parallel == OFF:
+    if copies and args.vocabulary.spread is None:
         found.append(
             "the first and the last rank add up the gradients of their tied embeddings, so the first one waits for the last: "
             "take --untie-embeddings-and-output-weights, --vocab-parallel, or a schedule that has both on one rank, such as zb-v"

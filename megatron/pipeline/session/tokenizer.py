@@ -109,3 +109,8 @@ def padded_vocab_size(vocab_size: int, args: Namespace) -> int:
     """The vocabulary rounded up: every tensor-parallel rank holds a multiple of ``--make-vocab-size-divisible-by``."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return int(-(-vocab_size // multiple) * multiple)
+
+
+def sizes_of_vocabulary(size: int, args: Namespace) -> dict[str, int]:
+    """Values for settings of a training with that many tokens."""
+    return {"vocab_size": size, "padded_vocab_size": padded_vocab_size(size, args)}

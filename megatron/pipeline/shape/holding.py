@@ -70,7 +70,7 @@ class Holding:
             recomputed=frozenset(modules if args.recompute_granularity == "selective" else ()),
             recompute_layers=args.recompute_num_layers or 0,
             recompute_first=args.recompute_method == "block",
-            logits_limit=args.vocab_logits_limit,
+            logits_limit=args.vocabulary.logits_limit,
         )
 
     @property

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.dist.groups import barrier, done_by_rank_0
+from megatron.pipeline.flags.settings import flat
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.atomic import UNFINISHED, sync, write_text
 from megatron.pipeline.session.checkpoints import FORMAT, RESHARDABLE, TRACKER, damaged, find, latest, name_of, reason, replaced
@@ -206,7 +207,7 @@ def _gathered_parameters(args: Namespace, training: Training) -> Iterator[None]:
 
 def _common_state(args: Namespace, training: Training) -> dict[str, Any]:
     """State that is no tensor, by the names that Megatron-LM looks for; most flags have its names already."""
-    arguments = vars(args) | {
+    arguments = flat(args) | {
         "world_size": torch.distributed.get_world_size(),
         "add_position_embedding": True,  # whichever kind
         "consumed_train_samples": training.consumed_samples,

@@ -22,7 +22,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
 from megatron.pipeline.dist.device import this_device
-from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.trainer.data_files import blend, blend_per_split, check_prefix, split_has_tokens
 
 Batch = dict[str, torch.Tensor]
@@ -118,7 +117,7 @@ class Samples:
 
 def reading(args: Namespace, chunks: Sequence[MegatronModule]) -> list[bool]:
     """Chunks of this rank that need data; see ``Samples``."""
-    everywhere, sharded = args.reset_attention_mask, args.vocab_parallel != OFF
+    everywhere, sharded = args.reset_attention_mask, args.vocabulary.spread
     ends = [any(get_attr_wrapped_model(chunk, end) for end in ("pre_process", "post_process")) for chunk in chunks]
     return [everywhere or (sharded and chunk is chunks[0]) or end for chunk, end in zip(chunks, ends, strict=True)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.pipeline.dist.device import to_device
 from megatron.pipeline.dist.reduction import Reduction
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model import seeding
 from megatron.pipeline.optimizer.post_validation import PostValidation
 from megatron.pipeline.optimizer.snapshot import Keep
@@ -40,10 +40,10 @@ class Iterations:
         stopped: what ``stops`` said on any rank after the last iteration.
     """
 
-    def __init__(self, args: Namespace, training: Training, pipeline: Pipeline, data: Iterators, stops: Stops) -> None:
+    def __init__(self, args: Settings, training: Training, pipeline: Pipeline, data: Iterators, stops: Stops) -> None:
         self._args, self._training, self._data, self._stops = args, training, data, stops
-        when = args.post_validation_when if args.post_validation else None
-        self._steps = PostValidation(pipeline, training.optimizer, when, Keep(args.post_validation_copy))
+        when = args.steps.when if args.steps.ahead else None
+        self._steps = PostValidation(pipeline, training.optimizer, when, Keep(args.steps.copy))
         self._next: tuple[dict[str, Any], Losses] | None = None
         self.stopped = False, False
 
@@ -110,7 +110,7 @@ class Iterations:
         return step, taken.report, [f" after iteration {training.iteration} {line}" for line in taken.lines]
 
 
-def evaluate(args: Namespace, training: Training, data: Iterators) -> float:
+def evaluate(args: Settings, training: Training, data: Iterators) -> float:
     """The mean loss over ``--eval-iters`` iterations under the training's schedule; NaN away from the last stage."""
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     timers, training.config.timers = training.config.timers, None
@@ -134,7 +134,7 @@ def evaluate(args: Namespace, training: Training, data: Iterators) -> float:
 
 
 def schedule_call(
-    args: Namespace,
+    args: Settings,
     training: Training,
     data: Iterators,
     microbatches: int,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,6 +13,7 @@ from typing import Any
 from megatron.core.datasets.utils import Split
 from megatron.core.timers import Timers
 
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.reports import Reports
 from megatron.pipeline.trainer import checkpoint
@@ -23,7 +23,7 @@ from megatron.pipeline.trainer.run_log import Log
 from megatron.pipeline.trainer.state import Training
 
 
-def train(args: Namespace, training: Training, samples: Samples, pipeline: Pipeline, log: Log, timers: Timers | None) -> None:
+def train(args: Settings, training: Training, samples: Samples, pipeline: Pipeline, log: Log, timers: Timers | None) -> None:
     """Train until ``--train-iters``, or until SIGTERM, ``--exit-interval`` or ``--exit-duration-in-mins`` stops it."""
     with _termination_signal() as terminated, _quick_garbage_collection():
         log.resume(training.iteration)
@@ -46,7 +46,7 @@ def train(args: Namespace, training: Training, samples: Samples, pipeline: Pipel
 
 
 def _pauses(
-    args: Namespace,
+    args: Settings,
     training: Training,
     samples: Samples,
     pipeline: Pipeline,
@@ -72,7 +72,7 @@ def _pauses(
             follows = not reports.measures and not _pauses_after(args, training.iteration + 1)
             step, pending, lines = iterations.run(follows)
             logged = step.iteration % args.log_interval == 0
-            wanted = log.writes and bool(args.metrics or args.tensorboard_dir or logged)
+            wanted = log.writes and bool(args.pipeline.metrics or args.tensorboard_dir or logged)
             log.step(step, reports.measured(step.iteration, pending, wanted))
             if timers is not None and logged:
                 timers.log(list(timers._timers), normalizer=args.log_interval)
@@ -82,13 +82,13 @@ def _pauses(
             yield reason
 
 
-def _pauses_after(args: Namespace, iteration: int) -> bool:
+def _pauses_after(args: Settings, iteration: int) -> bool:
     """Tell whether an iteration is followed by something else than the next one."""
     intervals = [args.train_iters, args.exit_interval, args.save and args.save_interval, evaluates(args) and args.eval_interval]
     return any(interval and iteration % interval == 0 for interval in intervals)
 
 
-def _reason_to_stop(args: Namespace, iteration: int, terminated: bool, late: bool) -> str:
+def _reason_to_stop(args: Settings, iteration: int, terminated: bool, late: bool) -> str:
     """Why training ends here; empty to go on."""
     if args.exit_interval and iteration % args.exit_interval == 0:
         return f"--exit-interval {args.exit_interval}"
@@ -97,7 +97,7 @@ def _reason_to_stop(args: Namespace, iteration: int, terminated: bool, late: boo
     return f"--exit-duration-in-mins {args.exit_duration_in_mins:g}" if late else ""
 
 
-def _evaluate_split(args: Namespace, training: Training, samples: Samples, split: Split, log: Log) -> None:
+def _evaluate_split(args: Settings, training: Training, samples: Samples, split: Split, log: Log) -> None:
     """Evaluate on fresh samples: those of earlier evaluations are consumed, also across restarts."""
     earlier = (training.iteration - 1) // args.eval_interval if split is Split.valid else 0
     with samples.microbatches(split, earlier * args.eval_iters * args.global_batch_size) as data:
@@ -106,7 +106,7 @@ def _evaluate_split(args: Namespace, training: Training, samples: Samples, split
             log.evaluation(name, training.iteration, evaluate(args, training, data))
 
 
-def _save(args: Namespace, training: Training, log: Log) -> int:
+def _save(args: Settings, training: Training, log: Log) -> int:
     path = checkpoint.save(args, training)
     log.line(f" saved checkpoint {path}")
     return training.iteration

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -23,12 +22,12 @@ from megatron.pipeline.dist.device import local_device, this_device
 from megatron.pipeline.dist.groups import barrier
 from megatron.pipeline.dist.processes import free_port, let_rank_0_speak
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.flags.validation import batch_size_steps, validate
 from megatron.pipeline.flags.validation_latent import check_trained
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.model.layout import stage_layers
-from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.offload import numa
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.placement import Placement
@@ -36,10 +35,10 @@ from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.checkpoints import latest
 from megatron.pipeline.session.groups import initialize_model_parallel
 from megatron.pipeline.session.memory import check_rehearsal_fits
-from megatron.pipeline.session.planning import plan_pipeline
+from megatron.pipeline.session.planning import as_planned, plan_pipeline
 from megatron.pipeline.session.rehearsal import about_absent_ranks, price_absent_ranks
 from megatron.pipeline.session.startup_lines import first_words, plan_in_words
-from megatron.pipeline.session.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pipeline.session.tokenizer import build_tokenizer, sizes_of_vocabulary
 from megatron.pipeline.session.trace import draw_consecutive, draw_last_trace
 from megatron.pipeline.trainer import checkpoint, checkpoint_files
 from megatron.pipeline.trainer.data import Samples, check_data
@@ -67,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def start(args: Namespace, tokenizer: Any, pipeline: Pipeline, rank: int, world_size: int, **more: Any) -> None:
+def start(args: Settings, tokenizer: Any, pipeline: Pipeline, rank: int, world_size: int, **more: Any) -> None:
     """``run``, with ``more`` of its arguments, on this rank of a world that begins and ends here."""
     _configure_logging(args, rank)
-    with _world(args, rank, world_size, binds=pipeline.plans.offloads and args.offload_numa_binding):
+    with _world(args, rank, world_size, binds=pipeline.plans.offloads and args.offloading.binds):
         run(args, tokenizer, pipeline, **more)
 
 
@@ -81,7 +80,7 @@ def _refused(error: ValueError) -> int:
     return 2
 
 
-def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipeline]:
+def prepare(argv: Sequence[str], world_size: int) -> tuple[Settings, Any, Pipeline]:
     """Everything that can be wrong without starting anything: flags, schedule, tokenizer, data files, checkpoint.
 
     Raises:
@@ -90,23 +89,22 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     return prepared(parse(argv), world_size)
 
 
-def prepared(args: Namespace, world_size: int) -> tuple[Namespace, Any, Pipeline]:
-    """The same from parsed flags, which are completed in place."""
+def prepared(args: Flags, world_size: int) -> tuple[Settings, Any, Pipeline]:
+    """The same from parsed flags."""
     check_trained(args)
-    validate(args, world_size)
-    tokenizer = build_tokenizer(args)
-    args.vocab_size = tokenizer.vocab_size
-    args.padded_vocab_size = padded_vocab_size(tokenizer.vocab_size, args)  # decides what --layer-redistribution does
-    pipeline = plan_pipeline(args)
-    stage_layers(args, pipeline.placement)
-    check_slices(args, pipeline.plans.splits)
-    check_rehearsal_fits(args, pipeline, world_size)
-    check_data(args, tokenizer.vocab_size)
-    checkpoint_files.check(args)
-    return args, tokenizer, pipeline
+    settings = validate(args, world_size)
+    tokenizer = build_tokenizer(settings)
+    settings |= sizes_of_vocabulary(tokenizer.vocab_size, settings)  # they decide what --layer-redistribution does
+    pipeline = plan_pipeline(settings)
+    stage_layers(settings, pipeline.placement)
+    settings = as_planned(settings, pipeline)
+    check_rehearsal_fits(settings, pipeline, world_size)
+    check_data(settings, tokenizer.vocab_size)
+    checkpoint_files.check(settings)
+    return settings, tokenizer, pipeline
 
 
-def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watchdog, watch: Watch | None = None) -> None:
+def run(args: Settings, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watchdog, watch: Watch | None = None) -> None:
     """Build, load and train, on every rank of a world that exists.
 
     Args:
@@ -128,7 +126,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
 
     guarded = guard(
         situation,
-        args.pipeline_timeout,
+        args.pipeline.timeout,
         stuck_seconds=stuck_seconds(args.distributed_timeout_minutes),
         at_end=lambda: save_lock.release(args.save),
     )
@@ -156,7 +154,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
                 log.line(_last_words(args, log))
 
 
-def _configure_logging(args: Namespace, rank: int) -> None:
+def _configure_logging(args: Settings, rank: int) -> None:
     """Notes of this package from rank 0 alone; upstream's timers from the last rank; warnings from every rank."""
     logging.basicConfig(level=logging.WARNING, format=" %(message)s", stream=sys.stdout)
     if rank == 0:
@@ -166,13 +164,13 @@ def _configure_logging(args: Namespace, rank: int) -> None:
 
 
 @contextmanager
-def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator[None]:
+def _world(args: Settings, rank: int, world_size: int, binds: bool) -> Iterator[None]:
     """All ranks, each on its device, for the time of the training.
 
     Args:
         binds: each to the CPUs next to its GPU.
     """
-    device, shared = local_device(args.rehearse)
+    device, shared = local_device(args.rehearsal.on)
     if torch.cuda.is_available():
         torch.cuda.set_device(device)
         if binds:
@@ -183,8 +181,8 @@ def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    if shared or args.rehearse_share > 1:
-        rehearsal_groups.open_world(rank, world_size, timeout, args.rehearse_share)
+    if shared or args.rehearsal.share > 1:
+        rehearsal_groups.open_world(rank, world_size, timeout, args.rehearsal.share)
     else:
         torch.distributed.init_process_group(args.distributed_backend, rank=rank, world_size=world_size, timeout=timeout)
     yield
@@ -192,7 +190,7 @@ def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator
 
 
 @contextmanager
-def _megatron_state(args: Namespace, placement: Placement) -> Iterator[None]:
+def _megatron_state(args: Settings, placement: Placement) -> Iterator[None]:
     """State that megatron-core keeps in globals: its process groups, and the number of microbatches."""
     initialize_model_parallel(args, placement)
     ramp: dict[str, Any] = {"rampup_batch_size": args.rampup_batch_size}
@@ -220,15 +218,15 @@ def _has_loss(pipeline: Pipeline) -> bool:
     )
 
 
-def _last_words(args: Namespace, log: Log) -> str:
+def _last_words(args: Settings, log: Log) -> str:
     """Say how far the loss fell, and where everything lies."""
     lines = []
     if log.first_loss is not None:
         lines.append(f" loss: {log.first_loss:.4f} -> {log.last_loss:.4f}")
-    traces = args.pipeline_trace
+    traces = args.pipeline.trace
     drawn = draw_last_trace(traces) if traces else None
     places = {
-        "metrics": args.metrics,
+        "metrics": args.pipeline.metrics,
         "TensorBoard log": args.tensorboard_dir,
         "checkpoint": latest(args.save) if args.save else None,
         "traces": traces if drawn else f"none in {traces}: no iteration was logged (--log-interval)" if traces else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from contextlib import ExitStack, closing
 from datetime import datetime
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.session.metrics import Measured, Metrics, Step, tokens_per_second, training_flops
 
 
@@ -20,7 +20,7 @@ class Log:
     On a terminal a progress bar stays below the log lines; elsewhere there are lines alone.
     """
 
-    def __init__(self, args: Namespace, writes: bool, world_size: int) -> None:
+    def __init__(self, args: Settings, writes: bool, world_size: int) -> None:
         self._args = args
         self.writes = writes
         self._world_size = world_size
@@ -37,8 +37,8 @@ class Log:
         args = self._args
         if not self.writes:
             return self
-        if args.metrics:
-            self._metrics = self._outputs.enter_context(closing(Metrics(args.metrics, args.seq_length)))
+        if args.pipeline.metrics:
+            self._metrics = self._outputs.enter_context(closing(Metrics(args.pipeline.metrics, args.seq_length)))
         if args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -119,7 +119,7 @@ class Log:
             f"number of skipped iterations: {sum(one.grad_norm is None for one in self._window):3d}",
             f"number of nan iterations: {sum(not math.isfinite(one.loss) for one in self._window):3d}",
         ]
-        if self._args.post_validation:
+        if self._args.steps.ahead:
             parts.append(f"number of undone steps: {sum(one.step == 'undone' for one in self._window):3d}")
         if measured:
             parts.append(f"bubble: {measured.bubble_rate:.1%}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.core.distributed import DistributedDataParallel
@@ -13,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.pipeline.patches import compat, moe_utils
 
 from megatron.pipeline.flags.config import optimizer_config, parameter_scheduler, transformer_config
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.build import build_model
 from megatron.pipeline.schedule.core.placement import Placement
 
@@ -35,14 +35,14 @@ class Training:
     consumed_samples: int = 0
 
 
-def build_training(args: Namespace, placement: Placement, timers: Timers | None = None) -> Training:
+def build_training(args: Settings, placement: Placement, timers: Timers | None = None) -> Training:
     """Build the model, its optimizer and its schedule of learning rates. Process groups must exist."""
     # Upstream adds up auxiliary losses by layer in globals, for logs: from here on those of this model.
     moe_utils.exchange_auxiliary_losses()
     compat.get("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker").clear()
     config = transformer_config(args, placement)
     chunks = build_model(args, config, placement)
-    optimizer = get_megatron_optimizer(optimizer_config(args), chunks, use_gloo_process_groups=args.rehearse_share == 1)
+    optimizer = get_megatron_optimizer(optimizer_config(args), chunks, use_gloo_process_groups=args.rehearsal.share == 1)
     config.timers = timers
     config.grad_scale_func = optimizer.scale_loss
     if args.overlap_grad_reduce:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.pipeline.costmodel.device import Device
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.planning.request import Variant
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
@@ -44,7 +44,7 @@ class Candidate:
         layers: of every stage, in the model's order.
     """
 
-    args: Namespace
+    args: Settings
     changes: Mapping[str, Any]
     variant: Variant
     layers: tuple[int, ...]
@@ -57,7 +57,7 @@ class Candidate:
     @property
     def is_stock(self) -> bool:
         """Tell whether megatron-core's own function runs it."""
-        return bool(self.args.pipeline_schedule == STOCK)
+        return bool(self.args.pipeline.schedule == STOCK)
 
     @property
     def placement(self) -> Placement:
@@ -69,11 +69,11 @@ class Candidate:
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        return None if self.args.vocab_parallel == OFF else Vocabulary(self.args.vocab_parallel)
+        return self.args.vocabulary.spread
 
     @property
     def offload(self) -> Offload | None:
-        return None if self.args.offload == OFF else Offload(self.args.offload)
+        return self.args.offloading.mode
 
     @property
     def overlaps(self) -> bool:
@@ -83,7 +83,7 @@ class Candidate:
     @property
     def objective(self) -> Objective:
         """Objective of the plan: see docs/post_validation.md."""
-        return Objective.SPAN if self.args.post_validation else Objective.MAKESPAN
+        return Objective.SPAN if self.args.steps.ahead else Objective.MAKESPAN
 
     @property
     def tokens(self) -> int:

@@ -7,7 +7,6 @@ all of them.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -29,7 +28,6 @@ from megatron.pipeline.costmodel.replicas import between_seconds, with_replicas
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -280,9 +278,7 @@ def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
     """A lower bound on every rank's memory under a family with one order: of few microbatches, without vocabulary and braids."""
     ranks = candidate.placement.ranks
     count = min(candidate.microbatches, 2 * ranks)
-    bare = replace(
-        candidate, args=Namespace(**vars(candidate.args) | {"vocab_parallel": OFF, "overlap_moe_expert_parallel_comm": False})
-    )
+    bare = replace(candidate, args=candidate.args | {"vocab_parallel": None, "overlap_moe_expert_parallel_comm": False})
     schedule = planning.solve(candidate.variant.name, _problem(bare, costs, count, None))
     return activation_peaks(recomputed(candidate.args, Shape.of(candidate.args), schedule), costs)
 

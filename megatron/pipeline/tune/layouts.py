@@ -6,8 +6,6 @@ checked as training checks them.
 
 from __future__ import annotations
 
-import copy
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,10 +13,11 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from megatron.pipeline.flags.flags import Role, neutral
+from megatron.pipeline.flags.declare import Role
+from megatron.pipeline.flags.flags import neutral
+from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 
@@ -64,7 +63,7 @@ class Layouts:
         refused: why sizes contradict each other, with the number of layouts for each reason.
     """
 
-    base: Namespace
+    base: Flags
     cluster: Cluster
     choices: LayoutChoices = LayoutChoices()
     refused: Counter[str] = field(default_factory=Counter)
@@ -107,21 +106,17 @@ class Layouts:
                     else:
                         yield sizes | more
 
-    def changed(self, changes: Mapping[str, Any]) -> Namespace:
+    def changed(self, changes: Mapping[str, Any]) -> Settings:
         """The flags of a training with other values, validated.
 
         Raises:
             ValueError: they do not go together.
         """
         from megatron.pipeline.flags.validation import validate
-        from megatron.pipeline.session.tokenizer import padded_vocab_size
+        from megatron.pipeline.session.tokenizer import sizes_of_vocabulary
 
-        args = copy.copy(self.base)
-        for name, value in (SEARCHED | dict(changes)).items():
-            setattr(args, name, value)
-        validate(args, self.cluster.gpus, elsewhere=True)
-        args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
-        return args
+        args = validate(self.base | SEARCHED | changes, self.cluster.gpus, elsewhere=True)
+        return args | sizes_of_vocabulary(args.vocab_size, args)
 
     def candidates(self, layout: Mapping[str, Any], stock: bool) -> Iterator[Candidate]:
         """All schedules of a layout, without measures that save memory: see ``remedies``.
@@ -169,7 +164,7 @@ class Layouts:
             if args.transformer_impl == "local":
                 ways.append(dict(CORE_RECOMPUTE))
             yield from self._changed_all(candidate, ways)
-        if args.offload == OFF and not candidate.is_stock and args.pipeline_model_parallel_size > 1:
+        if args.offloading.mode is None and not candidate.is_stock and args.pipeline_model_parallel_size > 1:
             yield from self._changed_all(candidate, [{"offload": "full"}])
 
     def interlocked(self, candidate: Candidate) -> Iterator[Candidate]:

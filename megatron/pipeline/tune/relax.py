@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,9 +25,7 @@ def smallest_changes(layouts: Layouts) -> list[str]:
             found.append(f"{gpus} GPUs instead of {cluster.gpus}")
             break
     for length in (base.seq_length >> halving for halving in range(1, _MOST_DOUBLINGS + 1)):
-        shorter = copy.copy(base)
-        shorter.seq_length = length
-        if length and fits(replace(layouts, base=shorter)):
+        if length and fits(replace(layouts, base=base | {"seq_length": length})):
             found.append(f"--seq-length {length} instead of {base.seq_length}")
             break
     for other in sorted(map(device.named, device.shipped()), key=lambda one: one.memory):

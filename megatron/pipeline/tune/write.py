@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import SEARCHED
@@ -76,13 +75,13 @@ def extras(result: Result) -> list[str]:
     """The options of a training in addition to its schedule, as flags without their dashes."""
     args = result.candidate.args
     options = {
-        f"vocab-parallel {args.vocab_parallel}": args.vocab_parallel != OFF,
-        "layer-redistribution": args.layer_redistribution,
+        f"vocab-parallel {args.vocabulary.spread}": args.vocabulary.spread,
+        "layer-redistribution": args.vocabulary.redistributes,
         "account-for-embedding/loss": args.account_for_loss_in_pipeline_split,
         f"recompute {args.recompute_granularity}": args.recompute_granularity,
-        f"offload {args.offload}": args.offload != OFF,
+        f"offload {args.offloading.mode}": args.offloading.mode,
         "overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
-        "post-validation": args.post_validation,
+        "post-validation": args.steps.ahead,
     }
     return [what for what, given in options.items() if given]
 

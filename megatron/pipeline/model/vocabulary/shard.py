@@ -104,7 +104,7 @@ def shard_vocabulary(args: Namespace, config: TransformerConfig, models: Sequenc
     """
     group = parallel_state.get_tensor_model_parallel_group()
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
-    shards = Shards.of(args.vocab_size, args.padded_vocab_size, ranks * group.size(), args.vocab_mask_padding)
+    shards = Shards.of(args.vocab_size, args.padded_vocab_size, ranks * group.size(), args.vocabulary.masks_padding)
     index = parallel_state.get_pipeline_model_parallel_rank() * group.size() + group.rank()
     initial = partial(_initial_weight, config, shards, index, seeding.weight_base(args.seed))
 
@@ -114,14 +114,14 @@ def shard_vocabulary(args: Namespace, config: TransformerConfig, models: Sequenc
     tied = None if args.untie_embeddings_and_output_weights else TiedGradient()
     output = embedding if tied else initial(seeding.output_layer(config), config.init_method)
 
-    loss = LossSettings(args.label_smoothing, args.z_loss)
+    loss = LossSettings(args.vocabulary.label_smoothing, args.vocabulary.z_loss)
     reduce_scatter = config.sequence_parallel and args.position_embedding_type != "learned_absolute"
     models[0].vocabulary = VocabularyShard(
         shards,
         index,
         loss,
         EmbeddingShard(embedding, shards, index, group, reduce_scatter, tied),
-        OutputShard(output, shards, index, loss, group, config.sequence_parallel, args.vocab_logits_limit, tied),
+        OutputShard(output, shards, index, loss, group, config.sequence_parallel, args.vocabulary.logits_limit, tied),
     )
 
 

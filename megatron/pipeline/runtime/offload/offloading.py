@@ -20,7 +20,7 @@ SMALLEST = 64 * 2**10  # bytes; starting to copy less takes the host longer than
 
 
 @dataclass(frozen=True)
-class Settings:
+class CopySettings:
     """Settings of offloading.
 
     Attributes:
@@ -37,7 +37,7 @@ class Settings:
 class Offloading:
     """The copy streams and the host memory of one rank, made when they are first needed, and kept."""
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
+    def __init__(self, settings: CopySettings, device: torch.device) -> None:
         self.settings = settings
         self._device = device
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron.pipeline.dist.device import device_memory
 from megatron.pipeline.runtime.offload import probe
-from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
+from megatron.pipeline.runtime.offload.offloading import CopySettings, Offloading
 from megatron.pipeline.tune.measure.clock import MeasureClock, repeated, seconds
 
 _WIDTH = {"cuda": 8192, "cpu": 1024}  # of square matrices that are large enough for the best speed
@@ -66,7 +66,7 @@ def bandwidth(device: torch.device, iterations: int) -> float:
 def host_copies(device: torch.device, host: str) -> tuple[float, float]:
     """Bytes per second to host memory and back; the same on all ranks. Collective over the world."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    offloading = Offloading(Settings(), device)
+    offloading = Offloading(CopySettings(), device)
     costs = probe.measure(offloading, host, rank, ranks)
     offloading.copy_streams.close()
     return probe.MARGIN / costs.to_host, probe.MARGIN / costs.to_device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -11,13 +10,14 @@ from pathlib import Path
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer
 from megatron.pipeline.costmodel.estimate import layer_size
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.tune.measure import fit
 from megatron.pipeline.tune.measure.rank import Measurements
 from megatron.pipeline.tune.measure.sizes import shape
 
 
-def make(found: Measurements, args: Namespace, base: Device | None, command: str) -> Device:
+def make(found: Measurements, args: Settings, base: Device | None, command: str) -> Device:
     """A device from measurements.
 
     Args:

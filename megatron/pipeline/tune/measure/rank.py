@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.pipeline.costmodel.device import Link
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.shape.gpt import Work
 from megatron.pipeline.tune.measure.sizes import Size, layer_flags
 
@@ -36,7 +36,7 @@ class MeasureJob:
         iterations: of which medians count.
     """
 
-    args: Namespace
+    args: Settings
     sizes: tuple[Size, ...]
     iterations: int = 10
 
@@ -178,7 +178,7 @@ def _unless_too_large(action: Callable[[], T]) -> T | None:
 
 
 @contextmanager
-def _world(args: Namespace) -> Iterator[None]:
+def _world(args: Settings) -> Iterator[None]:
     """All ranks, each on its GPU or on one thread, with megatron-core's groups."""
     import torch
     from megatron.core import parallel_state

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.shape.gpt import Experts, Shape
 
 _VOCABULARY = 128  # rows of a vocabulary that is not measured
@@ -23,7 +22,7 @@ class Size:
         return f"1/{self.tensor} of a layer, {self.microbatch} {'sample' if self.microbatch == 1 else 'samples'}"
 
 
-def dense(args: Namespace) -> Namespace:
+def dense(args: Settings) -> Settings:
     """The same model with one MLP, as wide as those that a token passes on average, in the place of experts.
 
     Args:
@@ -32,14 +31,12 @@ def dense(args: Namespace) -> Namespace:
     experts = Experts.of(args)
     if experts is None:
         return args
-    args = copy.copy(args)
-    args.num_experts, args.ffn_hidden_size = None, round(experts.mean_ffn)
-    args.moe_ffn_hidden_size = args.moe_shared_expert_intermediate_size = args.expert_tensor_parallel_size = None
-    args.moe_grouped_gemm, args.moe_layer_freq = False, 1
-    return args
+    widths = ("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "expert_tensor_parallel_size")
+    one = {"ffn_hidden_size": round(experts.mean_ffn), "moe_grouped_gemm": False, "moe_layer_freq": 1}
+    return args | dict.fromkeys(widths) | one
 
 
-def candidates(args: Namespace, tensors: Sequence[int], microbatches: Sequence[int]) -> list[Size]:
+def candidates(args: Settings, tensors: Sequence[int], microbatches: Sequence[int]) -> list[Size]:
     """All sizes of the model that can be built.
 
     Args:
@@ -55,24 +52,19 @@ def candidates(args: Namespace, tensors: Sequence[int], microbatches: Sequence[i
     return [Size(tensor, microbatch) for tensor in sorted(set(fitting)) for microbatch in sorted(set(microbatches))]
 
 
-def shape(args: Namespace, size: Size) -> Shape:
+def shape(args: Settings, size: Size) -> Shape:
     """The model whose layer is measured, cut over ``size.tensor`` ranks."""
-    args = copy.copy(args)
-    args.tensor_model_parallel_size, args.micro_batch_size = size.tensor, size.microbatch
-    args.padded_vocab_size = _VOCABULARY
-    return Shape.of(args)
+    sizes = {"tensor_model_parallel_size": size.tensor, "micro_batch_size": size.microbatch, "padded_vocab_size": _VOCABULARY}
+    return Shape.of(args | sizes)
 
 
-def layer_flags(args: Namespace, size: Size) -> Namespace:
+def layer_flags(args: Settings, size: Size) -> Settings:
     """A model of one layer that is by itself what one of the ranks has: as wide a residual stream, fewer heads, a smaller MLP."""
-    args = copy.copy(args)
-    for name, width in _cut(args).items():
-        setattr(args, name, width // size.tensor)
-    args.num_layers, args.micro_batch_size, args.padded_vocab_size = 1, size.microbatch, _VOCABULARY
-    return args
+    cut = {name: width // size.tensor for name, width in _cut(args).items()}
+    return args | cut | {"num_layers": 1, "micro_batch_size": size.microbatch, "padded_vocab_size": _VOCABULARY}
 
 
-def _cut(args: Namespace) -> dict[str, int]:
+def _cut(args: Settings) -> dict[str, int]:
     """Sizes that tensor-parallel ranks share, by the names of flags."""
     names = ("num_attention_heads", *(["num_query_groups"] if args.group_query_attention else []), "ffn_hidden_size")
     return {name: getattr(args, name) for name in names}

@@ -1,0 +1,237 @@
+"""The flags of the pipeline schedules, by topic, and all flags as frozen values: whoever needs others makes others.
+
+A field of a topic is a flag: its text for ``--help``, what reads it, and its default stand there once.
+Fields without a flag follow from flags, by ``validation.validate``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import partial
+from typing import Any, NoReturn
+
+from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.flags.declare import Flag, Role, flag
+from megatron.pipeline.flags.flag_types import (
+    memory_size,
+    not_negative,
+    pass_seconds,
+    positive_float,
+    positive_int,
+    share_below_one,
+)
+from megatron.pipeline.schedule.core.names import OFF
+from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+
+PROFILE = "profile"  # in place of a file of costs: they are measured in this run
+ONCE, EVERY_BATCH = "once", "every-batch"  # of --pipeline-plan
+
+
+def _ours(*row: Any, reads: Callable[[Any], Any] | None = None, **options: Any) -> Any:
+    """A field of a topic: the ``row`` of its flag, and what makes its value of one that is not ``OFF``, which is None."""
+    names, values, role = flag(*row, **options)
+    default = None if reads else values.get("default", values.get("action") == "store_false" if "action" in values else None)
+    return field(default=default, metadata={"row": (names, values, role), "reads": reads})
+
+
+_add, _schedule, _detail, _files = (partial(_ours, role=role) for role in (None, Role.SCHEDULE, Role.DETAILS, Role.FILES))
+
+
+# fmt: off
+@dataclass(frozen=True)
+class PipelineSettings:
+    """Flags of the pipeline schedule."""
+
+    config: str | None = _add("--config",
+        "YAML file of flags without the dashes; flags on the command line win", str, metavar="FILE")
+    schedule: str = _schedule("--pipeline-schedule",
+        "a family, file:PATH, or stock for megatron-core's own", str, "zb-h1", metavar="NAME")
+    memory_limit: str | None = _schedule("--pipeline-memory-limit",
+        "activation memory per rank; 1.0 is 1F1B's peak; or bytes: 12GiB", str, metavar="X")
+    costs: str | None = _schedule("--pipeline-costs",
+        "plan with this JSON file of every pass's seconds and bytes; or profile: measure them in the first iterations, "
+        "and plan again while training goes on", str, metavar="FILE")
+    plan: str = _schedule("--pipeline-plan",
+        "once, for equal microbatches; or every-batch: for the lengths of each batch's sequences, while the batch before it "
+        "computes", [ONCE, EVERY_BATCH], ONCE)
+    costs_cache: str | None = _files("--pipeline-costs-cache",
+        "file for the costs that --pipeline-costs profile measures; pipeline_costs.json in the directory of --save, else "
+        "of --pipeline-trace, if not given", str, metavar="FILE")
+    timeout: float = _add("--pipeline-timeout",
+        "end all ranks when no pass ends for this long; 300, or half the distributed timeout if less", pass_seconds,
+        metavar="SECONDS")
+    p2p: str = _add("--pipeline-p2p",
+        "start the sends and receives between two passes one by one, or together", ["single", "batched"], "single")
+    max_ctas: int | None = _add("--pipeline-max-ctas",
+        "limit of NCCL's thread blocks, and so of SMs, for a message or a collective of the vocabulary, which occupies them "
+        "while it waits for the other rank; 4 within a node and 8 between nodes if not given", positive_int, metavar="N")
+    trace: str | None = _files("--pipeline-trace",
+        "write the measured timeline of every logged iteration here", str, metavar="DIR")
+    recompute_fused_backward: bool = _schedule("--recompute-fused-backward",
+        "B also computes the weight gradients of what it recomputes: less memory, but less W to fill gaps")
+    metrics: str | None = _files("--metrics", "append one JSON object per iteration here", str, metavar="FILE")
+
+
+@dataclass(frozen=True)
+class RehearsalSettings:
+    """Flags of a rehearsal.
+
+    Attributes:
+        seconds: of a message between two stages, as ``hop`` says; None where it is measured.
+        links: those of the machine that ``hop`` names, or None.
+        share: how many ranks of a stage there are for one that is there; 1 where all are.
+    """
+
+    on: bool = _add("--rehearse",
+        "all ranks share this machine and run their passes one at a time: what each takes alone, the memory of every rank, "
+        "and the iteration that a device for every rank would have")
+    hop: str | None = _add("--rehearse-hop",
+        "seconds of a message between two stages where the training will run; or H100-80GB, A100-80GB or a FILE of mpipe "
+        "tune --measure, whose links then count, 8 GPUs a node. Measured here if not given", str, metavar="SECONDS")
+    park: bool = _add("--rehearse-park",
+        "a rank's weights, gradients and optimizer state are in host memory while other ranks have their turns")
+    replicas: str | None = _add("--rehearse-replicas",
+        "one rank of every stage runs, and stands in for those of tensor, context, expert and data parallelism: their "
+        "collectives take what the links of --rehearse-hop say, and losses mean nothing. :N for N data-parallel replicas, by "
+        "default as few as experts allow", str, metavar="fake[:N]")
+    directory: str = _files("--rehearse-dir",
+        "the rehearsal's numbers, costs and picture go here", str, "runs/rehearsal", metavar="DIR")
+    seconds: float | None = None
+    links: Links | None = None
+    share: int = 1
+
+
+@dataclass(frozen=True)
+class VocabularySettings:
+    """Flags of the vocabulary layers."""
+
+    spread: Vocabulary | None = _schedule("--vocab-parallel",  # noqa: RUF009
+        "shard embedding and output layer over all pipeline ranks: 2 adds one microbatch to each rank's memory, 1 adds two; "
+        "interlaced stops all ranks for them", [OFF, "1", "2", "interlaced"], OFF, reads=Vocabulary)
+    redistributes: bool = _schedule("--layer-redistribution",
+        "give the stages with embedding and output layer fewer transformer layers, according to their cost")
+    logits_limit: int | None = _detail("--vocab-logits-limit",
+        "with --vocab-parallel: if a rank's logits take more in float32 than this, such as 256MiB, compute them in parts, "
+        "and again for their gradient", memory_size, metavar="SIZE")
+    masks_padding: bool = _detail("--vocab-mask-padding",
+        "with --vocab-parallel: leave rows beyond the tokenizer's vocabulary out of the softmax, in which megatron-core "
+        "counts its padding")
+    label_smoothing: float = _detail("--label-smoothing",
+        "with --vocab-parallel: share of the target that is spread over all tokens", share_below_one, 0.0)
+    z_loss: float = _detail("--z-loss",
+        "with --vocab-parallel: weight of the softmax denominator's squared logarithm in the loss", not_negative, 0.0)
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """Flags of activations in host memory."""
+
+    mode: Offload | None = _schedule("--offload",  # noqa: RUF009
+        "copy activations to host memory while ranks compute: full, all whose copies are hidden; selective, at most half, "
+        "the longest-lived", [OFF, "selective", "full"], OFF, reads=Offload)
+    profile: bool = _schedule("--offload-profile",
+        "measure passes, bytes and copies in the first iterations, and plan again: --pipeline-costs profile")
+    host_memory: int | None = _schedule("--offload-host-memory",
+        "limit of host memory per rank, such as 64GiB", memory_size, metavar="SIZE")
+    min_size: int | None = _detail("--offload-min-size",
+        "keep smaller tensors on the device; 64KiB if not given", memory_size, metavar="SIZE")
+    binds: bool = _detail("--no-offload-numa-binding",
+        "leave every rank on all CPUs, instead of those next to its GPU", clears="offload_numa_binding")
+    cpu_bandwidth: float | None = _schedule("--offload-cpu-bandwidth",
+        "without a GPU: emulate copies at this speed in each direction", positive_float, metavar="GB/S")
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """Flags of optimizer steps ahead."""
+
+    ahead: bool = _schedule("--post-validation",
+        "step before the global gradient norm is known, and roll back on overflow or clipping, so that iterations overlap")
+    when: str = _schedule("--post-validation-when",
+        "only while measurements show a gain (when not given), or from the first step on", ["measured", "always"])
+    copy: str = _schedule("--post-validation-copy",
+        "where to keep the copy that a roll-back restores; device when not given", ["device", "host"])
+# fmt: on
+
+
+_TOPICS: dict[str, type] = {
+    "pipeline": PipelineSettings,
+    "rehearsal": RehearsalSettings,
+    "vocabulary": VocabularySettings,
+    "offloading": OffloadSettings,
+    "steps": StepSettings,
+}
+
+
+def _places(topic: str) -> dict[str, tuple[str, Field[Any]]]:
+    """The fields of a topic by the names that ``argparse`` gives their flags."""
+    rows = [(one, *one.metadata["row"][:2]) for one in fields(_TOPICS[topic]) if one.metadata]
+    return {options.get("dest", names[0][2:].replace("-", "_")): (topic, one) for one, names, options in rows}
+
+
+_PLACES = {name: place for topic in _TOPICS for name, place in _places(topic).items()}
+NEW: dict[str, list[Flag]] = {
+    (topic.__doc__ or "").partition(".")[0].removeprefix("Flags of ").removeprefix("the ").removeprefix("a "): [
+        one.metadata["row"] for one in fields(topic) if one.metadata
+    ]
+    for topic in _TOPICS.values()
+}
+
+
+class Flags(Namespace):
+    """Values by the names of flags, as they were read; ``flags | {"seq_length": 1024}`` are the same with another one.
+
+    Raises:
+        AttributeError: an attribute is set or deleted.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    def __or__(self, values: Mapping[str, Any]) -> Any:
+        return type(self)(**vars(self) | dict(values))
+
+    def __setattr__(self, name: str, *value: object) -> NoReturn:
+        raise AttributeError(f"flags are not written, and {name} would be: make others with flags | {{{name!r}: ...}}")
+
+    __delattr__ = __setattr__
+
+
+class Settings(Flags):
+    """Flags that fit together: Megatron-LM's by their names, and those of the pipeline schedules by topic.
+
+    ``settings | {"vocab_parallel": None}`` finds the topic.
+    """
+
+    pipeline: PipelineSettings
+    rehearsal: RehearsalSettings
+    vocabulary: VocabularySettings
+    offloading: OffloadSettings
+    steps: StepSettings
+
+    @classmethod
+    def of(cls, flags: Namespace) -> Settings:
+        """Settings of flags that were read; some of them may be missing, and are not given then."""
+        return cls(**{name: topic() for name, topic in _TOPICS.items()}) | vars(flags)
+
+    def __or__(self, values: Mapping[str, Any]) -> Settings:
+        changed: dict[str, Any] = {name: value for name, value in values.items() if name not in _PLACES}
+        for name in values.keys() & _PLACES.keys():
+            (topic, one), value = _PLACES[name], values[name]
+            if reads := one.metadata["reads"]:
+                value = None if value in (OFF, None) else reads(value)
+            changed[topic] = replace(changed.get(topic, getattr(self, topic)), **{one.name: value})
+        return Settings(**vars(self) | changed)
+
+
+def flat(args: Namespace) -> dict[str, Any]:
+    """Values by the names of flags, as they were read, of settings or of upstream's flags."""
+    if not isinstance(args, Settings):
+        return vars(args)
+    values = {name: value for name, value in vars(args).items() if name not in _TOPICS}
+    for name, (topic, one) in _PLACES.items():
+        value = getattr(getattr(args, topic), one.name)
+        values[name] = str(value or OFF) if one.metadata["reads"] else value
+    return values
