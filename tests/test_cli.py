@@ -186,7 +186,7 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         ([], "required: plan|simulate|verify|certify|draw|compare|check|export|memory"),
         (["tell"], "unknown command 'tell'; commands are plan, simulate, verify, certify, draw, compare, check, export"),
         ([*PLAN, "--replicas", "8"], "--replicas 8 needs the bytes of a rank's gradients: give --grad-bytes, such as 4GiB"),
-        ([*PLAN, "--param-bytes", "1GB"], "--param-bytes is of data-parallel replicas: give --replicas, or leave it out"),
+        ([*PLAN, "--param-bytes", "1GB"], "--param-bytes 953.674MiB is of data-parallel replicas: give --replicas, or leave it out"),
         (
             [*PLAN, "--cost", "F=1,RS=1", "--replicas", "8", "--grad-bytes", "4GB"],
             "--cost RS=.. and --replicas 8 say the same: leave out one of them",
@@ -215,7 +215,7 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         ([*PLAN, "--chunks", "2"], "zb-h1 has 1 chunk(s) per rank, got 2: leave --chunks out"),
         ([*PLAN, "--chunks", "0"], "--chunks: expected a whole number of at least 1, got 0"),
         (["compare", *PLAN[3:], "--chunks", "0"], "--chunks: '0': expected whole numbers of at least 1, such as 2 or 2,4"),
-        ([*PLAN, "--splits", "2"], "zb-h1 does not cut microbatches into slices: leave --splits out"),
+        ([*PLAN, "--splits", "2"], "--splits 2 cuts microbatches into slices, and zb-h1 does not: leave it out"),
         ([*PLAN, "--recompute", "7"], "--recompute 7: there is no stage 7; the stages are 0..3"),
         ([*PLAN, "--fuse", "2-4"], "--fuse 2-4: there is no stage 4"),
         ([*PLAN, "--cost", "F=1ms"], "F=1ms: expected a number without a unit, such as F=1"),

@@ -36,11 +36,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.pipeline.planning.request import Request
+    from megatron.pipeline.runtime.every_batch import EveryBatch
     from megatron.pipeline.session.own_loop import OwnLoop
 
-__all__ = ["install"]
+__all__ = ["EveryBatch", "install"]
 
 __version__ = "0.2.0"
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name == "EveryBatch":
+            from megatron.pipeline.runtime.every_batch import EveryBatch  # which imports torch
+
+            return EveryBatch
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def install(schedule: str | Request = "zb-h1", costs: str | Path | None = None, **options: Any) -> OwnLoop:

@@ -20,7 +20,7 @@ from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.optimum.period import period_bound
-from megatron.pipeline.schedule.rules.boundary import verify_boundary, verify_replicas
+from megatron.pipeline.schedule.rules.boundary import verify_boundary
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.cycle import Cycle
 from megatron.pipeline.schedule.time.simulate import activation_peaks
@@ -175,15 +175,6 @@ def test_passes_between_iterations_are_in_the_boundary_alone() -> None:
         verify(replace(schedule, passes=((*schedule.passes[0], Pass(Kind.RS, 0)),), boundary=()))
     with pytest.raises(ScheduleError, match="a boundary of 2 ranks for a placement of 1"):
         verify(replace(schedule, boundary=schedule.boundary * 2))
-
-
-def test_replicas_start_collectives_in_one_order() -> None:
-    one, other = ((passes(text),) for text in ("RS0.1 RS0.0 OPT0.0 AG0.0", "RS0.0 RS0.1 OPT0.0 AG0.0"))
-    verify_replicas([one, one])
-    with pytest.raises(ScheduleError, match=r"rank 0: replica 0 starts RS0\.1 where replica 2 starts RS0\.0"):
-        verify_replicas([one, one, other])
-    with pytest.raises(ScheduleError, match=r"replica 0 starts AG0\.0 where replica 1 starts nothing"):
-        verify_replicas([one, (one[0][:-1],)])
 
 
 def test_times_by_hand() -> None:

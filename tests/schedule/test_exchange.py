@@ -100,13 +100,13 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (recompute(V, {1}), "rank 1: R0.0 recomputes a forward, which torch's CSV has no kind for"),
+        (recompute(V, {1}), "torch's CSV has no kind for passes R, which by hand has"),
         (
             Schedule("away", linear(1), 2, parse("F0 D2H0 F1 H2D0 BW0 BW1")),
-            "rank 0: D2H0.0 copies activations, .* or plan it without offload",
+            "no kind for passes D2H and H2D, which away has: .* or plan it without",
         ),
-        (Schedule("sliced", linear(1), 1, parse("F0 F1 BW1 BW0"), splits=2), "sliced cuts every microbatch into 2 slices"),
-        (Schedule("two", bidirectional(2), 2, parse("F0.0", "F1.0")), "two holds 2 replicas of the model"),
+        (Schedule("sliced", linear(1), 1, parse("F0 F1 BW1 BW0"), splits=2), "whole microbatches only, and sliced cuts each into 2 slices"),
+        (Schedule("two", bidirectional(2), 2, parse("F0.0", "F1.0")), "one replica of the model, and two holds 2"),
     ],
 )
 def test_what_the_csv_cannot_say_is_named(schedule: Schedule, message: str) -> None:

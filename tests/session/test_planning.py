@@ -274,7 +274,7 @@ def test_a_file_says_itself_how_the_vocabulary_is_spread(tmp_path: Path) -> None
         assert args.vocabulary.spread == "2"
         assert pipeline.plans.plan(4).schedule.vocabulary is Vocabulary.ONE_BARRIER
     for flags, message in (
-        ("--vocab-parallel 1", "spreads the vocabulary as 2, not as 1"),
+        ("--vocab-parallel 1", "--vocab-parallel 1 is asked for, and file:"),
         ("--layer-redistribution", "--vocab-parallel 2 leaves none there"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

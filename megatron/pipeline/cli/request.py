@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron.pipeline.cli.arguments import REPLICA_LINK, StageList
+from megatron.pipeline.combinations.needs import OPTIONS, PLANNED
+from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.planning.costs import COPIES, CostFlags, Numbers, costs_of, with_shards
 from megatron.pipeline.planning.document import Changes
 from megatron.pipeline.planning.refusals import check_limit, unit_of
@@ -20,6 +22,7 @@ from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.families import AUTO
 
 _FILE = "file:"
+_COSTS = {"bucket_costs": {"RS", "AG"}, "step_costs": {"OPT"}, "copy_costs": {*COPIES}, "norm_costs": {"latency", "norm"}}
 
 
 def requested(options: Namespace) -> Request:
@@ -38,10 +41,8 @@ def requested(options: Namespace) -> Request:
         path = name.removeprefix(_FILE)
         raise ValueError(f"mpipe plan makes the schedules of families; for a file: mpipe simulate {path}, mpipe verify {path}")
     costs, vocabulary, offload = cost_flags_of(options), _vocabulary(options), _offload(options)
+    refuse(_facts(options), PLANNED)
     loads = _loads(given)
-    if offload is None:
-        _check_no_copies(options)
-    _check_boundary(options, costs)
     if options.balance and options.costs and len(options.costs.stages) < 3:
         raise ValueError(
             f"--balance needs --costs of 3 stages or more, to know what the ends of the model take; these are of "
@@ -81,8 +82,6 @@ def _loads(given: dict[str, Any]) -> tuple[Load, ...]:
     """The loads of unequal microbatches."""
     count, lengths = given["microbatches"], given.get("lengths")
     if not lengths:
-        if flags := [flag for flag in ("attention", "order") if given.get(flag)]:
-            raise ValueError(f"--{flags[0]} is of microbatches of unequal lengths: give --lengths, or leave it out")
         return ()
     if count != len(lengths):
         raise ValueError(f"--lengths has {len(lengths)} microbatches: give --microbatches {len(lengths)}, not {count}")
@@ -96,7 +95,6 @@ def changes(options: Namespace) -> Changes:
         ValueError: flags do not go together.
     """
     given = vars(options)
-    _offload(options)
     return Changes(
         cost_flags_of(options),
         options.memory_limit,
@@ -107,6 +105,8 @@ def changes(options: Namespace) -> Changes:
 
 
 def cost_flags_of(options: Namespace) -> CostFlags:
+    """Cost flags of options, once they go together; else a ValueError."""
+    refuse(_facts(options), OPTIONS)
     given = {field.name: getattr(options, field.name) for field in fields(CostFlags) if field.name != "boundary"}
     return CostFlags(**given, boundary=_boundary(options))
 
@@ -119,16 +119,8 @@ def _boundary(options: Namespace) -> Numbers | None:
     """
     given = vars(options)
     replicas, gradients, speed = (given.get(name) for name in ("replicas", "grad_bytes", "replica_link"))
-    if replicas is None:
-        for flag in ("grad_bytes", "param_bytes", "replica_link"):
-            if given.get(flag) is not None:
-                raise ValueError(f"--{flag.replace('_', '-')} is of data-parallel replicas: give --replicas, or leave it out")
+    if replicas is None or gradients is None:
         return None
-    for name in ("RS", "AG"):
-        if name in (given["cost"] or {}):
-            raise ValueError(f"--cost {name}=.. and --replicas {replicas} say the same: leave out one of them")
-    if gradients is None:
-        raise ValueError(f"--replicas {replicas} needs the bytes of a rank's gradients: give --grad-bytes, such as 4GiB")
     if speed is not None and not 0 < speed < float("inf"):
         raise ValueError(f"--replica-link {speed:g}: give 1e9 bytes a second above 0, such as {REPLICA_LINK:g}")
     parameters = given["param_bytes"] if given.get("param_bytes") is not None else gradients / 2
@@ -136,37 +128,30 @@ def _boundary(options: Namespace) -> Numbers | None:
     return {"RS": gradients * seconds, "AG": parameters * seconds}
 
 
+def _facts(options: Namespace) -> Facts:
+    """Facts of a command's options, of which it need not have all; costs are named by what they are of."""
+    given = Facts(vars(options))
+    names = (given.cost or {}).keys()
+    for fact, group in (
+        ("bucket_costs", {"RS", "AG"}),
+        ("step_costs", {"OPT"}),
+        ("copy_costs", {*COPIES}),
+        ("norm_costs", {"latency", "norm"}),
+    ):
+        given[fact] = " ".join(f"--cost {name}=.." for name in sorted(names & group))
+    given["copy_costs"] = given.copy_costs or ("--copy" if given["copy"] else None)
+    return given
+
+
 def _offload(options: Namespace) -> Offload | None:
     """The mode of ``--offload``."""
-    given = vars(options)
-    if given.get("offload") not in (None, OFF):
-        return Offload(given["offload"])
-    if given.get("host_memory_limit") is not None:
-        raise ValueError("--host-memory-limit is for what --offload moves: give --offload selective or full, or leave it out")
-    return None
-
-
-def _check_no_copies(options: Namespace) -> None:
-    """Refuse costs of copies that no pass needs."""
-    named = [name for name in COPIES if name in (options.cost or {})]
-    if named or options.copy:
-        flag = f"--cost {named[0]}=.." if named else "--copy"
-        raise ValueError(f"{flag} is of copies to host memory: give --offload selective or full, or leave it out")
-
-
-def _check_boundary(options: Namespace, costs: CostFlags) -> None:
-    """Refuse costs between iterations where nothing is reduced, stepped or gathered there."""
-    given = {**(options.cost or {}), **(costs.boundary or {})}
-    named = [name for name in ("latency", "norm") if name in given]
-    if named and options.costs is None and not given.keys() & {"RS", "OPT", "AG"}:
-        raise ValueError(f"--cost {named[0]}=.. is of what ranks do between iterations: give RS, OPT or AG too, or leave it out")
+    given = vars(options).get("offload")
+    return None if given in (None, OFF) else Offload(given)
 
 
 def _vocabulary(options: Namespace) -> Vocabulary | None:
     """The variant of ``--vocab-parallel``."""
     if options.vocab_parallel in (None, OFF):
-        if options.vocab_cost:
-            raise ValueError("--vocab-cost is of a spread vocabulary: give --vocab-parallel 1, 2 or interlaced, or leave it out")
         return None
     if options.costs and options.costs.vocabulary == VocabularyCosts() and not options.vocab_cost:
         raise ValueError('--costs has no "vocabulary": give what its passes take with --vocab-cost S=..,T=..')

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from megatron.pipeline.combinations.needs import NEEDS
 from megatron.pipeline.combinations.table import Combination as Row
 from megatron.pipeline.combinations.table import Facts
 
@@ -99,6 +100,13 @@ EXCLUDED = (
     _excluded("perform_rl_step", reason="generates text with megatron-core's own pipeline, which does not know our placements"),
 )
 
+_CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout")
+# Numbers of chunks, where the family has its own.
+CHUNKS = (
+    Row(" | ".join(_CHUNKS), "fixed_chunks", "{asks}", "leave it out", details=_CHUNKS,
+        price="layers are spread evenly over the {stages_there} stages of {pipeline_schedule}"),
+)  # fmt: skip
+
 _ALONE = "and --pipeline-model-parallel-size is 1"
 _1F1B = "take 1f1b, which otherwise runs the same passes, or another one, or leave {flag} out"
 _ANOTHER = "take another schedule, or leave {flag} out"
@@ -111,6 +119,7 @@ GROUPS = (
         "leave it out, or take {grouping} or stock",
         price="none, {pipeline_schedule} orders microbatches itself",
     ),
+    Row("asked_splits>1", "splits=1", "cuts microbatches into slices, and {pipeline_schedule} does not", "leave it out"),
 )
 # Our features, and what a schedule is or has.
 SCHEDULES = (
@@ -380,4 +389,4 @@ CAUTIONS = (
 )  # fmt: skip
 
 # Those of docs/support.md; the table of features has the others.
-OF_FEATURES = (*SCHEDULES, *GROUPS, *FLAGS, *CALLS, *SLICES, *MODELS, *QUANTIZED, *LAUNCHED, *WRONG)
+OF_FEATURES = (*SCHEDULES, *GROUPS, *FLAGS, *CALLS, *SLICES, *MODELS, *QUANTIZED, *LAUNCHED, *WRONG, *NEEDS)

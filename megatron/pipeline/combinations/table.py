@@ -3,9 +3,9 @@
 A feature is written as
 
     ``post_validation``          a setting that is on: not None, False, 0, "off" or "none"; a list of which something is so
-    ``no bf16``                  one that is off
     ``recompute_modules=moe``    one with this value, or with it in its list
     ``splits>1``                 a number above another
+    ``no bf16``                  none of these
     ``sft | reset_attention_mask``   one or more of several
 
 A setting that the asker does not know is neither on nor off.
@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 _FLAGS = {
+    "asked_splits": "--splits",
     "decoder_first_pipeline_num_layers": "--num-layers-in-first-pipeline-stage",
     "decoder_last_pipeline_num_layers": "--num-layers-in-last-pipeline-stage",
     "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards",
@@ -28,20 +29,33 @@ _FLAGS = {
     "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
+    "override_opt_param_scheduler": "--override-opt_param-scheduler",
+    "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
 }
 _WORDS = {  # of what no flag says
     "add_bias_linear": "biases",
     "adjust_tensor_shapes_fn": "adjust_tensor_shapes_fn",
+    "bucket_costs": "--cost RS=..",
     "chunks": "several chunks per rank",
     "collect_non_loss_data": "collect_non_loss_data",
     "copies": "a schedule with copies to host memory",
+    "copy_costs": "--cost D2H=.. or --copy",
+    "every_batch": "plans for every batch",
+    "file_vocabulary": "a file that spreads the vocabulary",
+    "gpu": "a GPU",
     "launch": "mpipe launch",
+    "no offload_numa_binding": "--no-offload-numa-binding",
+    "no searches": "a schedule that is not searched",
+    "norm_costs": "--cost latency=.. or norm=..",
     "no grouped": "a schedule without groups of microbatches",
     "no ours": "--pipeline-schedule stock",
     "ours": "schedules of ours",
     "models": "a schedule that holds the model several times",
     "reruns": "a schedule that runs forwards again (R)",
     "splits": "a schedule with slices",
+    "splits=1": "a schedule without slices",
+    "torch_csv": "torch's CSV",
+    "unwritten": "passes of other kinds",
 }
 
 
@@ -71,19 +85,21 @@ class Facts(dict[str, Any]):
             return False
         value = self[name]
         if relation == "=":
-            return wanted in map(_text, value) if isinstance(value, list | tuple) else _text(value) == wanted
-        if relation == ">":
-            return value is not None and value > float(wanted)
-        return _is_on(value) is not bool(no)
+            met = wanted in map(_text, value) if isinstance(value, list | tuple) else _text(value) == wanted
+        elif relation == ">":
+            met = value is not None and value > float(wanted)
+        else:
+            met = _is_on(value)
+        return met is not bool(no)
 
     def words(self, feature: str) -> str:
         """A feature as a user has given it, with its value."""
         no, name, _, wanted = _parts(feature)
         value = self[name]
-        if feature in _WORDS or name in _WORDS or no or value is True:
-            return _spoken(feature)
         if isinstance(value, str) and value.startswith("--"):
             return value  # words already
+        if feature in _WORDS or name in _WORDS or no or value is True:
+            return _spoken(feature)
         if isinstance(value, list | tuple):
             return f"{flag_of(name)} {wanted or ' '.join(map(_text, value))}"
         return f"{flag_of(name)} {_text(value)}"
@@ -214,7 +230,7 @@ def _titles(features: str) -> str:
         no, name, relation, wanted = _parts(feature)
         flag = f"`{flag_of(name)}{f' {wanted}' if relation == '=' else ''}`"
         more = f" above {wanted}" if relation == ">" else ""
-        words = _WORDS.get(feature) or _WORDS.get(name) or f"{no}{flag}{more}"
+        words = _WORDS.get(feature) or (f"{no}{_WORDS[name]}" if name in _WORDS else f"{no}{flag}{more}")
         titles.append(f"`{words}`" if words.startswith("--") else words)
     return ", ".join(titles)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import torch
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.combinations.rows import CAUTIONS
@@ -27,7 +28,8 @@ def of_flags(args: Namespace, **known: Any) -> Facts:
     """
     values = flat(args)
     to = Facts(values | families.facts(values.get("pipeline_schedule", STOCK)))
-    to |= {"core": compat.version(), "engine": te_linear.release(), "oldest_engine": te_linear.OLDEST}
+    to |= {"core": compat.version(), "gpu": torch.cuda.is_available()}
+    to |= {"engine": te_linear.release(), "oldest_engine": te_linear.OLDEST}
     tensor, context = to.tensor_model_parallel_size or 1, to.context_parallel_size or 1
     to |= {"balancing": _balancing(to), "replicas": to.data_parallel_size or 1, "cut": tensor * context}
     to["stages"] = (to.pipeline_model_parallel_size or 1) * (to.virtual_pipeline_model_parallel_size or 1)

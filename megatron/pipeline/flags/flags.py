@@ -6,6 +6,7 @@ import argparse
 from functools import cache
 from typing import Any
 
+from megatron.pipeline.combinations.rows import CHUNKS
 from megatron.pipeline.flags.declare import Role, add_flags, chunks, data, files, layout, length, memory, predicted, schedule
 from megatron.pipeline.flags.declare import flag as add
 from megatron.pipeline.flags.flag_types import (
@@ -22,7 +23,7 @@ from megatron.pipeline.flags.settings import NEW, flat
 from megatron.pipeline.schedule.core.names import STOCK
 
 # The flags that set the number of chunks per rank, or the layers of each chunk.
-CHUNK_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout")
+CHUNK_FLAGS = CHUNKS[0].details
 GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
 TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
 

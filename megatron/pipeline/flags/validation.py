@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron.pipeline.combinations.needs import DETAILS, TRAINED, UPSTREAM
 from megatron.pipeline.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
 from megatron.pipeline.combinations.table import flag_of, refuse
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
-from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation_experts import check_grouped_experts, of_experts
-from megatron.pipeline.flags.validation_files import check_checkpoints, check_outputs, of_data
+from megatron.pipeline.flags.validation_files import check_outputs, of_data
 from megatron.pipeline.flags.validation_latent import check_latent
-from megatron.pipeline.flags.validation_offload import of_offload
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal, of_replicas
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import STOCK
@@ -45,14 +45,12 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     settings = _of_model(settings)
     settings = of_experts(settings, world_size, elsewhere)
     settings = _of_batch(settings)
-    settings = _of_precision(settings)
-    settings = _of_recompute(settings)
-    settings = of_new_flags(settings)
+    settings = of_new_flags(_of_precision(_of_recompute(settings)))
     refuse(of_flags(settings), MODELS)
     if elsewhere:
         return settings
+    refuse(of_flags(settings), TRAINED)
     settings = of_data(_of_learning_rate(settings))
-    check_checkpoints(settings)
     check_packages(settings)
     return settings
 
@@ -63,9 +61,10 @@ def of_new_flags(args: Settings) -> Settings:
     Raises:
         ValueError: they contradict each other, or some of its own.
     """
-    refuse(of_flags(args), GROUPS, SCHEDULES, FLAGS, QUANTIZED)
+    refuse(of_flags(args), GROUPS, SCHEDULES, FLAGS, QUANTIZED, DETAILS)
     steps = {"post_validation_when": args.steps.when or "measured", "post_validation_copy": args.steps.copy or "device"}
-    settings = _of_timeouts(of_rehearsal(of_offload(args | steps)))
+    costs = {"pipeline_costs": PROFILE} if args.offloading.profile else {}
+    settings = _of_timeouts(of_rehearsal(args | steps | costs))
     check_outputs(settings)
     return settings
 
@@ -146,10 +145,6 @@ def _of_parallel_sizes(args: Settings, world_size: int) -> Settings:
             f"(tensor x pipeline x context): start a multiple of {model} ranks or change a parallel size"
         )
     chunks = chunks_per_rank(args)
-    if args.use_distributed_optimizer and args.optimizer != "adam":
-        raise ValueError(f"--use-distributed-optimizer needs --optimizer adam, not {args.optimizer}")
-    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
-        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     shards_sequence = args.sequence_parallel and tensor > 1
     return args | {"data_parallel_size": world_size // model, "chunks": chunks, "sequence_parallel": shards_sequence}
 
@@ -202,8 +197,6 @@ def _chunks_of_layout(text: str, ranks: int) -> int:
 
 def _of_model(args: Settings) -> Settings:
     hidden, heads, tensor = args.hidden_size, args.num_attention_heads, args.tensor_model_parallel_size
-    if args.swiglu and args.squared_relu:
-        raise ValueError("--swiglu and --squared-relu are two activations: give one")
     if args.ffn_hidden_size is None:
         args |= {"ffn_hidden_size": int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden}
     if args.kv_channels is None:
@@ -283,8 +276,6 @@ def _of_learning_rate(args: Settings) -> Settings:
         raise ValueError(
             f"the warm-up of {args.lr_warmup_iters:g} iterations must be shorter than --lr-decay-iters {args.lr_decay_iters}"
         )
-    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
-        raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
     if args.weight_decay_incr_style == "constant":
         if args.start_weight_decay is not None or args.end_weight_decay is not None:
             raise ValueError("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
@@ -293,18 +284,10 @@ def _of_learning_rate(args: Settings) -> Settings:
         raise ValueError(
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
         )
-    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        raise ValueError(
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other: give one"
-        )
     return args
 
 
 def _of_precision(args: Settings) -> Settings:
-    if args.bf16 and args.fp16:
-        raise ValueError("--bf16 and --fp16 contradict each other: give one")
-    if args.fp16_lm_cross_entropy and not args.fp16:
-        raise ValueError("--fp16-lm-cross-entropy needs --fp16")
     if args.bf16:
         args |= {"accumulate_allreduce_grads_in_fp32": not args.grad_reduce_in_bf16}
     if args.fp16 and args.loss_scale is None:
@@ -315,20 +298,7 @@ def _of_precision(args: Settings) -> Settings:
 def _of_recompute(args: Settings) -> Settings:
     if args.recompute_activations:
         args |= {"recompute_granularity": args.recompute_granularity or "selective"}
-    if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
-        raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
-    if args.recompute_granularity != "full" and (args.recompute_method or args.recompute_num_layers):
-        raise ValueError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
-    if args.recompute_granularity != "selective" and args.recompute_modules:
-        raise ValueError("--recompute-modules needs --recompute-granularity selective")
-    modules = set(args.recompute_modules or ())
-    if "moe_act" in modules and not args.moe_grouped_gemm:
-        raise ValueError("--recompute-modules moe_act needs --moe-grouped-gemm: megatron-core recomputes grouped experts alone")
-    if "mlp" in modules and args.add_bias_linear:
-        raise ValueError(
-            "--recompute-modules mlp needs --disable-bias-linear: megatron-core's checkpoint makes a bias that an MLP hands on a "
-            "part of the graph of every later microbatch, and recomputes without end"
-        )
+    refuse(of_flags(args), UPSTREAM)
     return args
 
 

@@ -6,10 +6,10 @@ from argparse import Namespace
 
 from megatron.pipeline.patches import compat
 
+from megatron.pipeline.combinations.needs import EXPERTS, WITHOUT_EXPERTS
 from megatron.pipeline.combinations.rows import WRONG
 from megatron.pipeline.combinations.table import refuse
 from megatron.pipeline.flags.facts import of_flags
-from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
 
 
@@ -23,14 +23,8 @@ def of_experts(args: Settings, world_size: int, elsewhere: bool = False) -> Sett
         ValueError: they contradict each other, or the number of ranks; says what to change.
     """
     experts, parallel = args.num_experts, args.expert_model_parallel_size
-    if experts is None and elsewhere:
-        return args
     if experts is None:
-        sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
-        if flags := given(
-            args, *sizes, "moe_shared_expert_intermediate_size", "moe_grouped_gemm", "overlap_moe_expert_parallel_comm"
-        ):
-            raise ValueError(f"{', '.join(flags)} without experts: give --num-experts")
+        refuse(of_flags(args), () if elsewhere else WITHOUT_EXPERTS)
         return args
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     args |= {"moe_ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size, "expert_tensor_parallel_size": tensor}
@@ -46,14 +40,10 @@ def of_experts(args: Settings, world_size: int, elsewhere: bool = False) -> Sett
         raise ValueError(
             f"--moe-ffn-hidden-size {args.moe_ffn_hidden_size} is not a multiple of --expert-tensor-parallel-size {tensor}"
         )
-    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
-        raise ValueError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
-    refuse(of_flags(args), WRONG)
+    refuse(of_flags(args), EXPERTS, WRONG)
     if args.add_bias_linear and tensor > 1:
         whole = " or --expert-tensor-parallel-size 1" if parallel > 1 else ""
         raise ValueError(f"experts with biases cannot be cut into {tensor}: give --disable-bias-linear{whole}")
-    if args.moe_grouped_gemm and args.transformer_impl == "local" and (args.add_bias_linear or not args.bf16):
-        raise ValueError("--moe-grouped-gemm with --transformer-impl local needs --bf16 and --disable-bias-linear")
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and len(pattern) != args.num_layers:
         raise ValueError(f"--moe-layer-freq lists {len(pattern)} layers, but --num-layers is {args.num_layers}")
@@ -89,8 +79,6 @@ def _check_router(args: Namespace, experts: int) -> None:
             f"a token takes {topk} of {experts} experts from {chosen} of {groups} groups: --moe-router-num-groups must divide "
             "--num-experts, and --moe-router-group-topk must divide --moe-router-topk and be at most the number of groups"
         )
-    if args.moe_router_enable_expert_bias and softmax:
-        raise ValueError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
     if len(kinds) != len(coefficients):
         raise ValueError(
             f"--moe-router-load-balancing-type has {len(kinds)} values and --moe-aux-loss-coeff "
@@ -100,10 +88,6 @@ def _check_router(args: Namespace, experts: int) -> None:
         raise ValueError(
             "--moe-router-load-balancing-type sinkhorn balances alone: no other kind, no --moe-aux-loss-coeff, no capacity factor"
         )
-    if args.moe_pad_expert_input_to_capacity and not args.moe_expert_capacity_factor:
-        raise ValueError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
-    if args.add_bias_linear and args.moe_shared_expert_intermediate_size:
-        raise ValueError("--moe-shared-expert-intermediate-size needs --disable-bias-linear: megatron-core's have no biases")
     if args.add_bias_linear and args.transformer_impl == "local" and args.expert_model_parallel_size == 1:
         # The sum over ranks is then the outputs themselves, and upstream adds the biases to them in place.
         raise ValueError(

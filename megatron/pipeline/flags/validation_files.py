@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from argparse import Namespace
 from pathlib import Path
 
-from megatron.pipeline.flags.flags import given
-from megatron.pipeline.flags.settings import PROFILE, Settings
+from megatron.pipeline.flags.settings import Settings
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -26,8 +24,6 @@ def of_data(args: Settings) -> Settings:
             f"{'no' if not sources else 'more than one'} data source: give --data-path, --train-data-path (and so on) "
             "or --mock-data"
         )
-    if per_split and not args.train_data_path:
-        raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
     if per_split and args.split:
         raise ValueError("--split cuts --data-path; --train-data-path, --valid-data-path and --test-data-path are cut already")
     if not per_split:
@@ -59,8 +55,6 @@ def check_outputs(args: Settings) -> None:
     for flag, file in files.items():
         if file and Path(file).is_dir():
             raise ValueError(f"{flag} {file} is a directory: name a file")
-    if args.pipeline.costs_cache and args.pipeline.costs != PROFILE:
-        raise ValueError(f"--pipeline-costs-cache is where --pipeline-costs {PROFILE} writes: give both, or neither")
     directories = {
         "--save": args.save,
         "--tensorboard-dir": args.tensorboard_dir,
@@ -79,16 +73,3 @@ def check_outputs(args: Settings) -> None:
                 pass
         except OSError as error:
             raise ValueError(f"{flag}: cannot write into {directory} ({error.strerror}): choose another directory") from None
-
-
-def check_checkpoints(args: Namespace) -> None:
-    """Flags of checkpoints have their directory.
-
-    Raises:
-        ValueError: one has not.
-    """
-    if args.save_interval and not args.save:
-        raise ValueError(f"--save-interval {args.save_interval} needs --save DIR")
-    loading = given(args, "finetune", "exit_on_missing_checkpoint")
-    if loading and not args.load:
-        raise ValueError(f"{loading[0]} needs --load DIR")

@@ -20,8 +20,6 @@ def check_latent(args: Namespace) -> None:
     if not args.multi_latent_attention:
         if extra := given(args, "q_lora_rank", *sizes):
             raise ValueError(f"{', '.join(extra)} without --multi-latent-attention: give it")
-        if "mla_up_proj" in (args.recompute_modules or ()):
-            raise ValueError("--recompute-modules mla_up_proj needs --multi-latent-attention")
         return
     if missing := [flag_of(name) for name in sizes if getattr(args, name) is None]:
         raise ValueError(f"--multi-latent-attention needs {', '.join(missing)}")

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.links import links_of
-from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
 
 MEASURED = 5  # iterations: what ``runtime/profiling.py`` takes
@@ -63,8 +62,6 @@ def of_rehearsal(args: Settings) -> Settings:
         ValueError: says which, and what to do.
     """
     if not args.rehearsal.on:
-        if wrong := given(args, "rehearse_hop", "rehearse_dir", "rehearse_park", "rehearse_replicas"):
-            raise ValueError(f"{wrong[0]} is for a rehearsal: add --rehearse, or leave it out")
         return args
     if args.train_iters is not None and args.train_iters < MEASURED:
         raise ValueError(f"--rehearse measures {MEASURED} iterations, and --train-iters is {args.train_iters}: raise it")

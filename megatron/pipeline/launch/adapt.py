@@ -1,17 +1,17 @@
 """Flags of a command that was written for megatron-core's own schedules, and that another schedule replaces or excludes.
 
-``combinations/rows.py`` has them, but for numbers of chunks, which depend on the family.
+``combinations/rows.py`` has them.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from megatron.pipeline.combinations import table
-from megatron.pipeline.combinations.rows import EXCLUDED, GROUPS
-from megatron.pipeline.combinations.table import flag_of
+from megatron.pipeline.combinations.rows import CHUNKS, EXCLUDED, GROUPS
+from megatron.pipeline.combinations.table import Facts, Found
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.validation import chunks_per_rank
@@ -19,23 +19,7 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import STOCK
 
 
-class Excluded(NamedTuple):
-    """A flag that does not go with the schedule.
-
-    Attributes:
-        flag: as it was given.
-        reason: completes a sentence that starts with the flag.
-        price: what it costs to leave it out; "" where the training would be another one.
-        names: the settings that go with it.
-    """
-
-    flag: str
-    reason: str
-    price: str
-    names: tuple[str, ...]
-
-
-def exclusions(args: Namespace, validated: bool = False) -> list[Excluded]:
+def exclusions(args: Namespace, validated: bool = False) -> list[Found]:
     """All flags that do not go with the schedule.
 
     Args:
@@ -44,11 +28,9 @@ def exclusions(args: Namespace, validated: bool = False) -> list[Excluded]:
     facts = of_flags(args)
     if validated:
         facts["delay_wgrad_compute"] = False  # which our layers need
-    found = [
-        Excluded(one.flag, one.reason, one.price, (one.row.name, *one.row.details))
-        for one in table.found(facts, EXCLUDED if validated else (*EXCLUDED, *GROUPS))
-    ]
-    return found if validated or args.pipeline_schedule == STOCK else [*found, *_other_chunks(args)]
+    if args.pipeline_schedule == STOCK or validated:
+        return list(table.found(facts, EXCLUDED if validated else (*EXCLUDED, *GROUPS)))
+    return list(table.found(Facts(facts, **_chunks(args)), (*EXCLUDED, *GROUPS, *CHUNKS)))
 
 
 def adapt(args: Namespace, default: Callable[[str], Any]) -> tuple[dict[str, Any], list[str]]:
@@ -62,11 +44,11 @@ def adapt(args: Namespace, default: Callable[[str], Any]) -> tuple[dict[str, Any
         The values with which it is left out, and a line for each: the flag, the reason, and the price.
     """
     left_out = [one for one in exclusions(args) if one.price]
-    values = {name: default(name) for one in left_out for name in one.names if hasattr(args, name)}
+    values = {name: default(name) for one in left_out for name in (one.row.name, *one.row.details) if hasattr(args, name)}
     return values, [f"{one.flag} {one.reason}: left out by --adapt. Price: {one.price}" for one in left_out]
 
 
-def refusal(found: list[Excluded]) -> str:
+def refusal(found: list[Found]) -> str:
     """All of them in one line, with what would run."""
     them, kept = "it" if len(found) == 1 else "them", [one.flag for one in found if not one.price]
     text = f"{'; '.join(f'{one.flag} {one.reason}' for one in found)}: leave {them} out, or take --pipeline-schedule {STOCK}"
@@ -76,20 +58,17 @@ def refusal(found: list[Excluded]) -> str:
     return text
 
 
-def _other_chunks(args: Namespace) -> Iterator[Excluded]:
-    """Numbers of chunks, where the family has its own."""
+def _chunks(args: Namespace) -> dict[str, Any]:
+    """Facts of numbers of chunks that a family does not have."""
     name = args.pipeline_schedule
     family = families.FAMILIES.get(name)
-    if family is None:
-        return
-    given = tuple(flag for flag in CHUNK_FLAGS if getattr(args, flag, None))
-    if given and not family.any_chunks:
-        try:
-            chunks = chunks_per_rank(args)
-            wrong = f"asks for {chunks} chunks per rank, and {name} has {family.chunks}"
-        except ValueError as error:
-            chunks, wrong = None, f"asks for chunks per rank, of which {name} has {family.chunks} ({error})"
-        if chunks != family.chunks:
-            stages = args.pipeline_model_parallel_size * family.chunks
-            flags = " and ".join(f"{flag_of(flag)} {getattr(args, flag)}" for flag in given)
-            yield Excluded(flags, wrong, f"layers are spread evenly over the {stages} stages of {name}", given)
+    if family is None or family.any_chunks or not any(getattr(args, flag, None) for flag in CHUNK_FLAGS):
+        return {}
+    try:
+        chunks = chunks_per_rank(args)
+        asks = f"asks for {chunks} chunks per rank, and {name} has {family.chunks}"
+    except ValueError as error:
+        chunks, asks = None, f"asks for chunks per rank, of which {name} has {family.chunks} ({error})"
+    if chunks == family.chunks:
+        return {}
+    return {"fixed_chunks": family.chunks, "asks": asks, "stages_there": args.pipeline_model_parallel_size * family.chunks}

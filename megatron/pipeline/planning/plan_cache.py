@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
+from megatron.pipeline.combinations.needs import FILES
+from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.planning.compose import adapted, with_vocabulary
 from megatron.pipeline.planning.document import naming
 from megatron.pipeline.planning.limits import Beside
@@ -181,16 +183,9 @@ class PlanCache:
 
     def _check_file(self, file: Schedule) -> None:
         """Refuse a file's schedule that does not go with what is asked for on top of it."""
-        asked = self._request.vocabulary
-        if file.vocabulary and asked not in (None, file.vocabulary):
-            raise ValueError(f"{self.name} spreads the vocabulary as {file.vocabulary}, not as {asked}: give one of the two")
-        if asked and file.has_copies and not file.vocabulary:
-            raise ValueError(
-                f"{self.name} has copies to host memory and no passes of a spread vocabulary, which come first: plan it with "
-                f"both (mpipe plan --vocab-parallel {asked} --offload ..), or leave --vocab-parallel out"
-            )
-        if self.offload and file.has_copies:
-            raise ValueError(f"{self.name} has copies to host memory of its own, which run as they are: leave offloading out")
+        asked = {"vocab_parallel": self._request.vocabulary, "offload": self.offload}
+        has = {"file_vocabulary": file.vocabulary, "copies": file.has_copies}
+        refuse(Facts(asked | has, pipeline_schedule=self.name), FILES)
 
     def _make(self, microbatches: int, forward_only: bool) -> Planned:
         if self._file:

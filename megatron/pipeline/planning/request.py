@@ -129,9 +129,7 @@ class Request:
         if self.bounded:
             check_size(self.ranks, self.microbatches, self.chunks or family.chunks, self.splits or family.splits)
         placement = families.placement(self.schedule, self.ranks, self.chunks)
-        if self.splits is not None and self.splits != family.splits and family.splits == 1:
-            raise ValueError(f"{self.schedule} does not cut microbatches into slices: leave --splits out")
-        refuse(Facts(families.facts(self.schedule), group=self.group), GROUPS)
+        refuse(Facts(families.facts(self.schedule), group=self.group, asked_splits=self.splits), GROUPS)
         return self.on(placement, family.splits if self.splits is None else self.splits, family)
 
     def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:

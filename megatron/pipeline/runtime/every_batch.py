@@ -23,6 +23,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.pipeline.patches import rerun_state_machine
 
+from megatron.pipeline.combinations import table
+from megatron.pipeline.combinations.needs import EVERY_BATCH
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess
 from megatron.pipeline.planning.plan_cache import PlanCache
@@ -343,20 +345,15 @@ def refuse(request: Request) -> None:
     Raises:
         ValueError: its order does not follow from lengths, or it has what no plan for a batch has yet.
     """
-    planned = [name for name, family in families.FAMILIES.items() if family.searches]
-    has = {
-        "slices": (request.splits or 1) > 1,
-        "a spread vocabulary": request.vocabulary,
-        "copies to host memory": request.offload,
-        "overlapped passes": request.overlap,
-    }
-    if request.schedule not in planned:
-        reason = f"{request.schedule} has an order that no lengths change: take {', '.join(planned)}"
-    elif found := [name for name, given in has.items() if given]:
-        reason = f"{request.schedule} has {found[0]} here: leave that out"
-    else:
-        return
-    raise ValueError(f"plans for every batch are orders of whole microbatches by their lengths, and {reason}, or plan once")
+    facts = table.Facts(
+        families.facts(request.schedule),
+        every_batch=True,
+        splits=request.splits,
+        vocab_parallel=request.vocabulary,
+        offload=request.offload,
+        overlap_moe_expert_parallel_comm=request.overlap,
+    )
+    table.refuse(facts, EVERY_BATCH)
 
 
 def _in_one_order(call: Call) -> list[int]:

@@ -64,6 +64,8 @@ def facts(name: str) -> dict[str, Any]:
         "ours": name != STOCK,
         "grouped": name == STOCK or bool(family and family.grouped),
         "grouping": ", ".join(known for known, one in FAMILIES.items() if one.grouped),
+        "searches": bool(family and family.searches),
+        "searching": ", ".join(known for known, one in FAMILIES.items() if one.searches),
     } | ({"splits": family.splits} if family else {})
 
 

@@ -13,6 +13,8 @@ import io
 import re
 from collections.abc import Callable, Sequence
 
+from megatron.pipeline.combinations.needs import TORCH_CSV
+from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -35,31 +37,12 @@ def to_csv(schedule: Schedule) -> str:
         ValueError: the schedule recomputes, offloads, cuts microbatches into slices, or has several replicas of the model, none
             of which torch's format can say.
     """
-    if schedule.splits > 1:
-        raise ValueError(
-            f"{schedule.name} cuts every microbatch into {schedule.splits} slices, and torch's CSV knows whole microbatches "
-            "only; write it as JSON, or plan it with 1 slice"
-        )
-    if schedule.placement.replicas > 1:
-        raise ValueError(
-            f"{schedule.name} holds {schedule.placement.replicas} replicas of the model, and torch's CSV knows one only; "
-            "write it as JSON, or take a schedule with one replica"
-        )
+    others = sorted({str(work.kind) for row in schedule.passes for work in row if work.kind not in _LETTERS})
+    known = {"splits": schedule.splits, "models": schedule.placement.replicas, "vocab_parallel": schedule.vocabulary}
+    refuse(Facts(known, torch_csv=True, pipeline_schedule=schedule.name, unwritten=" and ".join(others)), TORCH_CSV)
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    for rank, (stages, passes) in enumerate(zip(schedule.placement.stages, schedule.passes, strict=True)):
-        if schedule.vocabulary:
-            raise ValueError(
-                f"{schedule.name} spreads the vocabulary over all ranks, which torch's CSV has no passes for; write it as "
-                "JSON, or plan it without"
-            )
-        other = next((work for work in passes if work.kind not in _LETTERS), None)
-        if other is not None:
-            what, flag = ("copies activations", "offload") if other.kind.is_copy else ("recomputes a forward", "recompute")
-            raise ValueError(
-                f"rank {rank}: {other} {what}, which torch's CSV has no kind for; write the schedule as JSON, or plan it without "
-                f"{flag}"
-            )
+    for stages, passes in zip(schedule.placement.stages, schedule.passes, strict=True):
         writer.writerow(f"{stages[chunk]}{_LETTERS[kind]}{microbatch}" for kind, microbatch, chunk in passes)
     return text.getvalue()
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron.pipeline.schedule.core.boundary import Turn, buckets, completes, turn, without_buckets
-from megatron.pipeline.schedule.core.kinds import BUCKET_KINDS, Lane
-from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
+from megatron.pipeline.schedule.core.kinds import BUCKET_KINDS
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 
 
@@ -96,27 +96,3 @@ def steps_follow_all_reductions(rank: int, row: Sequence[Pass]) -> None:
                 f"rank {rank}: {work} runs before {row[last]}, and waits for the norm of all gradients; it must run after it, or "
                 "the training needs --post-validation"
             )
-
-
-def verify_replicas(boundaries: Sequence[Order]) -> None:
-    """Check that all replicas of a rank start the collectives of a group in the same order: they do if they have one plan.
-
-    All replicas of a pipeline rank meet in every RS and AG of it, and each runs them one after another. Two replicas that start
-    them in different orders wait for each other for ever.
-
-    Args:
-        boundaries: of every replica, by pipeline rank.
-
-    Raises:
-        ScheduleError: two replicas differ; the message names the rank, and where they do.
-    """
-    for replica, other in enumerate(boundaries[1:], 1):
-        for rank, rows in enumerate(zip(boundaries[0], other, strict=True)):
-            ours, theirs = ([work for work in row if work.kind.row.lane is Lane.REPLICAS] for row in rows)
-            for at in range(max(len(ours), len(theirs))):
-                if ours[at : at + 1] != theirs[at : at + 1]:
-                    first, second = (str(lane[at]) if at < len(lane) else "nothing" for lane in (ours, theirs))
-                    raise ScheduleError(
-                        f"rank {rank}: replica 0 starts {first} where replica {replica} starts {second}; all replicas of a rank "
-                        "must start its reductions and gathers in the same order: give all of them one plan"
-                    )
