@@ -12,8 +12,8 @@ from megatron.pipeline.cli.support import markdown
 from megatron.pipeline.combinations.rows import EXCLUDED
 from megatron.pipeline.combinations.table import Facts, sentences
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flags import actions, neutral
+from megatron.pipeline.flags.settings import Role
 from megatron.pipeline.flags.support import FEATURES, Feature, Support, of_flag, untested
 from megatron.pipeline.flags.validation_latent import check_trained
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron.pipeline.combinations.rows import EXCLUDED
 from megatron.pipeline.combinations.table import Combination, flag_of
-from megatron.pipeline.flags.declare import add_flags
 from megatron.pipeline.flags.flags import MEGATRON
+from megatron.pipeline.flags.settings import add_flags
 from megatron.pipeline.launch.adapt import adapt, exclusions, refusal
 from megatron.pipeline.launch.check import check_flags
 from megatron.pipeline.launch.run import Run

@@ -16,18 +16,17 @@ from packaging.version import Version
 from releases import reduces_experts_wrong
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.combinations.rows import MODELS, QUANTIZED
-from megatron.pipeline.combinations.table import refuse
+from megatron.pipeline.combinations.rows import MODELS, QUANTIZED, WRONG
+from megatron.pipeline.combinations.table import refuse, sentences
 from megatron.pipeline.dist import processes
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.declare import add_flags
 from megatron.pipeline.flags.facts import cautions, of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
-from megatron.pipeline.flags.settings import NEW, Settings
+from megatron.pipeline.flags.settings import NEW, Settings, add_flags
 from megatron.pipeline.flags.validation import of_new_flags
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.ahead import follows_at_once
-from megatron.pipeline.launch.check import check_flags, check_plan, untested, wrong_in_megatron_core
+from megatron.pipeline.launch.check import check_flags, check_plan, untested
 from megatron.pipeline.launch.progress import LaunchProgress
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
@@ -309,10 +308,10 @@ def test_weights_that_mix_with_gradients_are_refused(
     monkeypatch.setattr(compat, "version", lambda: release)
     sizes = SIZES_OF_RANKS | {"expert_model_parallel_size": 2}
     args = as_read(**sizes | {"reuse_grad_buf_for_mxfp8_param_ag": True} | flags)
-    wrong = wrong_in_megatron_core(args)
+    wrong = sentences(of_flags(args, launch=True), WRONG)
     assert wrong == [] if words is None else re.match(f"--reuse-grad-buf-for-mxfp8-param-ag {words}", "".join(wrong))
     args.reuse_grad_buf_for_mxfp8_param_ag = False
-    assert wrong_in_megatron_core(args) == []
+    assert sentences(of_flags(args, launch=True), WRONG) == []
 
 
 @pytest.mark.parametrize(

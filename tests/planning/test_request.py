@@ -37,7 +37,11 @@ MIB = 2**20
         (Request("1f1b", 4, 0), ValueError, "a schedule needs at least 1 microbatch, got 0"),
         (Request("dualpipe", 3, 6), ValueError, "dualpipe needs an even number of ranks, at least 2, got 3"),
         (Request("zb-v", 4, 8, chunks=3), ChunksDoNotFit, r"zb-v has 2 chunk\(s\) per rank, got 3"),
-        (Request("1f1b", 4, 8, splits=2), ValueError, "--splits 2 cuts microbatches into slices, and 1f1b does not: leave it out"),
+        (
+            Request("1f1b", 4, 8, splits=2),
+            ValueError,
+            "--splits 2 cuts microbatches into slices, and 1f1b does not",
+        ),
         (Request("1f1b", 4, 8, group=2), ValueError, "--group 2 sets groups of microbatches, and 1f1b has its own or none"),
         (Request("1f1b", 4, 8, memory_limit=[4, 4]), ValueError, "or one for each of 4 ranks"),
         (Request("1f1b", 4, 8, recompute={4}), ValueError, "cannot recompute stage 4: the stages are 0..3"),
@@ -213,7 +217,7 @@ def test_files_that_do_not_go_with_what_is_asked_for(tmp_path: Path) -> None:
         plans(offloaded, offload=Offload.FULL)
     with pytest.raises(ValueError, match="--vocab-parallel 2 has passes that come before copies to host memory"):
         plans(offloaded, vocabulary=Vocabulary.ONE_BARRIER)
-    with pytest.raises(ValueError, match="spreads the vocabulary as 1, not as 2: give one of the two"):
+    with pytest.raises(ValueError, match="--vocab-parallel 2 is asked for, and file:.* spreads the vocabulary as 1: give one"):
         plans(spread, vocabulary=Vocabulary.ONE_BARRIER)
 
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.flags.arguments import parse, with_config
-from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, actions, neutral
-from megatron.pipeline.flags.settings import Settings, VocabularySettings
+from megatron.pipeline.flags.settings import Role, Settings, VocabularySettings
 from megatron.pipeline.flags.validation import batch_size_steps, batch_sizes, validate
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.session.planning import plan_pipeline

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import given, neutral
 from megatron.pipeline.flags.packages import missing
-from megatron.pipeline.flags.settings import Flags
+from megatron.pipeline.flags.settings import Flags, Role
 from megatron.pipeline.schedule.core.names import STOCK, counted
 from megatron.pipeline.view.table import plain_table
 

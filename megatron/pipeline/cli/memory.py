@@ -20,9 +20,8 @@ from megatron.pipeline.costmodel import ranges
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
-from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
-from megatron.pipeline.flags.settings import Flags, Settings
+from megatron.pipeline.flags.settings import Flags, Role, Settings
 from megatron.pipeline.flags.upstream import settle
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule.core.names import OFF

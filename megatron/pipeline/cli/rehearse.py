@@ -15,11 +15,9 @@ from math import prod
 from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.declare import add_flags
 from megatron.pipeline.flags.flag_types import positive_int
-from megatron.pipeline.flags.flags import MEGATRON
+from megatron.pipeline.flags.flags import actions
 from megatron.pipeline.flags.packages import missing
-from megatron.pipeline.flags.settings import NEW
 from megatron.pipeline.flags.validation_rehearsal import MEASURED, least_ranks
 from megatron.pipeline.tune import trial
 
@@ -97,12 +95,9 @@ def _ranks(flags: Sequence[str]) -> int:
 
 def _ranks_of_script(flags: Sequence[str]) -> int:
     """The same for a script that has more flags than we know; sizes in a --config FILE are not seen."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    add_flags(parser, NEW | MEGATRON)
-    sizes = {action.dest: action for action in parser._actions if action.dest in _SIZES}
     reader = ArgumentParser(add_help=False, allow_abbrev=False)
-    for action in sizes.values():
-        reader.add_argument(*action.option_strings, type=positive_int, default=1, dest=action.dest)
+    for size in _SIZES:
+        reader.add_argument(*actions()[size].option_strings, type=positive_int, default=1, dest=size)
     return prod(vars(reader.parse_known_args(flags)[0]).values())
 
 

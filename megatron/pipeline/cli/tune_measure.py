@@ -15,9 +15,8 @@ from megatron.pipeline.cli.memory import quietly, read_flags
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.costmodel import activations, device, origin
 from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flags import neutral
-from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.flags.settings import Role, Settings
 from megatron.pipeline.planning.document import naming
 from megatron.pipeline.session import atomic
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank, rehearsed

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.pipeline.combinations.table import Combination, Facts
+from megatron.pipeline.combinations.table import Combination
 
 _needs = partial(Combination, instead="")  # the reason says what to give
-
-
-def _has(to: Facts, *names: str) -> bool:
-    return any(to.met(name) for name in names)
 
 
 # Of Megatron-LM's flags, which its own validation does not read here: of every training, and of one that runs here.
@@ -64,7 +60,7 @@ DETAILS = (
     Combination("offload_cpu_bandwidth", "gpu", "is for machines without a GPU, whose own bandwidth counts", "leave it out"),
     Combination("offload_host_memory", "no pipeline_costs", ": how much fits is known once activations have been measured",
                 "give --offload-profile, or --pipeline-costs FILE with what a run before has measured",
-                lambda to: _has(to, "offload") and not to.offload_profile),
+                lambda to: to.met("offload") and not to.offload_profile),
     Combination("pipeline_costs_cache", "no pipeline_costs=profile", "is where --pipeline-costs profile writes",
                 "give both, or neither", lambda to: not to.offload_profile),
     Combination("rehearse_hop | rehearse_park | rehearse_replicas", "no rehearse", "is for a rehearsal",

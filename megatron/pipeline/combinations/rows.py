@@ -27,78 +27,50 @@ EXCLUDED = (
     _excluded("use_megatron_fsdp", reason=_WEIGHTS),
     _excluded("use_legacy_models", reason="builds models that are not megatron-core's"),
     *YAML,
-    _excluded(
-        "delay_wgrad_compute",
-        reason="delays weight gradients within megatron-core's own schedules; ours do so anyway",
-        price="none, W passes are that",
-    ),
-    _excluded(
-        "overlap_param_gather_with_optimizer_step",
-        reason=_ORDER,
-        price="none, each bucket of weights is gathered behind its own step",
-    ),
+    _excluded("delay_wgrad_compute", reason="delays weight gradients within megatron-core's own schedules; ours do so anyway",
+        price="none, W passes are that"),
+    _excluded("overlap_param_gather_with_optimizer_step", reason=_ORDER,
+        price="none, each bucket of weights is gathered behind its own step"),
     _excluded("hybrid_context_parallel", reason=_ORDER),
-    _excluded(
-        "fine_grained_activation_offloading",
-        reason=f"{_ORDER}; --offload full moves activations as the schedule says",
-        price="these activations stay in the device's memory, unless --offload is given",
-    ),
+    _excluded("fine_grained_activation_offloading", reason=f"{_ORDER}; --offload full moves activations as the schedule says",
+        price="these activations stay in the device's memory, unless --offload is given"),
     _excluded("defer_embedding_wgrad_compute", reason=_ORDER, price="none, the output layer's weight gradients are W passes"),
     _excluded("init_model_with_meta_device", reason="builds the model without the weights that the placement cuts"),
-    _excluded(
-        "overlap_p2p_comm_warmup_flush", reason=_ORDER, price="none, messages run beside passes from the first to the last"
-    ),
+    _excluded("overlap_p2p_comm_warmup_flush", reason=_ORDER,
+        price="none, messages run beside passes from the first to the last"),
     _excluded("use_transformer_engine_op_fuser", reason=_FUSED, price=_KERNELS),
     _excluded("use_grouped_gemm_for_dense_mlp", reason=_FUSED, price=_KERNELS),
     _excluded("use_grouped_gemm_for_shared_expert", reason=_FUSED, price=_KERNELS),
-    _excluded(
-        "inprocess_restart",
-        reason="restarts ranks that fail within their processes, which our watchdog ends",
-        price="a rank that fails ends all, and the training has to be started again from its last checkpoint",
-    ),
+    _excluded("inprocess_restart", reason="restarts ranks that fail within their processes, which our watchdog ends",
+        price="a rank that fails ends all, and the training has to be started again from its last checkpoint"),
     _excluded("hybrid_layer_pattern", reason=_HYBRID),
     _excluded("hybrid_override_pattern", reason=_HYBRID),
     _excluded("moe_paged_stash", reason=_ORDER, price="experts' activations take memory as tokens come"),
-    _excluded(
-        "overlap_dispatch_backward_with_experts_wgrad",
+    _excluded("overlap_dispatch_backward_with_experts_wgrad",
         reason="delays the experts' weight gradients on a stream of its own; W delays them as the schedule says",
-        price="tokens' way back is hidden by --overlap-moe-expert-parallel-comm alone",
-    ),
-    _excluded(
-        "tp_comm_overlap",
+        price="tokens' way back is hidden by --overlap-moe-expert-parallel-comm alone"),
+    _excluded("tp_comm_overlap",
         reason="leaves inputs and output gradients of linears in buffers that later layers overwrite before W reads them",
-        price="tensor-parallel ranks exchange activations before and behind products, not within them",
-    ),
+        price="tensor-parallel ranks exchange activations before and behind products, not within them"),
     _excluded("fp4", reason="is not tested with delayed weight gradients (--fp8-format is)"),
-    _excluded(
-        "fp8_output_proj",
-        reason="computes the output layer in FP8, which is tested neither with delayed weight gradients nor with "
-        "--vocab-parallel",
-    ),
+    _excluded("fp8_output_proj", reason="computes the output layer in FP8, which is tested neither with delayed weight gradients "
+        "nor with --vocab-parallel"),
     _excluded("tensor_parallel_num_weight_shards", reason=_WEIGHTS),
     _excluded("expert_tensor_parallel_num_weight_shards", reason=_WEIGHTS),
     _excluded("gtp_weight_remat_size>1", reason=_WEIGHTS),
     _excluded("expert_gtp_weight_remat_size>1", reason=_WEIGHTS),
-    _excluded(
-        "mlp_chunks_for_training>1",
+    _excluded("mlp_chunks_for_training>1",
         reason="uses a weight several times in one layer, and W computes one gradient of a weight",
-        price="an MLP's activations of a whole microbatch are there at once",
-    ),
-    _excluded(
-        "experimental_attention_variant=dsa",
-        reason="uses the weight of a linear without its forward, and W would never compute that weight's gradient",
-    ),
+        price="an MLP's activations of a whole microbatch are there at once"),
+    _excluded("experimental_attention_variant=dsa",
+        reason="uses the weight of a linear without its forward, and W would never compute that weight's gradient"),
     _excluded("optimizer_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
-    _excluded(
-        "cuda_graph_impl",
-        reason=_GRAPHS,
-        price=_LAUNCHES,
-        details=("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules"),
-    ),
+    _excluded("cuda_graph_impl", reason=_GRAPHS, price=_LAUNCHES,
+        details=("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")),
     _excluded("enable_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
     _excluded("external_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
     _excluded("perform_rl_step", reason="generates text with megatron-core's own pipeline, which does not know our placements"),
-)
+)  # fmt: skip
 
 _CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout")
 # Numbers of chunks, where the family has its own.
@@ -112,15 +84,11 @@ _1F1B = "take 1f1b, which otherwise runs the same passes, or another one, or lea
 _ANOTHER = "take another schedule, or leave {flag} out"
 _EXPERTS = "overlap_moe_expert_parallel_comm"
 GROUPS = (
-    Row(
-        "microbatch_group_size_per_vp_stage | group",
-        "no grouped",
-        "sets groups of microbatches, and {pipeline_schedule} has its own or none",
-        "leave it out, or take {grouping} or stock",
-        price="none, {pipeline_schedule} orders microbatches itself",
-    ),
+    Row("microbatch_group_size_per_vp_stage | group", "no grouped",
+        "sets groups of microbatches, and {pipeline_schedule} has its own or none", "leave it out, or take {grouping} or stock",
+        price="none, {pipeline_schedule} orders microbatches itself"),
     Row("asked_splits>1", "splits=1", "cuts microbatches into slices, and {pipeline_schedule} does not", "leave it out"),
-)
+)  # fmt: skip
 # Our features, and what a schedule is or has.
 SCHEDULES = (
     Row("post_validation", "no ours", "needs a schedule that says where a step must stand, and megatron-core's own does not",

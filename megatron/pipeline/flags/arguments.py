@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron.pipeline.flags import fork_flags, recipes, support, upstream
-from megatron.pipeline.flags.declare import add_flags
 from megatron.pipeline.flags.flags import MEGATRON
-from megatron.pipeline.flags.settings import NEW, Flags
+from megatron.pipeline.flags.settings import NEW, Flags, add_flags
 from megatron.pipeline.schedule.core.reading import content_of
 
 # Flags of Megatron-LM that change nothing here.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from megatron.pipeline.combinations.rows import CHUNKS
-from megatron.pipeline.flags.declare import Role, add_flags, chunks, data, files, layout, length, memory, predicted, schedule
-from megatron.pipeline.flags.declare import flag as add
 from megatron.pipeline.flags.flag_types import (
     layer_pattern,
     minutes,
@@ -19,13 +17,17 @@ from megatron.pipeline.flags.flag_types import (
     whole,
     window,
 )
-from megatron.pipeline.flags.settings import NEW, flat
+from megatron.pipeline.flags.settings import NEW, Role, add_flags, flat
+from megatron.pipeline.flags.settings import flag as add
 from megatron.pipeline.schedule.core.names import STOCK
 
 # The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = CHUNKS[0].details
 GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
 TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
+chunks, layout, schedule, memory, files, length, data, predicted = (
+    partial(add, role=role) for role in Role if role is not Role.DETAILS
+)
 
 
 def neutral(*roles: Role) -> dict[str, Any]:
@@ -38,11 +40,6 @@ def given(args: argparse.Namespace, *names: str) -> list[str]:
     """The flags of those names whose values are not the defaults."""
     values = flat(args)
     return [actions()[name].option_strings[0] for name in names if values[name] != actions()[name].default]
-
-
-def switched_on(args: argparse.Namespace, *names: str) -> str | None:
-    """The first of those names whose flag is on; ``args`` may lack some of Megatron-LM's own."""
-    return next((name for name in names if getattr(args, name, False)), None)
 
 
 @cache

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from megatron.core.transformer.enums import LayerType
 
-from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, neutral
-from megatron.pipeline.flags.settings import Flags, Settings
+from megatron.pipeline.flags.settings import Flags, Role, Settings
 from megatron.pipeline.shape.gpt import have_experts
 
 _LETTERS = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron.pipeline.combinations.table import flag_of
-from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flags import given, neutral
+from megatron.pipeline.flags.settings import Role
 from megatron.pipeline.flags.support import unsupported
 
 

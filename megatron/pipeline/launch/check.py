@@ -9,12 +9,12 @@ import torch
 from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.upstream_args import written
 
-from megatron.pipeline.combinations.rows import DOCUMENTS, LAUNCHED, MODELS, QUANTIZED, SCHEDULES, WRONG, YAML
-from megatron.pipeline.combinations.table import Facts, refuse, sentences
+from megatron.pipeline.combinations.rows import LAUNCHED, MODELS, QUANTIZED, SCHEDULES, WRONG
+from megatron.pipeline.combinations.table import refuse, sentences
 from megatron.pipeline.dist.device import local_device
 from megatron.pipeline.flags import support
 from megatron.pipeline.flags.facts import PACKED, of_flags
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, switched_on
+from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.flags.validation import check_rotary, chunks_per_rank, of_new_flags
 from megatron.pipeline.launch.adapt import exclusions, refusal
@@ -41,45 +41,9 @@ def check_flags(args: Namespace) -> None:
         chunks_per_rank(args)  # which upstream's validation does not see: ``hidden``
 
 
-def check_validated(args: Namespace) -> None:
-    """Refuse what upstream's validation makes of flags: the settings of a model's configuration that our schedules exclude.
-
-    Raises:
-        ValueError: says which flag, and what to do without it.
-    """
-    if found := exclusions(args, validated=True):
-        raise ValueError(refusal(found))
-
-
-def check_source(args: Namespace) -> None:
-    """Refuse a file that upstream reads in place of all flags, before it does: ``check_flags`` would not see ours.
-
-    Raises:
-        ValueError: says what to give in its place.
-    """
-    if getattr(args, "yaml_cfg", None) is not None:
-        refuse(Facts(yaml_cfg=True, ours=True), YAML)
-
-
-def wrong_in_megatron_core(args: Namespace) -> list[str]:
-    """Flags that this release of megatron-core trains wrongly under any schedule, also its own."""
-    return sentences(of_flags(args, launch=True), WRONG)
-
-
-def separates_documents(args: Namespace) -> str | None:
-    """The flag, by its name, with which attention stays within documents, which only data tell: all stages then read all."""
-    return switched_on(args, "reset_attention_mask", *PACKED)
-
-
-def documents_run_together(args: Namespace) -> list[str]:
-    """Reasons why attention of some layers would go across documents under Megatron-LM's own schedules.
-
-    Megatron-LM's scripts read data for the first and the last stage, and packed sequences from 0.17 on for every stage.
-
-    Args:
-        args: validated.
-    """
-    return sentences(of_flags(args), DOCUMENTS)
+def separates_documents(args: Namespace) -> bool:
+    """Tell whether attention stays within documents, which only data tell: all stages then read all."""
+    return any(getattr(args, name, False) for name in ("reset_attention_mask", *PACKED))
 
 
 def untested(args: Namespace) -> list[str]:

@@ -23,28 +23,26 @@ from megatron.pipeline.patches import language_module, training_training
 from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.patches.upstream_args import write
 
+from megatron.pipeline.combinations.rows import DOCUMENTS, WRONG, YAML
+from megatron.pipeline.combinations.table import Facts, refuse, sentences
 from megatron.pipeline.dist.processes import let_rank_0_speak
 from megatron.pipeline.flags.arguments import with_config
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
-from megatron.pipeline.flags.declare import add_flags
-from megatron.pipeline.flags.settings import NEW, Settings
+from megatron.pipeline.flags.facts import of_flags
+from megatron.pipeline.flags.settings import NEW, Settings, add_flags
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.launch import checkpoint
-from megatron.pipeline.launch.adapt import adapt
+from megatron.pipeline.launch.adapt import adapt, exclusions, refusal
 from megatron.pipeline.launch.ahead import StepsAhead
 from megatron.pipeline.launch.check import (
     check_flags,
     check_model,
     check_plan,
-    check_source,
-    check_validated,
     complete,
     defaults_without_gpu,
-    documents_run_together,
     hidden,
     separates_documents,
     untested,
-    wrong_in_megatron_core,
 )
 from megatron.pipeline.launch.progress import LaunchProgress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
@@ -118,8 +116,8 @@ class Run:
             with _refusing():
                 tokens = with_config(parser, sys.argv[1:] if args is None else args)
             parsed = parse_known(tokens, namespace)
-            with _refusing():
-                check_source(parsed[0])
+            with _refusing():  # before upstream reads that file in place of all flags: ``check_flags`` would not see ours
+                refuse(Facts(yaml_cfg=getattr(parsed[0], "yaml_cfg", None) is not None, ours=True), YAML)
             if not parsed[0].adapt:
                 return parsed
             without, lines = adapt(parsed[0], parser.get_default)
@@ -146,7 +144,7 @@ class Run:
         stock = args.pipeline_schedule == STOCK
         notes = untested(args)
         if stock:
-            notes += [f"WARNING: {wrong}" for wrong in wrong_in_megatron_core(args)]
+            notes += [f"WARNING: {wrong}" for wrong in sentences(of_flags(args, launch=True), WRONG)]
         if not stock and checkpoint.save_by_parameter(args):
             notes.append("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
         if not stock and args.overlap_grad_reduce:
@@ -157,10 +155,11 @@ class Run:
         self._say(notes)
         with nullcontext() if stock else hidden(args):
             result = original(args, *rest, **options)
-        with _refusing():
-            check_validated(args)
+        with _refusing():  # what upstream's validation makes of flags
+            if found := exclusions(args, validated=True):
+                raise ValueError(refusal(found))
         if stock:
-            self._say(f"WARNING: {wrong}" for wrong in documents_run_together(args))
+            self._say(f"WARNING: {wrong}" for wrong in sentences(of_flags(args), DOCUMENTS))
         return result
 
     def plan(self, args: Namespace) -> None:
@@ -250,7 +249,7 @@ class Run:
 
     @property
     def _separates_documents(self) -> bool:
-        return separates_documents(self._ours) is not None
+        return separates_documents(self._ours)
 
     def _complete(self, models: list[Any], stages: list[Stage]) -> None:
         """Finish this rank's chunks, after the script has built the last of them."""

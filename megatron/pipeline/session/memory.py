@@ -20,9 +20,8 @@ from megatron.pipeline.costmodel.memory import (
 )
 from megatron.pipeline.dist.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
-from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.flags.settings import Role, Settings
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.planning.limits import Beside
 from megatron.pipeline.runtime.pipeline import Pipeline

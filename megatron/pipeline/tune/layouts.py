@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flags import neutral
-from megatron.pipeline.flags.settings import Flags, Settings
+from megatron.pipeline.flags.settings import Flags, Role, Settings
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.passes import Vocabulary

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from megatron.pipeline.flags.declare import Role
 from megatron.pipeline.flags.flags import neutral
+from megatron.pipeline.flags.settings import Role
 
 WARM_UP = 2  # iterations that are slower than the rest
 TOLERANCE = 1e-4  # of losses: the same model on the same data, summed up in another order
