@@ -4,7 +4,7 @@ Nothing here touches what patches replace: every process patches megatron-core i
 """
 
 import megatron.core.datasets.gpt_dataset
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+import megatron.core.models.gpt.gpt_layer_specs
 
 import megatron.pipeline.cli.launch
 import megatron.pipeline.launch.run

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_gpt
+from marked import rest
 from pool import Pool
 
 from megatron.pipeline import planning
@@ -57,10 +58,10 @@ def losses(found: list[list[tiny_gpt.Step]]) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("schedule", "flags"),
     [
-        ("zb-v", ""),
+        rest("zb-v", ""),
         ("zb-v", "--untie-embeddings-and-output-weights"),
         ("v-half", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"),
-        ("zb-v", "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --disable-bias-linear"),
+        rest("zb-v", "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --disable-bias-linear"),
     ],
 )
 @pytest.mark.parametrize("iterations", [8, pytest.param(50, marks=pytest.mark.whole)])

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from marked import rest, whole
 from pool import Pool
 from training.short_runs import metrics, ran, train
 
@@ -23,7 +24,7 @@ def losses(path: Path) -> list[float]:
 UNTIED = "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 100"
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param(UNTIED, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("flags", [rest(""), whole(UNTIED)])
 def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Path, flags: str) -> None:
     """One iteration under each layout in turn, padded differently, against megatron-core's own schedule throughout."""
     run = f"{data} --split 100,0,0 --num-layers 8 --use-distributed-optimizer {EXACT} {flags} --train-iters 5"
