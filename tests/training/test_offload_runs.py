@@ -61,7 +61,7 @@ def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Pa
     "flags",
     [
         whole("--pipeline-schedule zb-v --offload full --offload-cpu-bandwidth 0.02"),
-        "--pipeline-schedule interleaved --offload full --fp16 --initial-loss-scale 256 --use-distributed-optimizer",
+        rest("--pipeline-schedule interleaved --offload full --fp16 --initial-loss-scale 256 --use-distributed-optimizer"),
     ],
 )
 def test_steps_that_are_undone(pool: Pool, data: str, flags: str) -> None:
