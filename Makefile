@@ -3,8 +3,8 @@
 # make frameworks train in the loops of frameworks, with their own packages, which are fetched
 # make slurm    the batch scripts on a SLURM of two emulated nodes on this machine: needs root, installs SLURM by apt-get
 # make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules; ARGS=--tests: and test
-# make test     the tests, or some: make test ARGS=tests/schedule
-# make test-checkers what checks the checkers: the device model, the oracle of the planner, all pages, browsers
+# make test     the product's tests, or some: make test ARGS=tests/schedule
+# make test-rest what make test leaves out: long cases, the device model, the oracle of the planner, all pages, browsers
 # make test-all all tests with all of their random examples, and every schedule in every layout: hours
 # make gpu      CUDA tests, sanitizers and benchmarks on this machine's GPU, at most 30 minutes; writes the tables of docs/gpu.md
 # make evidence 2,000 iterations on real text under ten schedules and options, and the page that compares them: 45 minutes
@@ -40,7 +40,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup docs train compare evidence versions frameworks slurm test test-checkers test-all gpu clean
+.PHONY: setup docs train compare evidence versions frameworks slurm test test-rest test-all gpu clean
 
 setup: $(ready)
 
@@ -73,14 +73,11 @@ slurm: $(ready)
 # Three at a time, for two cores: ranks wait for each other and for clocks, and while they do, another test computes.
 pytest = -m pytest -n 3 --dist worksteal --durations 30 --durations-min 1
 
-# They check what checks: the model of a device, the oracle of the planner, pages, browsers, and which tests are found.
-checkers = $(addprefix tests/,browser engine gpu_model schedule/test_exact.py test_docs.py test_docs_site.py test_gpus.py)
-
 test: $(ready)
-	$(venv) $(pytest) $(or $(ARGS),tests $(addprefix --ignore ,$(checkers)))
+	$(venv) $(pytest) $(or $(ARGS),-m "not whole and not rest")
 
-test-checkers: $(ready)
-	$(venv) $(pytest) $(or $(ARGS),$(checkers))
+test-rest: $(ready)
+	$(venv) $(pytest) $(or $(ARGS),-m "rest and not whole")
 
 test-all: $(ready)
 	$(venv) $(pytest) -m '' --hypothesis-profile all $(or $(ARGS),tests)

@@ -50,6 +50,8 @@ def use(forward_backward: Callable[..., Any]) -> None:
 def _put(functions: Mapping[str, Callable[..., Any]]) -> None:
     """Make them the functions of these names in every module that has upstream's, or what stood for them."""
     before = {name: getattr(_UPSTREAM, name) for name in functions}
+    if before == functions:
+        return
     for module in list(sys.modules.values()):  # a copy, which other threads' imports do not change
         names = getattr(module, "__dict__", {})
         for name, replaced in before.items():

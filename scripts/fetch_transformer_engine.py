@@ -1,7 +1,7 @@
 """Fetch Transformer Engine's own Python, for tests on a machine without a GPU: ``fetch_transformer_engine.py [RELEASE ..]``.
 
 pip fetches each release's wheel without what it depends on, and it is unpacked under ``build/transformer-engine``: Python files
-alone, under a megabyte. From then on ``tests/engine`` (``make test-checkers``) runs them, with operations of torch in place of
+alone, under a megabyte. From then on ``tests/engine`` (``make test-rest``) runs them, with operations of torch in place of
 the compiled module (``tests/engine/stand_in.py``). A release that cannot be fetched is left out, with a line that says why.
 """
 

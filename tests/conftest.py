@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 
 import examples  # noqa: F401  # loads the default profile of hypothesis
 import gpus
 import pytest
 from pool import Pool, rank_beside_others, rank_with_gpu
+
+# Files and folders of which every test has the mark ``rest``: what checks the checkers, the pages, browsers.
+CHECKERS = ("browser", "engine", "gpu_model", "schedule/test_exact.py", "test_docs.py", "test_docs_site.py", "test_gpus.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,8 +31,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start torchrun go first, then modules whose tests run on the pool of ranks, then what computes in one process.
+    """Marks what is in ``CHECKERS``, and puts tests in order.
+
+    Tests that start torchrun go first, then modules whose tests run on the pool of ranks, then what computes in one process.
 
     Workers of ``--dist worksteal`` (``make test``) begin with parts of this order, and one that is done takes over the end of
     another's part: what is long, and mostly waits for processes to start, runs beside the rest and is not left for the end.
@@ -39,6 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return 0
         return 1 if item.path in on_the_pool else 2
 
+    checkers = [Path(__file__).parent / name for name in CHECKERS]
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in checkers):
+            item.add_marker("rest")
     on_the_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     items.sort(key=place)
 

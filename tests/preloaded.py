@@ -1,9 +1,14 @@
-"""What the processes of ``pool.forked`` have from their first moment on: the planner, its compiled search, and the flags.
+"""What the processes of ``pool.forked`` have from their first moment on: all that a launch and a training import but patches.
 
-Nothing here touches what patches replace: every process patches megatron-core itself, before it imports what relies on that.
+Nothing here touches what patches replace: every process patches megatron-core itself, also in the modules that are loaded.
 """
 
-from megatron.pipeline.flags import arguments, validation  # noqa: F401
+import megatron.core.datasets.gpt_dataset
+import megatron.core.models.gpt.gpt_layer_specs
+
+import megatron.pipeline.cli.launch
+import megatron.pipeline.launch.run
+import megatron.pipeline.trainer.program  # noqa: F401
 from megatron.pipeline.planning import plan
 
 plan("v-half", 2, 2)

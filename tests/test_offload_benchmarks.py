@@ -10,6 +10,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
 from pool import forked, free_port
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -40,6 +41,7 @@ def _share(cell: str) -> float:
     return float(cell.rstrip("%")) / 100
 
 
+@pytest.mark.rest
 def test_one_rank_replayed_on_its_device(tmp_path: Path) -> None:
     saved = tmp_path / "rounds"
     flags = f"--hidden 256 --seq 128 --rank 1 --microbatches 4 --iterations 1 --cpu-bandwidth 2 --save {saved}"

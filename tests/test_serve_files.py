@@ -93,6 +93,7 @@ def test_a_model_is_cut_into_the_stages_of_its_flags(address: str) -> None:
     assert status == 400 and "3" in told["message"] and "\n" not in told["message"]
 
 
+@pytest.mark.rest
 def test_a_model_of_experts_gets_the_ranks_that_share_them(address: str) -> None:
     status, about = opened(address, "moe.yaml", (ROOT / "configs" / "mixtral" / "8x7B.yaml").read_text(), gpu="H100-80GB")
     assert status == 200, about

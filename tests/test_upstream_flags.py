@@ -49,11 +49,14 @@ def test_every_flag_is_in_one_class() -> None:
 
 
 def test_every_flag_is_read() -> None:
+    line, names = [], []
     for row in table("upstream"):
         if not OURS & set(row["names"]):
             number = row.get("nargs", 1)
             values = ["1"] * (number if isinstance(number, int) else 3 if number != "?" else 1)
-            assert left(parse([row["names"][-1], *values], predicts=True)) == [row["names"][0]]
+            line += [row["names"][-1], *values]
+            names.append(row["names"][0])
+    assert sorted(left(parse(line, predicts=True))) == sorted(names) and len(names) > 300
 
 
 def test_what_changes_nothing_is_ignored(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import reductions
 from launch.launched import SIZES, STAND_IN, launch, rank
+from marked import rest
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
 UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
@@ -41,7 +42,10 @@ def counting_buckets(number: int, ranks: int, port: int, output: Path, arguments
             output.with_name(f"rank-{number}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved --num-layers-per-virtual-pipeline-stage 1"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["zb-v", rest("zb-h1"), rest("interleaved --num-layers-per-virtual-pipeline-stage 1")],
+)
 @pytest.mark.parametrize(("script", "more"), SCRIPTS)
 def test_every_rank_reduces_and_gathers_in_buckets_within_its_passes(
     tmp_path: Path, script: Path, more: str, schedule: str
@@ -81,6 +85,7 @@ def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: 
             output.with_name(f"rank-{number}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.rest  # on the device model
 @pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.whole), "zb-v", "zb-v --vocab-parallel 2"])
 def test_no_host_reads_the_device_within_an_iteration(tmp_path: Path, schedule: str) -> None:
     """But once at its end: losses and gradients, which Megatron-LM asks about one by one."""

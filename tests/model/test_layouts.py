@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_gpt
 import torch
+from marked import rest
 from model.test_random import sums
 from pool import Pool
 from releases import needs_local_grouped_experts
@@ -36,7 +37,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=needs_local_grouped_experts) if name.startswith("grouped") else name for name in LAYOUTS]
+    "layout",
+    [
+        pytest.param(name, marks=needs_local_grouped_experts)
+        if name.startswith("grouped")
+        else rest(name)
+        if name in ("experts", "context")
+        else name
+        for name in LAYOUTS
+    ],
 )
 def test_equals_stock(pool: Pool, layout: str) -> None:
     options = {**LAYOUTS[layout], "pp": 2, "iterations": 2, "flags": tuple(LAYOUTS[layout]["flags"].split())}
@@ -53,7 +62,7 @@ def losses(schedule: str, pp: int, flags: str) -> list[float | None]:
 @pytest.mark.parametrize(
     ("pp", "more"),
     [
-        (2, EXPERTS),
+        rest(2, EXPERTS),
         (4, PLAIN + "--num-experts 4 --moe-aux-loss-coeff 1e-2 --num-layers 8 --moe-layer-freq [0,0,1,1,0,1,1,1] "),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_gpt
 import torch
+from marked import rest
 from pool import Pool
 
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
@@ -18,9 +19,9 @@ MODULES = "--recompute-granularity selective --recompute-modules"
     ("ranks", "flags"),
     [
         (4, f"{FULL} uniform --overlap-grad-reduce"),
-        (2, f"{FULL} block --hidden-dropout 0.1"),
+        rest(2, f"{FULL} block --hidden-dropout 0.1"),
         (2, f"{MODULES} mlp core_attn --disable-bias-linear --attention-dropout 0.1"),
-        (2, f"{MODULES} mlp --disable-bias-linear --recompute-fused-backward"),
+        rest(2, f"{MODULES} mlp --disable-bias-linear --recompute-fused-backward"),
     ],
 )
 def test_equals_stock(pool: Pool, ranks: int, flags: str) -> None:

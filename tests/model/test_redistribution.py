@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny_gpt
+from marked import rest
 from megatron.core.transformer.enums import LayerType
 from pool import Pool
 
@@ -57,9 +58,9 @@ def test_ranks_are_balanced_where_they_have_several_stages(schedule: str) -> Non
     ("schedule", "ranks", "flags"),
     [
         ("zb-h1", 4, "--num-layers 2 --overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather"),
-        ("1f1b", 4, "--num-layers 2 --position-embedding-type rope"),
+        rest("1f1b", 4, "--num-layers 2 --position-embedding-type rope"),
         ("zb-v", 2, "--num-layers 2"),
-        ("interleaved", 2, "--num-layers 2 --bf16 --overlap-grad-reduce"),
+        rest("interleaved", 2, "--num-layers 2 --bf16 --overlap-grad-reduce"),
     ],
 )
 def test_first_and_last_stages_without_layers(pool: Pool, schedule: str, ranks: int, flags: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marked import rest
 from model.vocabulary_case import Case
 from pool import Pool
 
@@ -129,9 +130,9 @@ def contents(directory: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("ranks", "pp", "flags", "last"),
     [
-        (3, 3, "", "--make-vocab-size-divisible-by 48"),
+        rest(3, 3, "", "--make-vocab-size-divisible-by 48"),
         (4, 2, "--untie-embeddings-and-output-weights --use-distributed-optimizer --bf16", "--tensor-model-parallel-size 2"),
-        (4, 4, "--untie-embeddings-and-output-weights --bf16", ""),
+        rest(4, 4, "--untie-embeddings-and-output-weights --bf16", ""),
     ],
     ids=["tied-more-padding", "distributed-optimizer-tensor-parallel", "bf16-empty-shard"],
 )

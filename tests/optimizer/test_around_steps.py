@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from marked import rest, whole
 from optimizer import injected_runs
 from optimizer.injected_runs import POST, Injections
 from pool import Pool
 
 FLAGS = "--pipeline-model-parallel-size 4 --global-batch-size 8 --pipeline-schedule zb-h2 --hidden-dropout 0.1"
-WHOLE = pytest.mark.whole
 TROUBLE: Injections = {2: (3, 1e7), 6: (0, 1e7), 7: (2, 1e7), 12: (1, 1e7)}
 
 
@@ -32,9 +32,7 @@ def test_evaluations_and_checkpoints(pool: Pool, data: str, tmp_path: Path) -> N
         assert counts == {"ahead": 3, "undone": 0, "in vain": 0}
 
 
-@pytest.mark.parametrize(
-    ("when", "more"), [pytest.param(5, "", marks=WHOLE), pytest.param(6, "", marks=WHOLE), (5, "--vocab-parallel 2")]
-)
+@pytest.mark.parametrize(("when", "more"), [whole(5, ""), whole(6, ""), rest(5, "--vocab-parallel 2")])
 def test_a_termination_ends_after_the_iteration_in_which_it_came(
     pool: Pool, data: str, tmp_path: Path, when: int, more: str
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marked import rest, whole
 from pool import Pool
 
 PAGE = Path(__file__).parents[2] / "docs" / "post_validation.md"
@@ -83,10 +84,18 @@ def train(schedule: str, flags: tuple[str, ...], ahead: bool) -> tuple[list[Any]
     return told, seen, how
 
 
+FP16 = "--clip-grad 5 --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2"
+
+
 @pytest.mark.parametrize(
-    "flags", ["--clip-grad 1.0", "--clip-grad 5 --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2"]
+    ("schedule", "flags"),
+    [
+        ("zb-v", FP16),
+        whole("zb-v", "--clip-grad 1.0"),
+        whole("zb-h2", FP16),
+        rest("zb-h2", "--clip-grad 1.0"),
+    ],
 )
-@pytest.mark.parametrize("schedule", ["zb-v", "zb-h2"])
 def test_the_loop_of_the_page(pool: Pool, schedule: str, flags: str) -> None:
     plain = pool.run(4, train, schedule, tuple(flags.split()), False)
     ahead = pool.run(4, train, schedule, tuple(flags.split()), True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from marked import rest, whole
 from optimizer import injected_runs
 from optimizer.injected_runs import POST, Injections
 from pool import Pool
@@ -26,13 +27,13 @@ def check(pool: Pool, ranks: int, flags: str, injections: Injections, undone: in
         assert counts["ahead"] > undone
 
 
-@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.whole), pytest.param(2, marks=pytest.mark.whole), 4])
+@pytest.mark.parametrize("pp", [whole(1), whole(2), 4])
 def test_clipping_on_every_stage(pool: Pool, data: str, pp: int) -> None:
     flags = f"{data} --pipeline-model-parallel-size {pp} --global-batch-size 12 --pipeline-schedule zb-h1"
     check(pool, pp, flags, everywhere(pp, LARGE, 1.0), undone=pp)
 
 
-@pytest.mark.parametrize("pp", [1, 2, pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("pp", [rest(1), 2, whole(4)])
 def test_overflow_on_every_stage(pool: Pool, data: str, pp: int) -> None:
     """Infinities, NaNs and gradients to clip, with a loss scale that falls and rises."""
     flags = (
@@ -47,26 +48,25 @@ TWO = "--pipeline-model-parallel-size 2 --global-batch-size 12"
 FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 8"
 
 
-def whole(flags: str) -> object:
-    """A row whose settings others have, too."""
-    return pytest.param(flags, marks=pytest.mark.whole)
-
-
 @pytest.mark.parametrize(
     "flags",
     [
         f"{TWO} --pipeline-schedule zb-h2 --bf16 --accumulate-allreduce-grads-in-fp32 --optimizer sgd --rampup-batch-size 4 4 60 "
         "--pipeline-p2p batched",
-        f"{TWO} --pipeline-schedule zb-v --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-        "--use-distributed-optimizer --disable-bias-linear",
+        rest(
+            f"{TWO} --pipeline-schedule zb-v --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+            "--use-distributed-optimizer --disable-bias-linear"
+        ),
         f"{FOUR} --pipeline-schedule interleaved --num-layers 8 --calculate-per-token-loss --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1 --untie-embeddings-and-output-weights",
-        f"{TWO} --pipeline-schedule seq-1f1b --position-embedding-type rope",
+        rest(f"{TWO} --pipeline-schedule seq-1f1b --position-embedding-type rope"),
         f"{TWO} --pipeline-schedule zb-h1 --vocab-parallel 2 --use-distributed-optimizer --overlap-grad-reduce "
         f"--overlap-param-gather {FP16}",
-        f"{TWO} --pipeline-schedule v-min --vocab-parallel 1 --hidden-dropout 0.1 --pipeline-p2p batched",
-        f"{FOUR} --pipeline-schedule zb-h1 --num-layers 1 --pipeline-model-parallel-layout Et|||L "
-        "--untie-embeddings-and-output-weights",
+        rest(f"{TWO} --pipeline-schedule v-min --vocab-parallel 1 --hidden-dropout 0.1 --pipeline-p2p batched"),
+        rest(
+            f"{FOUR} --pipeline-schedule zb-h1 --num-layers 1 --pipeline-model-parallel-layout Et|||L "
+            "--untie-embeddings-and-output-weights"
+        ),
         whole(f"{TWO} --pipeline-schedule zb-h1"),
         whole(f"{TWO} --pipeline-schedule zb-v --use-distributed-optimizer {FP16}"),
         whole(f"{TWO} --pipeline-schedule zb-h2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {FP16}"),

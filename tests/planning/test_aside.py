@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marked import rest
 
 from megatron.pipeline.planning import Request, loads_of
 from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess, plan_batch
@@ -42,7 +43,9 @@ def batches(count: int, seed: int) -> Iterator[tuple[Load, ...]]:
         yield loads_of(lengths, attention=draw.choice((0.0, 0.2)))
 
 
-@pytest.mark.parametrize(("schedule", "limit"), [("zb-auto", None), ("zb-auto", 6.0), ("zb-v", None), ("v-auto", 5.0)])
+@pytest.mark.parametrize(
+    ("schedule", "limit"), [rest("zb-auto", None), ("zb-auto", 6.0), rest("zb-v", None), rest("v-auto", 5.0)]
+)
 def test_the_limit_is_kept_in_every_batch_or_refused(schedule: str, limit: float | None) -> None:
     """1,000 batches in all, in which the longest microbatch may need more than there is."""
     plans, kept = cache(schedule, limit), 0

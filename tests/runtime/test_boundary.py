@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_gpt
+from marked import rest
 from pool import Pool
 
 from megatron.pipeline import planning
@@ -57,10 +58,10 @@ def losses(found: list[list[tiny_gpt.Step]]) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("schedule", "flags"),
     [
-        ("zb-v", ""),
+        rest("zb-v", ""),
         ("zb-v", "--untie-embeddings-and-output-weights"),
         ("v-half", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"),
-        ("zb-v", "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --disable-bias-linear"),
+        rest("zb-v", "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --disable-bias-linear"),
     ],
 )
 @pytest.mark.parametrize("iterations", [8, pytest.param(50, marks=pytest.mark.whole)])
@@ -79,11 +80,12 @@ def test_clipped_steps_are_those_of_all_weights_at_once(pool: Pool, tmp_path: Pa
     """Norms too. Without gathers during forwards upstream steps all weights, and then gathers them."""
     (file := tmp_path / "costs.json").write_text(costs("zb-v", 2).to_json())
     flags = f"--pipeline-costs {file} --clip-grad 0.1"
-    by_bucket, at_once = (pool.run(4, train, "zb-v", flags, 10, overlaps) for overlaps in (BOTH, BOTH.replace(GATHERS, "")))
+    by_bucket, at_once = (pool.run(4, train, "zb-v", flags, 5, overlaps) for overlaps in (BOTH, BOTH.replace(GATHERS, "")))
     assert by_bucket == at_once
     assert min(norm for _, norm in at_once[0]) > 0.1
 
 
+@pytest.mark.rest
 def test_steps_ahead_that_are_taken_back_gather_again(pool: Pool, tmp_path: Path) -> None:
     """Post-validation: every step is clipped, behind gathers of another one."""
     (file := tmp_path / "costs.json").write_text(costs("zb-v", 2).to_json())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_gpt
+from marked import rest
 from pool import Pool
 
 from megatron.pipeline import planning
@@ -33,7 +34,7 @@ class Hiding(Costs):
         return 0.6 * self.seconds(Kind.F, stage), 0.6 * self.seconds(kind, other)
 
 
-@pytest.mark.parametrize(("name", "pp"), [("zb-v", 2), ("v-half", 4), ("dualpipe-v", 4), ("interleaved", 2)])
+@pytest.mark.parametrize(("name", "pp"), [("zb-v", 2), rest("v-half", 4), ("dualpipe-v", 4), rest("interleaved", 2)])
 def test_a_braided_schedule_trains_as_stock(pool: Pool, tmp_path: Path, name: str, pp: int) -> None:
     schedule = planning.plan(name, pp, 2 * pp)
     costs = Hiding((StageCosts(1.0, 1.0, 1.0),) * (schedule.placement.last_stage + 1))

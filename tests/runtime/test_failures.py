@@ -1,4 +1,7 @@
-"""A rank that raises, dies, stops or gets stuck ends every rank soon, with one message that names it and its pass."""
+"""A rank that raises, dies, stops or gets stuck ends every rank soon, with one message that names it and its pass.
+
+Not every row has real processes daily: test_verdicts.py has the others on a clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from marked import rest, whole
 from pool import forked, free_port
 from runtime import failing_ranks
 from runtime.failing_ranks import RANKS, rank_alone
@@ -60,18 +64,13 @@ def place(stderr: str, rank: int) -> str:
     return stderr.partition(f"\n    global rank {rank} was in ")[2].partition("\n")[0]
 
 
-def whole(*values: str | int) -> object:
-    """With real processes only in ``make test-all``: test_verdicts.py has it on a clock of its own."""
-    return pytest.param(*values, marks=pytest.mark.whole)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message", "flags"),
     [
         whole("raise", r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck", " --rehearse"),
         whole("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse"),
-        ("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse --rehearse-park"),
+        rest("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse --rehearse-park"),
     ],
 )
 def test_ranks_that_take_turns_name_the_culprit(tmp_path: Path, how: str, message: str, flags: str) -> None:
@@ -87,7 +86,7 @@ def test_ranks_that_take_turns_name_the_culprit(tmp_path: Path, how: str, messag
     [
         ("raise", 2, r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),
         # Of a silent rank only what it said last is known.
-        ("stop", 0, r"global rank 0 is silent: killed, stopped or cut off. It was last in .*"),
+        rest("stop", 0, r"global rank 0 is silent: killed, stopped or cut off. It was last in .*"),
         whole(
             "stop",
             2,
@@ -176,6 +175,7 @@ def test_the_culprit_while_copies_are_under_way(tmp_path: Path, how: str, messag
     assert re.fullmatch(f"global {message}", said)
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 def test_a_killed_rank_under_torchrun() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marked import rest
 from pool import Pool
 from runtime import gathers
 
@@ -13,9 +14,9 @@ from runtime import gathers
     [
         ("zb-v", "", 4096, 0.05),
         ("zb-v", "", 1, 0.0),  # a bucket for each weight, and shards of nothing
-        ("zb-v", "linear_qkv", 4096, 0.05),
-        ("zb-v", "first", 4096, 0.05),
-        ("zb-v", "ranks", 4096, 0.05),
+        rest("zb-v", "linear_qkv", 4096, 0.05),
+        rest("zb-v", "first", 4096, 0.05),
+        rest("zb-v", "ranks", 4096, 0.05),
         ("zb-h1", "final_layernorm", 4096, 0.05),  # one rank alone has a weight to train
     ],
 )

@@ -38,8 +38,10 @@ def train(schedule: str, use: str, flags: str) -> str:
 ELSEWHERE = "the model uses its weight elsewhere than in the forward of its module"
 
 
-@pytest.mark.parametrize(("schedule", "layer"), [("zb-h1", 1), ("1f1b", 1), ("zb-v", 0)])
-@pytest.mark.parametrize("flags", ["", "--bf16 --overlap-grad-reduce"])
+@pytest.mark.parametrize(
+    ("schedule", "layer", "flags"),
+    [("zb-h1", 1, ""), ("1f1b", 1, "--bf16 --overlap-grad-reduce"), ("zb-v", 0, "--bf16 --overlap-grad-reduce")],
+)
 def test_a_weight_that_is_used_elsewhere_is_named(pool: Pool, schedule: str, layer: int, flags: str) -> None:
     """It would never move, and all else would look right."""
     message = run_on_last(pool, schedule, "elsewhere", flags)

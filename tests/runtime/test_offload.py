@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import tiny_gpt
+from marked import rest
 from pool import Pool
 
 from megatron.pipeline import planning
@@ -129,14 +130,14 @@ def check(pool: Pool, directory: Path, schedule: str, pp: int, microbatches: int
 SIZES: list[Any] = [
     pytest.param("1f1b", 4, 8, FULL, marks=WHOLE),
     ("interleaved", 2, 3, SELECTIVE),
-    ("gis-h", 4, 6, FULL),
+    rest("gis-h", 4, 6, FULL),
     ("zb-h1", 2, 1, ALL),
     pytest.param("zb-h1", 4, 4, SELECTIVE, marks=WHOLE),
-    ("zb-h2", 4, 7, FULL),
-    ("zb-auto", 4, 8, ALL),
+    rest("zb-h2", 4, 7, FULL),
+    rest("zb-auto", 4, 8, ALL),
     pytest.param("zb-auto", 2, 2, ALL, marks=WHOLE),
-    ("zb-v", 2, 4, FULL),
-    ("v-half", 4, 8, SELECTIVE),
+    rest("zb-v", 2, 4, FULL),
+    rest("v-half", 4, 8, SELECTIVE),
     pytest.param("v-auto", 4, 3, FULL, marks=WHOLE),
     ("v-auto", 4, 5, f"{FULL} --pipeline-memory-limit 0.5"),
     ("zb-v", 4, 5, ALL),
@@ -155,9 +156,9 @@ LAYOUTS: list[Any] = [
     pytest.param("zb-h1", ALL, f"{DROPOUT} --recompute-granularity selective", marks=WHOLE),
     ("v-half", FULL, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --swiglu"),
     pytest.param("interleaved", ALL, "--fp16 --initial-loss-scale 4096 --untie-embeddings-and-output-weights", marks=WHOLE),
-    ("zb-v", FULL, "--tensor-model-parallel-size 2 --sequence-parallel --normalization RMSNorm"),
-    ("1f1b", ALL, "--context-parallel-size 2 --position-embedding-type rope --calculate-per-token-loss"),
-    ("zb-h2", ALL, "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear"),
+    rest("zb-v", FULL, "--tensor-model-parallel-size 2 --sequence-parallel --normalization RMSNorm"),
+    rest("1f1b", ALL, "--context-parallel-size 2 --position-embedding-type rope --calculate-per-token-loss"),
+    rest("zb-h2", ALL, "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear"),
     ("gis", FULL, "--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights"),
     pytest.param("zb-h1", ALL, "--vocab-parallel 1", marks=WHOLE),
     ("zb-v", FULL, "--vocab-parallel 2"),
@@ -217,7 +218,7 @@ def planned_and_measured(schedule: str, **sizes: Any) -> tuple[list[float], list
     return list(peaks[0]), again.peak_activation_bytes, list(peaks[1])
 
 
-@pytest.mark.parametrize(("schedule", "pp", "microbatches"), [("zb-h2", 4, 8), ("gis-h", 2, 6), ("zb-v", 2, 6)])
+@pytest.mark.parametrize(("schedule", "pp", "microbatches"), [rest("zb-h2", 4, 8), rest("gis-h", 2, 6), ("zb-v", 2, 6)])
 def test_peaks_are_the_planned_ones(pool: Pool, schedule: str, pp: int, microbatches: int) -> None:
     found = pool.run(pp, planned_and_measured, schedule, pp=pp, microbatches=microbatches)
     planned, measured, without = found[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marked import rest
 from pool import Pool
 
 from megatron.pipeline.runtime.parking import DoesNotFit, Parking
@@ -54,7 +55,7 @@ def trained(flags: str, watches: bool) -> tuple[list[Any], int, int, int]:
     return found, looks, most, total
 
 
-@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer --bf16", "--untie-embeddings-and-output-weights"])
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer --bf16", rest("--untie-embeddings-and-output-weights")])
 def test_nothing_of_a_parked_rank_is_resident_while_another_may_run(pool: Pool, flags: str) -> None:
     plain = pool.run(2, trained, flags, False)
     parked = pool.run(2, trained, f"{flags} --rehearse --rehearse-park", True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_gpt
+from marked import rest
 from pool import Pool
 from runtime.shielded import costs
 
@@ -24,11 +25,11 @@ def train(schedule: str, flags: str, stages: int, pp: int, **given: Any) -> list
     ("ranks", "schedule", "stages", "flags"),
     [
         (4, "zb-h1", 2, TENSOR),
-        (4, "zb-h1", 2, "--untie-embeddings-and-output-weights"),
-        (8, "zb-h1", 4, TENSOR),
+        rest(4, "zb-h1", 2, "--untie-embeddings-and-output-weights"),
+        rest(8, "zb-h1", 4, TENSOR),
         (8, "zb-v", 8, f"{TENSOR} --num-layers 8"),
         (4, "zb-v", 4, f"{TENSOR} --recompute-granularity selective --recompute-modules mlp core_attn --disable-bias-linear"),
-        (8, "zb-v", 4, f"{TENSOR} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+        rest(8, "zb-v", 4, f"{TENSOR} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     ],
 )
 def test_trains_as_stock_does(pool: Pool, tmp_path: Path, ranks: int, schedule: str, stages: int, flags: str) -> None:

@@ -21,6 +21,7 @@ def absent() -> dict[str, None]:
     return dict.fromkeys([*ABSENT, *(name for name in sys.modules if name.partition(".")[0] in ABSENT)])
 
 
+@pytest.mark.rest
 def test_every_room_but_the_page_is_imported_without_them() -> None:
     code = (
         f"import importlib, pkgutil, sys; sys.modules |= dict.fromkeys({ABSENT})\n"

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from marked import rest, whole
 from pool import Pool
 from training.short_runs import metrics, ran, train
 
@@ -23,7 +24,7 @@ def losses(path: Path) -> list[float]:
 UNTIED = "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 100"
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param(UNTIED, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("flags", [rest(""), whole(UNTIED)])
 def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Path, flags: str) -> None:
     """One iteration under each layout in turn, padded differently, against megatron-core's own schedule throughout."""
     run = f"{data} --split 100,0,0 --num-layers 8 --use-distributed-optimizer {EXACT} {flags} --train-iters 5"
@@ -47,7 +48,8 @@ EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks", "iterations"), [(MASKS, 2, 6), (EXPERTS, 4, 3)], ids=["masks-rampup-evaluation", "experts-per-token-loss"]
+    ("flags", "ranks", "iterations"),
+    [pytest.param(MASKS, 2, 6, id="masks-rampup-evaluation"), rest(EXPERTS, 4, 3, id="experts-per-token-loss")],
 )
 def test_is_as_without(pool: Pool, data: str, tmp_path: Path, flags: str, ranks: int, iterations: int) -> None:
     run = f"{data} {EXACT} --train-iters {iterations} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 {flags}"
@@ -60,7 +62,7 @@ def test_is_as_without(pool: Pool, data: str, tmp_path: Path, flags: str, ranks:
         assert one == pytest.approx(found[0], rel=NEAR) and len(one) == iterations
 
 
-@pytest.mark.parametrize("variant", [pytest.param("1", marks=pytest.mark.whole), "2"])
+@pytest.mark.parametrize("variant", [whole("1"), "2"])
 def test_a_schedule_from_a_file(pool: Pool, data: str, tmp_path: Path, variant: str) -> None:
     """It has the vocabulary's passes, or gets them; activations that it recomputes include the embedding's and the output's."""
     plan = "plan --schedule zb-h1 --pp 2 --microbatches 4 --cost F=1,B=1,W=1,comm=0.1 --json -o".split()

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from marked import rest, whole
 from pool import Pool
 from training.short_runs import metrics, train
 
@@ -31,14 +32,13 @@ def contents(directory: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "flags", "chain"),
     [
-        (2, "", ("1f1b", "v-half", "interleaved", "stock", "zb-v", "1f1b")),
+        rest(2, "", ("1f1b", "v-half", "interleaved", "stock", "zb-v", "1f1b"), id="tied"),
         (
             4,
             "--use-distributed-optimizer --untie-embeddings-and-output-weights --num-layers 9",
             ("interleaved", "stock", "v-half", "1f1b"),
         ),
     ],
-    ids=["tied", "distributed-optimizer-untied-uneven"],
 )
 def test_round_trip(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str, chain: tuple[str, ...]) -> None:
     """One iteration under each schedule in turn: losses, weights and optimizer state are those of an uninterrupted run."""
@@ -89,11 +89,11 @@ def train_with_buckets(flags: str, as_upstream: bool = False) -> tuple[str, int]
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        pytest.param(3, f"{BUCKETS} --num-layers 2", marks=pytest.mark.whole),
-        pytest.param(6, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", marks=pytest.mark.whole),
-        pytest.param(2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40", marks=pytest.mark.whole),
+        whole(3, f"{BUCKETS} --num-layers 2"),
+        whole(6, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+        whole(2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40"),
         (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40 {UNTIED} {BUCKETS} --bf16"),
-        (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule stock --hidden-size 40 {UNTIED} {BUCKETS}"),
+        rest(2, f"--pipeline-model-parallel-size 2 --pipeline-schedule stock --hidden-size 40 {UNTIED} {BUCKETS}"),
     ],
     ids=["3-replicas-buckets", "3-replicas-line-tied", "v-tied", "v-untied-buckets-bf16", "stock-untied-buckets"],
 )
@@ -156,8 +156,7 @@ def test_all_ranks_load_the_checkpoint_that_one_has_found(pool: Pool, data: str,
     assert metrics(tmp_path / "resumed.jsonl") == metrics(tmp_path / "whole.jsonl")[2:]
 
 
-@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("optimizer", "saved", "loaded"), [("", 1, 2), ("--use-distributed-optimizer", 2, 1)])
 def test_experts_with_and_without_an_optimizer_of_their_own(
     pool: Pool, data: str, tmp_path: Path, optimizer: str, saved: int, loaded: int
 ) -> None:
@@ -181,18 +180,18 @@ def overwrite(file: Path, start: int, count: int = 4096) -> None:
         there.write(bytes(255 - byte for byte in file.read_bytes()[start : start + count]))
 
 
-@pytest.mark.parametrize("where", [0, 0.5, 1], ids=["start", "middle", "end"])
-def test_a_file_that_the_disk_has_changed_is_named_with_an_earlier_checkpoint(
-    pool: Pool, data: str, tmp_path: Path, where: float
-) -> None:
+def test_a_file_that_the_disk_has_changed_is_named_with_an_earlier_checkpoint(pool: Pool, data: str, tmp_path: Path) -> None:
     """Also where only numbers are: torch would load others."""
     flags = f"{data} {FLAGS} --num-layers 2 --pipeline-schedule 1f1b --hidden-size 64"
     assert pool.run(2, train, f"{flags} --save {tmp_path} --save-interval 1 --exit-interval 2") == [""] * 2
     path = tmp_path / "iter_0000002"
     file = max(path.glob("__1_*.distcp"), key=lambda one: one.stat().st_size)
-    overwrite(file, int(where * (file.stat().st_size - 4096)))
-    for error in pool.run(2, train, f"{flags} --load {tmp_path} --exit-interval 3"):
-        assert error.startswith(f"the checkpoint {path} is damaged: {file.name} is not as it was written, between bytes ")
-        assert error.endswith(f"; to go on from iteration 1, write 1 into {tmp_path / TRACKER}") and "\n" not in error
+    for where in (0, 0.5, 1):
+        overwrite(file, start := int(where * (file.stat().st_size - 4096)))
+        for error in pool.run(2, train, f"{flags} --load {tmp_path} --exit-interval 3"):
+            assert error.startswith(f"the checkpoint {path} is damaged: {file.name} is not as it was written, between bytes ")
+            assert error.endswith(f"; to go on from iteration 1, write 1 into {tmp_path / TRACKER}") and "\n" not in error
+        overwrite(file, start)  # as it was
+    overwrite(file, 0)
     (tmp_path / TRACKER).write_text("1")
     assert pool.run(2, train, f"{flags} --load {tmp_path} --exit-interval 2") == [""] * 2

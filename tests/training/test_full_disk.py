@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from marked import rest
 from pool import Pool
 from training.short_runs import ran, train
 
@@ -72,6 +73,7 @@ def megabytes(error: str, directory: Path) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
+@pytest.mark.rest
 def test_too_little_for_the_first_and_the_second_checkpoint(pool: Pool, data: str, tmp_path: Path, disk: Disk) -> None:
     flags = f"{data} {FLAGS} --save-interval 1 --exit-interval 2 --save"
     assert ran(pool.run(4, train, f"{flags} {tmp_path}/saved"))
@@ -93,7 +95,14 @@ def test_too_little_for_the_first_and_the_second_checkpoint(pool: Pool, data: st
     assert ran(pool.run(4, train, f"{flags} {tmp_path}/saved --load {larger} --exit-interval 2"))
 
 
-@pytest.mark.parametrize("left", [0, 100, 500], ids=["for common.pt", "in the tensors of the first rank", "in those of others"])
+@pytest.mark.parametrize(
+    "left",
+    [
+        rest(0, id="for common.pt"),
+        pytest.param(100, id="in the tensors of the first rank"),
+        rest(500, id="in those of others"),
+    ],
+)
 def test_it_fills_while_the_writer_writes(pool: Pool, data: str, tmp_path: Path, disk: Disk, left: int) -> None:
     """What the writer then says differs with where it stood."""
     path = disk(8 * 1024)

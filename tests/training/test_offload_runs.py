@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marked import rest, whole
 from optimizer import injected_runs
 from pool import Pool
 from session.test_replanning import logged
@@ -36,7 +37,7 @@ def refusal(flags: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("ties", ["", pytest.param("--untie-embeddings-and-output-weights", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("ties", [rest(""), whole("--untie-embeddings-and-output-weights")])
 def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Path, ties: str) -> None:
     """With ramp-up, evaluations and checkpoints, from one schedule with offload to the next and to one without."""
     around = "--rampup-batch-size 4 2 12 --eval-interval 2 --eval-iters 2 --use-distributed-optimizer --clip-grad 0"
@@ -59,8 +60,8 @@ def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param("--pipeline-schedule zb-v --offload full --offload-cpu-bandwidth 0.02", marks=pytest.mark.whole),
-        "--pipeline-schedule interleaved --offload full --fp16 --initial-loss-scale 256 --use-distributed-optimizer",
+        whole("--pipeline-schedule zb-v --offload full --offload-cpu-bandwidth 0.02"),
+        rest("--pipeline-schedule interleaved --offload full --fp16 --initial-loss-scale 256 --use-distributed-optimizer"),
     ],
 )
 def test_steps_that_are_undone(pool: Pool, data: str, flags: str) -> None:

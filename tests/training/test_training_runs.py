@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from marked import rest, whole
 from pool import Pool
 from releases import CORE
 from training.short_runs import batches, metrics, ran, train, warned
@@ -20,13 +21,13 @@ from megatron.pipeline.session import checkpoints
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (2, "--pipeline-model-parallel-size 2"),
+        rest(2, "--pipeline-model-parallel-size 2"),
         (
             4,
             "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
             "--fp16 --initial-loss-scale 1024 --loss-scale-window 2",
         ),
-        (1, "--optimizer sgd"),
+        rest(1, "--optimizer sgd"),
         (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2"),
     ],
     ids=["float32", "fp16-distributed-optimizer", "sgd", "experts-distributed-optimizer"],
@@ -46,8 +47,8 @@ def test_resumed_is_bit_identical_to_uninterrupted(pool: Pool, data: str, tmp_pa
     ("ranks", "flags"),
     [
         (2, "--use-distributed-optimizer"),
-        pytest.param(1, "", marks=pytest.mark.whole),
-        pytest.param(1, "--optimizer sgd", marks=pytest.mark.whole),
+        whole(1, ""),
+        whole(1, "--optimizer sgd"),
     ],
     ids=["distributed-optimizer", "adam", "sgd"],
 )
@@ -247,7 +248,7 @@ def test_ramp_up(pool: Pool, data: str, tmp_path: Path) -> None:
     assert summary["consumed_samples"] == 4 + 4 + 6 + 8
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", pytest.param("zb-h1", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("schedule", ["zb-v", whole("zb-h1")])
 def test_ramp_up_with_overlaps(pool: Pool, data: str, tmp_path: Path, schedule: str) -> None:
     flags = f"{data} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --use-distributed-optimizer "
     flags += "--rampup-batch-size 4 4 32 --global-batch-size 16 --attention-dropout 0 --hidden-dropout 0 --metrics"  # m 1 to 4
@@ -283,6 +284,7 @@ LARGE_VOCABULARY = (
 )
 
 
+@pytest.mark.rest
 def test_what_is_held_under_a_large_vocabulary_is_no_more_than_under_stock(pool: Pool, tmp_path: Path) -> None:
     """Measured on every rank: the last one's microbatches have logits, and there are as many of them as under 1F1B."""
     peaks = {}

@@ -11,6 +11,8 @@ from published_figures import A100, H100
 
 from megatron.pipeline.costmodel.device import named
 
+pytestmark = pytest.mark.rest  # 64 plans at published sizes
+
 
 @pytest.fixture(scope="module")
 def found() -> list[published.Cell]:
