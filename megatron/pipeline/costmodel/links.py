@@ -189,8 +189,10 @@ def layer_communication(shape: Shape, links: Links, attention: tuple[float, floa
     held, experts = shape.holding, shape.experts
     hidden = held.number * shape.tokens * shape.hidden / held.context
     visited = experts.share if experts and not experts.shared_ffn else 0.0  # of the MLPs, by some tokens alone
-    tensor = (2 - visited) * links.tensor.all_reduce(hidden, held.tensor)
-    around = links.context.all_gather(held.number * shape.tokens * shape.keys_and_values / held.tensor, held.context)
+    tensor = (shape.parts - visited) * links.tensor.all_reduce(hidden, held.tensor)
+    around = shape.attention * links.context.all_gather(
+        held.number * shape.tokens * shape.keys_and_values / held.tensor, held.context
+    )
     exchanged = 2 * exchange_seconds(shape, links)
     waits = [each - links.hides(each, seconds) for each, seconds in zip((around, 2 * around), attention, strict=True)]
     return tensor + exchanged + waits[0], tensor + exchanged + waits[1]

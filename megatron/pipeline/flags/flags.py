@@ -268,6 +268,17 @@ MEGATRON = {
         predicted("--qk-pos-emb-head-dim", "width of their part with the position", positive_int),
         predicted("--v-head-dim", "width of a head's values", positive_int),
     ],
+    "hybrid models": [
+        predicted("--hybrid-layer-pattern --hybrid-override-pattern",
+            "a symbol for every layer: M Mamba-2, * attention, - an MLP, E experts; | between stages, / before MTP's", str),
+        predicted("--is-hybrid-model", "in its place, Mamba-2 but for the next flags' shares"),
+        predicted("--hybrid-attention-ratio", "share of layers with attention", probability, 0.0),
+        predicted("--hybrid-mlp-ratio", "share of layers with an MLP", probability, 0.0),
+        predicted("--mamba-state-dim", "numbers of the state for each channel", positive_int, 128),
+        predicted("--mamba-head-dim", "width of a head", positive_int, 64),
+        predicted("--mamba-num-groups", "groups of heads", positive_int, 8),
+        predicted("--mamba-num-heads", "heads; as many as are twice as wide as hidden states if not given", positive_int),
+    ],
     "kernels": [
         predicted("--window-size", "keys before and behind its own that a token reads, such as 128,0; -1 for all", window),
         predicted("--window-attn-skip-freq", "all keys in every Nth layer, or a list with 1 (window) or 0", layer_pattern),

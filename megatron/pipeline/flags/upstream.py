@@ -92,7 +92,8 @@ def settle(args: Namespace) -> list[str]:
               if getattr(args, dest) != action.default}  # fmt: skip
     notes = []
     for row in effects["differs"]:
-        on = [name for name, value in given.items() if str(value) not in _OFF | set(row.get("unless", ()))]
+        off = [*_OFF, *row.get("unless", ())]
+        on = [name for name, value in given.items() if not any(fnmatch(str(value), pattern) for pattern in off)]
         if found := [f"--{name.replace('=', ' ')}" for name in on if any(fnmatch(name, pattern) for pattern in row["flags"])]:
             notes.append(f"{', '.join(found)}: {row['effect']}")
     return notes

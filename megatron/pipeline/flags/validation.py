@@ -16,6 +16,7 @@ from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
 from megatron.pipeline.flags.validation_experts import check_experts, check_grouped_experts
 from megatron.pipeline.flags.validation_files import check_checkpoints, check_data, check_outputs
+from megatron.pipeline.flags.validation_hybrid import check_hybrid
 from megatron.pipeline.flags.validation_latent import check_latent
 from megatron.pipeline.flags.validation_offload import check_offload
 from megatron.pipeline.flags.validation_rehearsal import check_rehearsal, rehearsed_ranks
@@ -35,6 +36,7 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> None:
     Raises:
         ValueError: the flags contradict each other; the message has the numbers and what to change.
     """
+    check_hybrid(args)
     _check_required(args, () if elsewhere else ("train_iters", "lr"))
     _check_platform(args, elsewhere)
     world_size = rehearsed_ranks(args, world_size)
