@@ -176,7 +176,7 @@ def exchanged_bytes(shape: Shape) -> float:
     experts = shape.experts
     if not experts or experts.parallel == 1:
         return 0.0
-    sent, received = (1, experts.parallel) if experts.gathered else (experts.topk, experts.topk)
+    sent, received = (1, experts.parallel) if experts.gathered else (experts.topk, experts.visits)
     return hidden_bytes(shape) * (sent + received * experts.tensor)
 
 
@@ -223,4 +223,4 @@ def _softmax_number(shape: Shape) -> int:
 
 def _dispatched(shape: Shape) -> float:
     """Width of what goes to experts for every token, as a mean over the layers; ranks that share each expert all get it."""
-    return shape.experts.share * shape.experts.topk * shape.hidden * shape.experts.tensor if shape.experts else 0.0
+    return shape.experts.share * shape.experts.visits * shape.hidden * shape.experts.tensor if shape.experts else 0.0

@@ -95,11 +95,21 @@ def estimate(
 def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
     """Seconds of F, B and W of one layer, on one of the ranks that share it."""
     attention = _attention(shape, device)
-    waits = layer_communication(shape, links, (attention.forward, attention.backward))
+    waits = layer_communication(shape, links, (attention.forward, attention.backward), _beside_exchange(shape, device))
     measured = measured_layer(shape, device)
     own = computing_seconds(shape, device) if measured is None else measured.work
     own = own.plus(Work(*waits, 0.0))
     return Work(*map(max, own, launch_seconds(shape)))
+
+
+def _beside_exchange(shape: Shape, device: Device) -> tuple[float, float]:
+    """Seconds of F and B of the experts that every token passes, where these run beside the exchange of the others' tokens."""
+    experts = shape.experts
+    if not (experts and experts.beside):
+        return 0.0, 0.0
+    operations = 2 * shape.tokens * shape.hidden * (3 if shape.gated else 2) * experts.share * experts.shared_ffn
+    each = _linears(shape, device, operations * shape.holding.of_cut_layers)
+    return each, each
 
 
 def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
@@ -281,18 +291,20 @@ def _thin(shape: Shape, device: Device) -> Work:
 
 
 def launch_seconds(shape: Shape) -> Work:
-    """Seconds in which the host launches the kernels of a layer with experts whose linears are in fewer than 16 bits.
+    """Seconds in which the host launches the kernels of a layer with experts whose linears are in fewer than 16 bits, or run one
+    after another.
 
     It waits for the router's numbers of tokens in every pass, so no kernels are queued ahead, and launches products, and what
     casts their inputs, expert by expert. CUDA graphs launch what they have at once. Of other layers it is not known; GPUs that
     were fitted have more to do there.
     """
-    experts, quantized = shape.experts, shape.quantized
-    if experts is None or quantized is None or experts.graphs is None:
+    experts, quantized = shape.experts, shape.quantized.share if shape.quantized else 0.0
+    if experts is None or experts.graphs is None:
         return Work(0.0, 0.0, 0.0)
     products = 2 * PRODUCT * experts.count / experts.parallel  # the gate's is one with the other before the activation
-    own = (0.0 if experts.graphs else seconds for seconds in LAYER)
-    return Work(*(experts.share * quantized.share * (products + seconds) for seconds in own))
+    one_by_one = quantized if experts.grouped else 1.0
+    own = (0.0 if experts.graphs else quantized * seconds for seconds in LAYER)
+    return Work(*(experts.share * (one_by_one * products + seconds) for seconds in own))
 
 
 def _linear_work(shape: Shape, device: Device, work: Work) -> Work:

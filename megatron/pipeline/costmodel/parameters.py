@@ -84,7 +84,9 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
     hidden, tensor, experts, symbols = shape.hidden, shape.holding.tensor, shape.experts, shape.symbols(layer)
     cut, whole, routed = 0, len(symbols) * shape.norm * hidden, 0
     if ATTENTION in symbols:
-        cut += shape.cut_attention_weights + (shape.queries + shape.projected_keys_and_values if shape.qkv_bias else 0)
+        cut += (
+            shape.sinks + shape.cut_attention_weights + (shape.queries + shape.projected_keys_and_values if shape.qkv_bias else 0)
+        )
         whole += shape.latent_weights + (hidden if shape.biases else 0)
         if shape.qk_norm:
             whole += shape.norm * (shape.latent.normalised if shape.latent else 2 * shape.head_width)

@@ -50,7 +50,7 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
     elif shape.qk_norm:
         cut_forward, cut_backward = cut_forward + 2 * heads, cut_backward + 5 * heads
     if shape.experts:
-        routed = shape.experts.share * shape.experts.topk * shape.hidden
+        routed = shape.experts.share * shape.experts.visits * shape.hidden
         cut_forward, cut_backward = cut_forward + _COPIES * routed, cut_backward + _COPIES * routed
     if held.attention_matrices:
         # Scores are written, read and written by the softmax and, with a mask, by dropout, and read with the values.
@@ -98,7 +98,7 @@ def expert_products_traffic(shape: Shape) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     matrices, number = 3 if shape.gated else 2, held.number
     read = shape.quantized.mean(number, shape.quantized.recipe.number) if shape.quantized else number
-    visits = experts.share * experts.topk * shape.tokens / held.context / held.tensor * experts.tensor
+    visits = experts.share * experts.visits * shape.tokens / held.context / held.tensor * experts.tensor
     width = experts.ffn / experts.tensor
     weights = experts.share * experts.count / experts.parallel * matrices * shape.hidden * width
     ins, outs = shape.hidden + width, shape.hidden + (matrices - 1) * width  # numbers of a visit
@@ -114,7 +114,7 @@ def expert_traffic(shape: Shape) -> tuple[float, float]:
     if experts is None:
         return 0.0, 0.0
     before, width = 2 if shape.gated else 1, experts.mean_visited_ffn
-    copied = _COPIES / 2 * experts.share * experts.topk * shape.hidden
+    copied = _COPIES / 2 * experts.share * experts.visits * shape.hidden
     each = held.of_cut_layers * held.number * shape.tokens
     return each * ((before + 1) * width + copied), each * ((2 * before + 1) * width + copied)
 

@@ -283,6 +283,8 @@ MEGATRON = {
         predicted("--window-size", "keys before and behind its own that a token reads, such as 128,0; -1 for all", window),
         predicted("--window-attn-skip-freq", "all keys in every Nth layer, or a list with 1 (window) or 0", layer_pattern),
         predicted("--attention-backend", "kernels of attention", ["auto", "flash", "fused", "unfused", "local"], "auto"),
+        predicted("--softmax-type", "attention sinks: learnable has a number for each head",
+            ["vanilla", "off-by-one", "learnable"], "vanilla"),
         predicted("--attention-softmax-in-fp32", "softmax in float32; no bytes, where attention is fused"),
         predicted("--cross-entropy-loss-fusion", "cross entropy in one kernel"),
         predicted("--cross-entropy-fusion-impl", "whose", ["native", "te"], "native"),
@@ -302,6 +304,9 @@ MEGATRON = {
             layer_pattern, 1, metavar="N"),
         add("--moe-ffn-hidden-size", "width of an expert; --ffn-hidden-size when not given", positive_int),
         add("--moe-shared-expert-intermediate-size", "width of the experts that see every token", positive_int),
+        predicted("--moe-shared-expert-overlap", "these beside the exchange of the other experts' tokens"),
+        # Not of Megatron-LM, whose routers decide.
+        predicted("--moe-load-factor", "tokens of the rank with most, over the mean", positive_float, 1.0),
         add("--moe-grouped-gemm", "all experts of a rank in one product"),
         add("--moe-router-topk", "experts per token", positive_int, 2),
         add("--moe-router-score-function", "score of an expert", ["softmax", "sigmoid"], "softmax"),

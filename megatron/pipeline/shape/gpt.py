@@ -10,7 +10,7 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron.pipeline.shape.holding import Holding
+from megatron.pipeline.shape.holding import ITERATION, LAYERS, Holding, graphed, graphs
 from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, MLP, Hybrid, Mixer
 from megatron.pipeline.shape.precision import Quantized
 from megatron.pipeline.shape.windows import Windows
@@ -49,6 +49,9 @@ class Experts:
         gathered: every rank gets the tokens of all that share the experts, instead of those for its own experts alone.
         once: a token goes to a node once, and to each rank there once: DeepEP, HybridEP.
         graphs: CUDA graphs launch the rest of such a layer; None where they launch its experts as well.
+        load: tokens that visit the experts of the rank with most, over the mean over all ranks.
+        grouped: all experts of a rank are one product, instead of one after another.
+        beside: experts that every token passes run beside the exchange of tokens.
     """
 
     layers: tuple[bool, ...]
@@ -62,6 +65,9 @@ class Experts:
     gathered: bool = False
     once: bool = False
     graphs: bool | None = False
+    load: float = 1.0
+    grouped: bool = True
+    beside: bool = False
 
     @classmethod
     def of(cls, args: Namespace) -> Experts | None:
@@ -80,7 +86,15 @@ class Experts:
             args.moe_token_dispatcher_type == "allgather",
             args.moe_token_dispatcher_type == "flex",
             _graphs(args),
+            _load(args),
+            args.moe_grouped_gemm,
+            getattr(args, "moe_shared_expert_overlap", False),
         )
+
+    @property
+    def visits(self) -> float:
+        """Experts that a token visits, on the rank with most of such tokens."""
+        return self.topk * self.load
 
     @property
     def share(self) -> float:
@@ -90,12 +104,12 @@ class Experts:
     @property
     def mean_routed_ffn(self) -> float:
         """Width of the experts that a token passes, as a mean over all layers."""
-        return self.share * (self.topk * self.ffn + self.shared_ffn)
+        return self.share * (self.visits * self.ffn + self.shared_ffn)
 
     @property
     def mean_visited_ffn(self) -> float:
         """The same without the experts that every token passes."""
-        return self.share * self.topk * self.ffn
+        return self.share * self.visits * self.ffn
 
     @property
     def mean_ffn(self) -> float:
@@ -103,11 +117,17 @@ class Experts:
         return self.mean_routed_ffn + (1 - self.share) * self.dense_ffn
 
 
+def _load(args: Namespace) -> float:
+    """Load of the rank with most tokens: as it is stated, or as far as the capacity of experts lets it be."""
+    load, capacity = getattr(args, "moe_load_factor", 1.0), args.moe_expert_capacity_factor
+    if capacity is None:
+        return load
+    return capacity if args.moe_pad_expert_input_to_capacity else min(load, capacity)
+
+
 def _graphs(args: Namespace) -> bool | None:
-    kind = getattr(args, "cuda_graph_impl", "none") or "none"
-    parts = {str(getattr(part, "name", part)) for part in getattr(args, "cuda_graph_scope", None) or ()}
-    whole = kind == "full_iteration" or (kind != "none" and bool(parts & {"full_iteration", "moe"}))
-    return None if whole else kind != "none"
+    kind = graphs(args)
+    return None if kind == ITERATION or (kind == LAYERS and "moe" in graphed(args)) else kind == LAYERS
 
 
 def have_experts(args: Namespace) -> tuple[bool, ...]:
@@ -180,6 +200,7 @@ class Shape:
         holding: how a rank holds its share of the activations.
         quantized: which linears are in fewer than 16 bits, if any.
         windows: how many keys attention reads in every layer, if not all.
+        sinks: parameters of attention sinks, one for each head.
         hybrid: what every layer is, if not attention and an MLP or experts.
     """
 
@@ -205,6 +226,7 @@ class Shape:
     quantized: Quantized | None = None
     windows: Windows | None = None
     hybrid: Hybrid | None = None
+    sinks: int = 0
 
     @classmethod
     def plain(cls, layers: int, hidden: int, heads: int, seq: int, vocabulary: int, microbatch: int = 1) -> Shape:
@@ -244,6 +266,7 @@ class Shape:
             quantized=Quantized.of(args),
             windows=Windows.of(args),
             hybrid=hybrid,
+            sinks=args.num_attention_heads if getattr(args, "softmax_type", None) == "learnable" else 0,
         )
         return replace(shape, ffn=shape._mean_ffn(args.ffn_hidden_size)) if hybrid else shape
 
@@ -438,8 +461,11 @@ def row_work(shape: Shape) -> float:
 def training_operations(shape: Shape, causal: bool = False) -> float:
     """Operations of one microbatch through the whole model, forwards and backwards, without recomputation.
 
-    Narayanan et al. (appendix) without their activation recomputation: 72blsh^2 (1 + s/6h + V/12lh).
+    Narayanan et al. (appendix) without their activation recomputation: 72blsh^2 (1 + s/6h + V/12lh). Experts are equally loaded.
     """
+    if shape.experts:
+        shape = replace(shape, experts=replace(shape.experts, load=1.0))
+        shape = replace(shape, ffn=shape._mean_ffn(shape.dense_ffn))
     return layer_work(shape, causal).times(shape.layers).total + output_work(shape).total
 
 
