@@ -26,6 +26,7 @@ _OFF = {"none", "None", "0", "False"}
 def add_upstream(parser: argparse.ArgumentParser) -> None:
     """Add to a parser the flags, and to its own flags the names and values, that it lacks; their values are not checked."""
     known = parser._option_string_actions
+    known["--seed"].type = str  # of which nothing that is predicted depends
     for row in table("upstream"):
         own = next((known[name] for name in row["names"] if name in known), None)
         if own is not None:
@@ -81,6 +82,8 @@ def settle(args: Namespace) -> list[str]:
         values = getattr(args, dest) if isinstance(getattr(args, dest), list) else [getattr(args, dest)]
         if action.choices and any(value is not None and value not in action.choices for value in values):
             given[f"{action.option_strings[0][2:]}={' '.join(map(str, values))}"] = True
+    for name in ("pipeline_model_parallel_layout", "hybrid_layer_pattern"):  # which a shell would read otherwise
+        setattr(args, name, getattr(args, name) and getattr(args, name).replace("\\", ""))
     effects = table("effects")
     for name, value in given.items():
         alike: Any = next((row for pattern, row in effects["as"].items() if fnmatch(name, pattern)), {})

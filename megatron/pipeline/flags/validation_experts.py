@@ -47,7 +47,8 @@ def check_experts(args: Namespace, world_size: int, elsewhere: bool = False) -> 
         )
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         raise ValueError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
-    refuse(of_flags(args), WRONG)
+    if not elsewhere:
+        refuse(of_flags(args), WRONG)
     if args.add_bias_linear and tensor > 1:
         whole = " or --expert-tensor-parallel-size 1" if parallel > 1 else ""
         raise ValueError(f"experts with biases cannot be cut into {tensor}: give --disable-bias-linear{whole}")
