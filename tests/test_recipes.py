@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
+from argparse import Namespace
+from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.costmodel.parameters import total_parameters
+from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.shape.gpt import Shape
 
 # Sizes of published models, and billions of parameters; DeepSeek-V3's with the layer of multi-token prediction.
@@ -123,3 +129,57 @@ def test_a_value_that_needs_running_is_refused(tmp_path: Path, capsys: pytest.Ca
     file.write_text(SCRIPT.replace("TP=2", "TP=$(nproc)"))
     assert main(["memory", "--config", str(file)]) == 2
     assert "--tensor-model-parallel-size $" in capsys.readouterr().err
+
+
+class _Backend(Enum):
+    fused = 2
+
+
+def test_a_recipe_of_bridge_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stand-in for Bridge's package, whose recipe has the sections and names of settings that Bridge's have."""
+    model = Namespace(
+        num_layers=8, hidden_size=1024, num_attention_heads=16, num_query_groups=4, ffn_hidden_size=4096, kv_channels=64,
+        seq_length=2048, gated_linear_unit=True, add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0,
+        attention_dropout=0.0, position_embedding_type="rope", share_embeddings_and_output_weights=False, vocab_size=32000,
+        num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512, moe_layer_freq=[0, *[1] * 7], moe_grouped_gemm=True,
+        expert_model_parallel_size=2, moe_token_dispatcher_type="flex", pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1, mtp_num_layers=0, attention_backend=_Backend.fused,
+        recompute_granularity="selective", recompute_modules=["moe_act"], window_size=(128, 0), window_attn_skip_freq=2,
+        pipeline_model_parallel_layout=None,
+    )  # fmt: skip
+    recipe = Namespace(
+        model=model,
+        train=Namespace(micro_batch_size=1, global_batch_size=64),
+        ddp=Namespace(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, grad_reduce_in_fp32=False
+        ),
+        optimizer=Namespace(optimizer="adam", use_precision_aware_optimizer=True, exp_avg_dtype=torch.bfloat16, lr=3e-4),
+        mixed_precision="bf16_with_mxfp8_mixed",
+        tokenizer=Namespace(vocab_size=None),
+    )
+    precision = Namespace(bf16=True, fp8="e4m3", fp8_recipe="mxfp8", fp8_param_gather=True)
+    package, mixed = ModuleType("megatron.bridge.recipes"), ModuleType("megatron.bridge.training.mixed_precision")
+    vars(package)["tiny_pretrain_config"] = lambda: recipe
+    vars(mixed)["get_mixed_precision_config"] = {"bf16_with_mxfp8_mixed": precision}.__getitem__
+    for module in (package, mixed):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    flags = (
+        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --group-query-attention --num-query-groups 4 --swiglu "
+        "--ffn-hidden-size 4096 --kv-channels 64 --seq-length 2048 --disable-bias-linear --normalization RMSNorm --bf16 "
+        "--hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope --untie-embeddings-and-output-weights "
+        "--vocab-size 32000 --tokenizer-type HuggingFaceTokenizer --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 "
+        "--moe-layer-freq ([0]+[1]*7) --moe-grouped-gemm --expert-model-parallel-size 2 --moe-token-dispatcher-type flex "
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --attention-backend fused "
+        "--recompute-granularity selective --recompute-modules moe_act --window-size 128,0 --window-attn-skip-freq 2 "
+        "--micro-batch-size 1 --global-batch-size 64 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --fp8-format e4m3 --fp8-recipe mxfp8 "
+        "--fp8-param-gather --lr 3e-4"
+    )
+    same = ["--pipeline-schedule", "stock"]
+    named = vars(parse(["--config", "bridge:tiny_pretrain_config", *same], predicts=True))
+    given = vars(parse([*flags.split(), *same], predicts=True))
+    assert named | {"config": None} == given
+    model.pipeline_model_parallel_layout = [["embedding", "decoder"], *[["decoder"]] * 6, ["decoder", "loss"]]
+    assert [rank.layers for rank in predicted(["--config", "bridge:tiny_pretrain_config", *same], world_size=8).ranks] == [2] * 4
+    assert main(["memory", "--config", "bridge:another_config"]) == 2
+    assert "have no another_config" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from tune.small import A100, FLAGS, candidate, layouts, result
 from megatron.pipeline.cli.memory import predicted, quietly
 from megatron.pipeline.costmodel import activations, traffic
 from megatron.pipeline.costmodel.device import Link
-from megatron.pipeline.costmodel.estimate import estimate, layer_parts
+from megatron.pipeline.costmodel.estimate import estimate, launch_seconds, layer_parts, layer_seconds
 from megatron.pipeline.costmodel.links import Links, exchange_seconds
 from megatron.pipeline.costmodel.memory import expert_copies
 from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
@@ -275,3 +275,47 @@ def test_flags_give_the_shape_of_latent_attention() -> None:
     shape = Shape.of(predicted(["--config", str(path), "--global-batch-size", "32"], 16).args)
     assert (shape.latent, shape.heads, shape.head_width, shape.queries, shape.attended) == (LATENT, 128, 192, 24576, 16384)
     assert shape.experts and sum(shape.experts.layers) == 58 and not any(shape.experts.layers[:3])
+
+
+def test_the_rank_with_most_tokens_sets_the_pace() -> None:
+    """A load of 1.5 lets experts' products, activations and exchanges take 1.5 times as long; weights and operations stay."""
+    given, links = replace(DEEPSEEK, quantized=None), Links.within(A100)
+    more = replace(given, experts=replace(OF_DEEPSEEK, load=1.5))
+    assert gpt.expert_work(more).forward == pytest.approx(1.5 * gpt.expert_work(given).forward)
+    assert exchange_seconds(more, links) == pytest.approx(1.5 * exchange_seconds(given, links), rel=0.01)
+    more = replace(more, ffn=more.experts.mean_ffn)  # type: ignore[union-attr]
+    assert activations.layer_activation(more) > activations.layer_activation(given)
+    assert gpt.training_operations(more) == pytest.approx(gpt.training_operations(given))
+    assert layer_parameters(more, 0) == layer_parameters(given, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "load"),
+    [("", 1), ("--moe-load-factor 1.4", 1.4), ("--moe-load-factor 1.4 --moe-expert-capacity-factor 1.25", 1.25),
+     ("--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity", 2)],
+)  # fmt: skip
+def test_capacity_limits_the_load(flags: str, load: float) -> None:
+    line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1 --num-experts 8 "
+    more = f"--tokenizer-type NullTokenizer --vocab-size 1000 --global-batch-size 4 --pipeline-schedule stock {flags}"
+    experts = Shape.of(predicted([*line.split(), *more.split()]).args).experts
+    assert experts and experts.load == load
+
+
+def test_shared_experts_run_beside_the_exchange() -> None:
+    """Of which they hide as much as they take; without an exchange nothing changes."""
+    links = Links.of(A100, 4, 1, 1, 8, 8, 1)
+    plain = layer_seconds(DEEPSEEK, A100, links)
+    beside = layer_seconds(replace(DEEPSEEK, experts=replace(OF_DEEPSEEK, beside=True)), A100, links)
+    shared = 2 * DEEPSEEK.tokens * DEEPSEEK.hidden * 3 * OF_DEEPSEEK.shared_ffn * DEEPSEEK.holding.of_cut_layers
+    hidden = min(A100.seconds(shared), 2 * exchange_seconds(DEEPSEEK, links) / A100.beside_communication)
+    assert plain.forward - beside.forward == pytest.approx(hidden)
+    alone = [replace(DEEPSEEK, experts=replace(OF_DEEPSEEK, parallel=1, beside=each)) for each in (False, True)]
+    assert layer_seconds(alone[0], A100, links) == layer_seconds(alone[1], A100, links)
+
+
+def test_experts_one_after_another_keep_the_host_busy() -> None:
+    """Small ones: launching them takes longer than they do; grouped, in 16 bits, it does not."""
+    few = replace(DEEPSEEK, microbatch=1, seq=64, quantized=None)
+    assert launch_seconds(few).forward == 0
+    single = replace(few, experts=replace(OF_DEEPSEEK, grouped=False))
+    assert launch_seconds(single).forward == pytest.approx(2 * 8e-5 * 256 / 8)

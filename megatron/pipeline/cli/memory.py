@@ -20,13 +20,14 @@ from megatron.pipeline.costmodel import ranges
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
-from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
+from megatron.pipeline.flags.flags import STOCK_1F1B, given, neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
 from megatron.pipeline.flags.upstream import settle
 from megatron.pipeline.planning.request import MOST_RANKS
-from megatron.pipeline.schedule.core.names import OFF
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.hybrid import FLAGS
 from megatron.pipeline.view.table import plain_table
 
 ENOUGH = 16  # microbatches for each rank, to plan for
@@ -187,6 +188,9 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
 
     args = parse(flags, predicts=True)
     read, not_modelled = settle(args)
+    if (hybrid := given(read, *FLAGS)) and not given(read, "pipeline_schedule"):
+        read |= {"pipeline_schedule": STOCK}
+        not_modelled.append(f"{hybrid[0]}: our schedules do not place its layers: predicted under megatron-core's own")
     return read | neutral(Role.FILES) | {"not_modelled": not_modelled} | changes
 
 

@@ -19,10 +19,12 @@ from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.costmodel.ranges import Range
+from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Flags
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.hybrid import FLAGS
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
@@ -123,16 +125,16 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResult, SearchResult]:
-    """Ours, and those that megatron-core's own schedules can run.
+    """Ours, and those that megatron-core's own schedules can run: of a hybrid model, in both, which ours do not place.
 
     Raises:
         ValueError: nothing fits, or nothing was found before the search had to end.
         SystemExit: a process died.
     """
-    seconds = options.seconds or float("inf")
+    seconds, hybrid = options.seconds or float("inf"), bool(given(layouts.base, *FLAGS))
     try:
         with Progress("planning schedules") as progress:
-            ours = search(layouts, False, BEST, options.processes, options.work, seconds, progress)
+            ours = search(layouts, hybrid, BEST, options.processes, options.work, seconds, progress)
         if not ours.results and ours.left_out:
             limit = f"--seconds {options.seconds}" if ours.stopped else f"--work {options.work}"
             raise ValueError(
@@ -141,6 +143,8 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
             )
         if not ours.results:
             raise ValueError(_fits_nowhere(layouts, ours))
+        if hybrid:
+            return ours, ours
         with Progress("planning stock's") as progress:
             return ours, search(layouts, True, 3, options.processes, options.work, seconds, progress)
     except BrokenProcessPool:
@@ -208,6 +212,8 @@ def base_flags(flags: list[str], gpu: Device | None = None) -> Flags:
     base = read_flags(flags)
     if not base.global_batch_size:
         raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
+    if base.hybrid_layer_pattern:
+        base |= {"hybrid_layer_pattern": base.hybrid_layer_pattern.replace("|", "")}  # stages are searched
     layers = gpu.layers if gpu else ()
     unfused = bool(layers) and not any(layer.fused for layer in layers)
     engine = base.transformer_impl or (LOCAL if unfused else "transformer_engine")

@@ -21,6 +21,7 @@ _LAUNCHES = "the host launches every kernel: slower where passes are so short th
 
 _excluded = partial(Row, other="ours", instead="leave it out, or take --pipeline-schedule stock")
 YAML = (_excluded("yaml_cfg", reason="replaces all flags, ours too", instead="give flags, or a --config file of flags"),)
+HYBRID = tuple(_excluded(f"hybrid_{name}", reason=_HYBRID) for name in ("layer_pattern", "override_pattern"))
 # Settings of megatron-core and Megatron-LM that every schedule of ours excludes.
 EXCLUDED = (
     _excluded("use_torch_fsdp2", reason=_WEIGHTS),
@@ -43,8 +44,7 @@ EXCLUDED = (
     _excluded("use_grouped_gemm_for_shared_expert", reason=_FUSED, price=_KERNELS),
     _excluded("inprocess_restart", reason="restarts ranks that fail within their processes, which our watchdog ends",
         price="a rank that fails ends all, and the training has to be started again from its last checkpoint"),
-    _excluded("hybrid_layer_pattern", reason=_HYBRID),
-    _excluded("hybrid_override_pattern", reason=_HYBRID),
+    *HYBRID,
     _excluded("moe_paged_stash", reason=_ORDER, price="experts' activations take memory as tokens come"),
     _excluded("overlap_dispatch_backward_with_experts_wgrad",
         reason="delays the experts' weight gradients on a stream of its own; W delays them as the schedule says",

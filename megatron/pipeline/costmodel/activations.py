@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.holding import SINGLE
+from megatron.pipeline.shape.hybrid import EXPERTS, MLP
 
 
 class Held(NamedTuple):
@@ -64,7 +65,8 @@ def layer_activation(shape: Shape) -> float:
     """
     more = shape.keys_and_values - shape.projected_keys_and_values
     normalised = shape.queries_and_keys if shape.qk_norm and not shape.latent else 0
-    numbers = _weighed(shape) + shape.tokens * (normalised + more) * shape.holding.of_cut_layers
+    mixed = sum(share * mixer.kept for share, mixer in shape.mixers)
+    numbers = _weighed(shape) + shape.tokens * (shape.attention * (normalised + more) + mixed) * shape.holding.of_cut_layers
     return shape.holding.number * numbers + layer_masks(shape) + attention_matrices(shape) + _quantized(shape)
 
 
@@ -88,31 +90,29 @@ def _quantized(shape: Shape) -> float:
     quantized, held = shape.quantized, shape.holding
     if quantized is None:
         return 0.0
-    dense = 1 - shape.experts.share if shape.experts else 1.0  # experts' input is what is dispatched; a router's is in 16 bits
-    whole = (1 + dense) * shape.hidden + (shape.latent.normalised if shape.latent else 0)
-    inputs = whole * held.of_whole_layers + (shape.ffn + _dispatched(shape)) * held.of_cut_layers
+    # Experts' input is what is dispatched; a router's is in 16 bits.
+    whole = (shape.parts - shape.share(EXPERTS)) * shape.hidden
+    whole += shape.attention * shape.latent.normalised if shape.latent else 0
+    mixed = sum(share * mixer.mixed for share, mixer in shape.mixers)
+    inputs = whole * held.of_whole_layers + (shape.ffn + mixed + _dispatched(shape)) * held.of_cut_layers
     own = quantized.recipe.number
-    more = (own - held.number) * inputs + own * shape.attended * held.of_cut_layers
+    more = (own - held.number) * inputs + own * shape.attention * shape.attended * held.of_cut_layers
     return shape.tokens * quantized.mean(0.0, more)
 
 
 def _weighed(shape: Shape) -> float:
     """Numbers of ``layer_retained``."""
     narrow = shape.latent.width + shape.latent.normalised if shape.latent else 0
-    whole = 4 * shape.hidden + narrow
-    cut = (
-        shape.attended
-        + shape.queries
-        + shape.projected_keys_and_values
-        + (3 if shape.gated else 2) * shape.ffn
-        + 2 * _dispatched(shape)
-    )
+    whole = 2 * shape.parts * shape.hidden + shape.attention * narrow
+    cut = shape.attention * (shape.attended + shape.queries + shape.projected_keys_and_values)
+    cut += (3 if shape.gated else 2) * shape.ffn + 2 * _dispatched(shape)
+    cut += sum(share * (mixer.projected + mixer.mixed) for share, mixer in shape.mixers)
     return shape.tokens * (whole * shape.holding.of_whole_layers + cut * shape.holding.of_cut_layers)
 
 
 def layer_masks(shape: Shape) -> float:
     """Bytes of a layer's two dropout masks: 2sbh."""
-    return 2 * shape.tokens * shape.hidden * shape.holding.of_whole_layers if shape.holding.hidden_masks else 0.0
+    return shape.parts * shape.tokens * shape.hidden * shape.holding.of_whole_layers if shape.holding.hidden_masks else 0.0
 
 
 def attention_matrices(shape: Shape) -> float:
@@ -127,7 +127,7 @@ def attention_matrices(shape: Shape) -> float:
     softmax = _softmax_number(shape)
     each = softmax + (held.number + 1 if held.attention_masks else held.number * (softmax > held.number))
     repeated = held.number * (shape.queries + shape.attended - shape.keys_and_values)
-    return shape.tokens * (each * shape.seq * shape.heads + repeated) * held.of_cut_layers
+    return shape.tokens * shape.attention * (each * shape.seq * shape.heads + repeated) * held.of_cut_layers
 
 
 def layer_checkpoint(shape: Shape) -> float:
@@ -146,7 +146,7 @@ def layer_checkpoint(shape: Shape) -> float:
         cut["moe_act"] = shape.experts.mean_visited_ffn if shape.experts else 0.0
         cut["shared_experts"] = matrices * (routed - cut["moe_act"])
     if shape.latent:
-        cut["mla_up_proj"] = shape.queries + shape.keys_and_values
+        cut["mla_up_proj"] = shape.attention * (shape.queries + shape.keys_and_values)
     gone = shape.tokens * held.number * held.of_cut_layers * sum(cut[name] for name in held.recomputed & cut.keys())
     if "layernorm" in held.recomputed:
         gone += shape.norms_alone * hidden_bytes(shape)
@@ -157,13 +157,15 @@ def layer_checkpoint(shape: Shape) -> float:
 
 def layer_temporary(shape: Shape, overlap: bool = False) -> float:
     """Bytes that B of a layer needs for a moment: gradients on both sides of the MLP's activation, of hidden states, and of
-    attention's matrices where these stand. Or, if these are more, what experts' all-to-alls send and receive.
+    attention's matrices where these stand; or of what another kind of layer makes. Or, if these are more, what experts'
+    all-to-alls send and receive.
 
     Args:
         overlap: whether all-to-alls of one microbatch run while another one computes: both then need theirs at once.
     """
     held = shape.holding
-    mlp = held.number * (3 if shape.gated else 2) * shape.ffn * held.of_cut_layers
+    widest = max([shape.ffn / (shape.share(MLP) + shape.share(EXPERTS) or 1), *(mixer.projected for _, mixer in shape.mixers)])
+    mlp = held.number * (3 if shape.gated else 2) * widest * held.of_cut_layers
     matrices = 2 * _softmax_number(shape) * shape.seq * shape.heads * held.of_cut_layers if held.attention_matrices else 0.0
     computing, exchanging = shape.tokens * (mlp + matrices), exchanged_bytes(shape)
     return (computing + exchanging if overlap else max(computing, exchanging)) + 2 * hidden_bytes(shape)
@@ -174,7 +176,7 @@ def exchanged_bytes(shape: Shape) -> float:
     experts = shape.experts
     if not experts or experts.parallel == 1:
         return 0.0
-    sent, received = (1, experts.parallel) if experts.gathered else (experts.topk, experts.topk)
+    sent, received = (1, experts.parallel) if experts.gathered else (experts.topk, experts.visits)
     return hidden_bytes(shape) * (sent + received * experts.tensor)
 
 
@@ -221,4 +223,4 @@ def _softmax_number(shape: Shape) -> int:
 
 def _dispatched(shape: Shape) -> float:
     """Width of what goes to experts for every token, as a mean over the layers; ranks that share each expert all get it."""
-    return shape.experts.share * shape.experts.topk * shape.hidden * shape.experts.tensor if shape.experts else 0.0
+    return shape.experts.share * shape.experts.visits * shape.hidden * shape.experts.tensor if shape.experts else 0.0

@@ -25,6 +25,7 @@ from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.stage_costs import PARTS
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape, Work
+from megatron.pipeline.shape.hybrid import MLP
 from megatron.pipeline.shape.shards import Shards
 
 # Seconds of the host in F, B and W of a layer with experts, and for a product of one expert with its casts: chosen together with
@@ -63,8 +64,7 @@ def estimate(
         parts = {name: slower * part for name, part in layer_parts(one, device, links).items()}
         return seconds, slower * saved_seconds(one, device, links), recomputed_seconds(one, device, seconds), parts
 
-    def stage(first: int, count: int, gap: float = 0.0) -> StageCosts:
-        one = shape.of_layers(first, count)
+    def stage(one: Shape, count: int, gap: float = 0.0) -> StageCosts:
         seconds, saved, remade, parts = of_layer(one)
         waits = Work(gap, gap, device.latency if gap else 0.0)
         held = activations.held_by_stage(one, count, split)
@@ -74,7 +74,8 @@ def estimate(
             known |= dict(zip(("behind", "saved"), (slower * value * count for value in shielding), strict=True))
         return replace(costs, recompute=remade * count, **known)
 
-    stages = [stage(first, count, gap) for first, count in zip(accumulate(layers, initial=0), layers, strict=False)]
+    firsts = accumulate(layers, initial=0)
+    stages = [stage(shape.of_layers(first, count), count, gap) for first, count in zip(firsts, layers, strict=False)]
     copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
     if vocabulary is not None:
         shards = shard_costs(shape, placement.ranks, device, vocabulary, links)
@@ -82,7 +83,7 @@ def estimate(
     ends = [(0, embedding_costs(shape, device)), (placement.last_stage, output_costs(shape, device))]
     # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
     ends += shape.further * [
-        (placement.last_stage, stage(shape.layers - 1, 1)),
+        (placement.last_stage, stage(shape.predictor, shape.predictor.layers)),
         (placement.last_stage, output_costs(shape, device)),
     ]
     for index, more in ends:
@@ -94,11 +95,21 @@ def estimate(
 def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
     """Seconds of F, B and W of one layer, on one of the ranks that share it."""
     attention = _attention(shape, device)
-    waits = layer_communication(shape, links, (attention.forward, attention.backward))
+    waits = layer_communication(shape, links, (attention.forward, attention.backward), _beside_exchange(shape, device))
     measured = measured_layer(shape, device)
     own = computing_seconds(shape, device) if measured is None else measured.work
     own = own.plus(Work(*waits, 0.0))
     return Work(*map(max, own, launch_seconds(shape)))
+
+
+def _beside_exchange(shape: Shape, device: Device) -> tuple[float, float]:
+    """Seconds of F and B of the experts that every token passes, where these run beside the exchange of the others' tokens."""
+    experts = shape.experts
+    if not (experts and experts.beside):
+        return 0.0, 0.0
+    operations = 2 * shape.tokens * shape.hidden * (3 if shape.gated else 2) * experts.share * experts.shared_ffn
+    each = _linears(shape, device, operations * shape.holding.of_cut_layers)
+    return each, each
 
 
 def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
@@ -109,11 +120,12 @@ def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
     of ``megatron.core.tensor_parallel.layers``. A sum is an all-reduce, or a reduce-scatter under sequence parallelism, which is
     half of one. B alone has nothing to hide it behind. Latent attention and experts count as if nothing were hidden.
     """
-    columns = [] if shape.latent else [float(shape.queries + shape.keys_and_values)]
+    columns = [] if shape.latent else [(shape.attention, float(shape.queries + shape.keys_and_values))]
     if shape.experts is None:
-        columns.append((2 if shape.gated else 1) * shape.ffn)
-    each = _sum_seconds(shape, links)
-    return sum(links.hides(each, product) for product in _products(shape, device, columns))
+        columns.append((shape.share(MLP), (2 if shape.gated else 1) * shape.dense_ffn))
+    columns += [(share, float(mixer.projected)) for share, mixer in shape.mixers]
+    products, each = _products(shape, device, [width for _, width in columns]), _sum_seconds(shape, links)
+    return sum(share * links.hides(each, product) for (share, _), product in zip(columns, products, strict=True))
 
 
 def shielded_seconds(shape: Shape, device: Device, links: Links) -> tuple[float, float] | None:
@@ -123,7 +135,7 @@ def shielded_seconds(shape: Shape, device: Device, links: Links) -> tuple[float,
     (``saved_seconds``). None where there is none to hide. Where the layer was measured, they are as large a share of W as by the
     formulas.
     """
-    if shape.latent or shape.holding.tensor == 1:
+    if shape.latent or shape.hybrid or shape.holding.tensor == 1:
         return None
     measured = measured_layer(shape, device)
     scale = measured.work.weight / computing_seconds(shape, device).weight if measured else 1.0
@@ -189,7 +201,7 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
         if name in held.recomputed:
             operations += 2 * shape.tokens * shape.hidden * width * (3 if shape.gated else 2)
     if "mla_up_proj" in held.recomputed:
-        operations += 2 * shape.tokens * shape.widening_weights
+        operations += 2 * shape.tokens * shape.attention * shape.widening_weights
     moved = 0.0  # what norms and activation functions read and write
     if "layernorm" in held.recomputed:
         moved += 2 * shape.norms_alone * activations.hidden_bytes(shape)
@@ -204,7 +216,7 @@ def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
     """Measurement of a layer of this size, if there is one."""
     held = shape.holding
     wanted = layer_size(shape)
-    if held.context > 1 or shape.latent:
+    if held.context > 1 or shape.latent or shape.hybrid:
         return None
     return next((layer for layer in device.layers if layer.size == wanted), None)
 
@@ -279,18 +291,20 @@ def _thin(shape: Shape, device: Device) -> Work:
 
 
 def launch_seconds(shape: Shape) -> Work:
-    """Seconds in which the host launches the kernels of a layer with experts whose linears are in fewer than 16 bits.
+    """Seconds in which the host launches the kernels of a layer with experts whose linears are in fewer than 16 bits, or run one
+    after another.
 
     It waits for the router's numbers of tokens in every pass, so no kernels are queued ahead, and launches products, and what
     casts their inputs, expert by expert. CUDA graphs launch what they have at once. Of other layers it is not known; GPUs that
     were fitted have more to do there.
     """
-    experts, quantized = shape.experts, shape.quantized
-    if experts is None or quantized is None or experts.graphs is None:
+    experts, quantized = shape.experts, shape.quantized.share if shape.quantized else 0.0
+    if experts is None or experts.graphs is None:
         return Work(0.0, 0.0, 0.0)
     products = 2 * PRODUCT * experts.count / experts.parallel  # the gate's is one with the other before the activation
-    own = (0.0 if experts.graphs else seconds for seconds in LAYER)
-    return Work(*(experts.share * quantized.share * (products + seconds) for seconds in own))
+    one_by_one = quantized if experts.grouped else 1.0
+    own = (0.0 if experts.graphs else quantized * seconds for seconds in LAYER)
+    return Work(*(experts.share * (one_by_one * products + seconds) for seconds in own))
 
 
 def _linear_work(shape: Shape, device: Device, work: Work) -> Work:

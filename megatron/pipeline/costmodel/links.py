@@ -175,7 +175,9 @@ def collective_seconds(kind: str, size: float, ranks: int, link: Link, spread: S
     return link.seconds(size)
 
 
-def layer_communication(shape: Shape, links: Links, attention: tuple[float, float]) -> tuple[float, float]:
+def layer_communication(
+    shape: Shape, links: Links, attention: tuple[float, float], beside: tuple[float, float] = (0.0, 0.0)
+) -> tuple[float, float]:
     """Seconds that F and B of a layer wait for the ranks that share it.
 
     Tensor parallelism: two all-reduces in each, or as much as an all-gather and a reduce-scatter under sequence parallelism
@@ -185,15 +187,21 @@ def layer_communication(shape: Shape, links: Links, attention: tuple[float, floa
 
     Args:
         attention: seconds of F and B of attention alone.
+        beside: of what runs beside the exchange of tokens.
     """
     held, experts = shape.holding, shape.experts
     hidden = held.number * shape.tokens * shape.hidden / held.context
     visited = experts.share if experts and not experts.shared_ffn else 0.0  # of the MLPs, by some tokens alone
-    tensor = (2 - visited) * links.tensor.all_reduce(hidden, held.tensor)
-    around = links.context.all_gather(held.number * shape.tokens * shape.keys_and_values / held.tensor, held.context)
+    tensor = (shape.parts - visited) * links.tensor.all_reduce(hidden, held.tensor)
+    around = shape.attention * links.context.all_gather(
+        held.number * shape.tokens * shape.keys_and_values / held.tensor, held.context
+    )
     exchanged = 2 * exchange_seconds(shape, links)
-    waits = [each - links.hides(each, seconds) for each, seconds in zip((around, 2 * around), attention, strict=True)]
-    return tensor + exchanged + waits[0], tensor + exchanged + waits[1]
+    forward, backward = (
+        each - links.hides(each, seconds) + exchanged - links.hides(exchanged, more)
+        for each, seconds, more in zip((around, 2 * around), attention, beside, strict=True)
+    )
+    return tensor + forward, tensor + backward
 
 
 def exchange_seconds(shape: Shape, links: Links) -> float:
@@ -210,9 +218,9 @@ def exchange_seconds(shape: Shape, links: Links) -> float:
         ranks = experts.parallel
         across, sent = links.experts.all_gather(ranks * own, ranks), ranks * own
     else:
-        sent = experts.topk * own
+        sent = experts.visits * own  # or received: by the rank with most of them
         spread, ranks = links.expert, experts.parallel
-        across = spread.visits(own, ranks, experts.topk) if experts.once else spread.all_to_all(sent, ranks)
+        across = spread.visits(experts.load * own, ranks, experts.topk) if experts.once else spread.all_to_all(sent, ranks)
     parts = links.expert_tensor.all_gather(experts.tensor * sent, experts.tensor) if held.sequence_parallel else 0.0
     return experts.share * (across + parts)
 

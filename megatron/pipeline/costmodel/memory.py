@@ -47,7 +47,7 @@ class RankMemory:
         state: weights, gradients and optimizer state.
         activations: at their peak.
         microbatches: that are held then, from F to W, a chunk of several counting as its part.
-        temporary: in addition to the activations, or the excess of the optimizer's step over them.
+        temporary: in addition to the activations, or the excess of the optimizer's step over them; and of CUDA graphs.
         workspaces: of libraries, a part of ``OVERHEAD`` that torch allocates.
     """
 
@@ -104,6 +104,7 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Dev
     costs = estimate(shape, placement, layers, gpu, schedule.vocabulary, split)
     held = activation_peaks(schedule, costs)
     all_fixed = fixed_memory(args, placement, layers, schedule.vocabulary)
+    graphed = activations.hidden_bytes(shape) if shape.holding.layer_graphs else 0.0
     return [
         RankMemory(
             layers=sum(layers[stage] for stage in stages),
@@ -111,7 +112,8 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Dev
             state=fixed.state,
             activations=peak,
             microbatches=held_then,
-            temporary=max(fixed.temporary, step_bytes(args, fixed.count) - peak),
+            temporary=max(fixed.temporary, step_bytes(args, fixed.count) - peak)
+            + graphed * held_then * sum(layers[stage] for stage in stages),
             workspaces=gpu.grouped_workspaces if args.moe_grouped_gemm else gpu.workspaces,
         )
         for stages, fixed, peak, held_then in zip(placement.stages, all_fixed, held, microbatches, strict=True)

@@ -10,6 +10,7 @@ from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.holding import Holding
+from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, MLP
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def parameters(
         if shape.further and first != last:
             dense[last] += matrix  # embeddings of the tokens that are predicted from
     for _ in range(shape.further):
-        counts[last] += layer_parameters(shape, shape.layers - 1)
+        predictor = shape.predictor
+        counts[last] += sum((layer_parameters(predictor, layer) for layer in range(predictor.layers)), Parameters())
         # Three norms, and the product of hidden states and embeddings side by side.
         dense[last] += 3 * shape.norm * shape.hidden + 2 * shape.hidden**2 // shape.holding.tensor
     return [count + Parameters(more) for count, more in zip(counts, dense, strict=True)]
@@ -79,21 +81,28 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
 
     Tensor-parallel ranks each have the norms, and the biases of outputs that they add up.
     """
-    hidden, tensor, experts = shape.hidden, shape.holding.tensor, shape.experts
-    cut = shape.cut_attention_weights + (shape.queries + shape.projected_keys_and_values if shape.qkv_bias else 0)
-    whole = shape.latent_weights + 2 * shape.norm * hidden + (hidden if shape.biases else 0)
-    if shape.qk_norm:
-        whole += shape.norm * (shape.latent.normalised if shape.latent else 2 * shape.head_width)
+    hidden, tensor, experts, symbols = shape.hidden, shape.holding.tensor, shape.experts, shape.symbols(layer)
+    cut, whole, routed = 0, len(symbols) * shape.norm * hidden, 0
+    if ATTENTION in symbols:
+        cut += (
+            shape.sinks + shape.cut_attention_weights + (shape.queries + shape.projected_keys_and_values if shape.qkv_bias else 0)
+        )
+        whole += shape.latent_weights + (hidden if shape.biases else 0)
+        if shape.qk_norm:
+            whole += shape.norm * (shape.latent.normalised if shape.latent else 2 * shape.head_width)
+    for symbol, mixer in shape.hybrid.mixers if shape.hybrid else ():
+        if symbol in symbols:
+            cut += hidden * (mixer.projected + mixer.mixed) + mixer.parameters
+    if experts and EXPERTS in symbols:
+        width = experts.shared_ffn
+        whole += experts.count * (hidden + (1 if shape.biases else 0))  # the router
+        expert_cut, expert_whole = _mlp(shape, experts.ffn)
+        routed = experts.count // experts.parallel * (expert_cut // experts.tensor + expert_whole)
+    else:
+        width = round(shape.dense_ffn) if MLP in symbols else 0
+    shared, bias = _mlp(shape, width) if width else (0, 0)
+    dense = (cut + shared) // tensor + whole + bias
     in_fewer_bits = shape.quantized is not None and shape.quantized.layers[layer]
-    if experts is None or not experts.layers[layer]:
-        mlp_cut, mlp_whole = _mlp(shape, experts.dense_ffn if experts else int(shape.ffn))
-        dense = (cut + mlp_cut) // tensor + whole + mlp_whole
-        return Parameters(dense, 0, in_fewer_bits * dense, dense)
-    shared, shared_bias = _mlp(shape, experts.shared_ffn) if experts.shared_ffn else (0, 0)
-    router = experts.count * (hidden + (1 if shape.biases else 0))
-    expert_cut, expert_whole = _mlp(shape, experts.ffn)
-    routed = experts.count // experts.parallel * (expert_cut // experts.tensor + expert_whole)
-    dense = (cut + shared) // tensor + whole + shared_bias + router
     return Parameters(dense, routed, in_fewer_bits * (dense + routed), dense + routed)
 
 

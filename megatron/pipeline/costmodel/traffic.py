@@ -31,29 +31,32 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
     - experts' tokens are read and written on their way there and back, ``_COPIES`` times.
     """
     held, number = shape.holding, shape.holding.number
-    before, heads = (2 if shape.gated else 1) * shape.ffn, shape.queries_and_keys
-    masks = 2 * held.hidden_masks / number
-    whole_forward, whole_backward = (2 * 2 + 2 * 3) * shape.hidden, (2 * 5 + 2 * 5) * shape.hidden
-    cut_forward, cut_backward = before + shape.ffn + 2 * heads, 2 * before + shape.ffn + 2 * heads
+    share, parts = shape.attention, shape.parts
+    before, heads = (2 if shape.gated else 1) * shape.ffn, share * shape.queries_and_keys
+    masks = parts * held.hidden_masks / number
+    whole_forward, whole_backward = parts * (2.0 + 3) * shape.hidden, parts * (5.0 + 5) * shape.hidden
+    mixed_forward, mixed_backward = (sum(part * mixer.moved[way] for part, mixer in shape.mixers) for way in (0, 1))
+    cut_forward = before + shape.ffn + 2 * heads + mixed_forward
+    cut_backward = 2 * before + shape.ffn + 2 * heads + mixed_backward
     if shape.biases:
-        whole_backward += 2 * shape.hidden
+        whole_backward += parts * shape.hidden
         cut_backward += before
     if shape.qkv_bias:
-        cut_forward += 2 * (shape.queries + shape.keys_and_values)
-        cut_backward += shape.queries + shape.keys_and_values
+        cut_forward += 2 * share * (shape.queries + shape.keys_and_values)
+        cut_backward += share * (shape.queries + shape.keys_and_values)
     if shape.qk_norm and shape.latent:
-        whole_forward += 2 * shape.latent.normalised
-        whole_backward += 5 * shape.latent.normalised
+        whole_forward += 2 * share * shape.latent.normalised
+        whole_backward += 5 * share * shape.latent.normalised
     elif shape.qk_norm:
         cut_forward, cut_backward = cut_forward + 2 * heads, cut_backward + 5 * heads
     if shape.experts:
-        routed = shape.experts.share * shape.experts.topk * shape.hidden
+        routed = shape.experts.share * shape.experts.visits * shape.hidden
         cut_forward, cut_backward = cut_forward + _COPIES * routed, cut_backward + _COPIES * routed
     if held.attention_matrices:
         # Scores are written, read and written by the softmax and, with a mask, by dropout, and read with the values.
         dropped = (2 + 1 / number) * held.attention_masks
-        cut_forward += shape.seq * shape.heads * (4 + dropped)
-        cut_backward += shape.seq * shape.heads * (7 + dropped)
+        cut_forward += share * shape.seq * shape.heads * (4 + dropped)
+        cut_backward += share * shape.seq * shape.heads * (7 + dropped)
     whole, cut = held.of_whole_layers * number * shape.tokens, held.of_cut_layers * number * shape.tokens
     cast_forward, cast_backward = cast_traffic(shape)
     return (
@@ -73,11 +76,14 @@ def cast_traffic(shape: Shape) -> tuple[float, float]:
         return 0.0, 0.0
     latent, experts = shape.latent, shape.experts
     ffn = shape.ffn - (experts.mean_visited_ffn if experts else 0.0)
-    normed, made = (latent.normalised, latent.width) if latent else (0, 0)
+    share, first = shape.attention, shape.parts * shape.hidden
+    normed, made = (share * latent.normalised, share * latent.width) if latent else (0, 0)
+    mixed = sum(part * mixer.mixed for part, mixer in shape.mixers)
+    projected = sum(part * mixer.projected for part, mixer in shape.mixers)
     each = shape.tokens * quantized.share * (quantized.recipe.reads * held.number + quantized.recipe.weight)
-    forward = (2 * shape.hidden + normed) * held.of_whole_layers + (shape.attended + ffn) * held.of_cut_layers
-    heads = shape.queries + shape.projected_keys_and_values
-    backward = (2 * shape.hidden + made) * held.of_whole_layers + (heads + (2 if shape.gated else 1) * ffn) * held.of_cut_layers
+    forward = (first + normed) * held.of_whole_layers + (share * shape.attended + mixed + ffn) * held.of_cut_layers
+    heads = share * (shape.queries + shape.projected_keys_and_values) + projected
+    backward = (first + made) * held.of_whole_layers + (heads + (2 if shape.gated else 1) * ffn) * held.of_cut_layers
     return each * forward, each * backward
 
 
@@ -92,7 +98,7 @@ def expert_products_traffic(shape: Shape) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     matrices, number = 3 if shape.gated else 2, held.number
     read = shape.quantized.mean(number, shape.quantized.recipe.number) if shape.quantized else number
-    visits = experts.share * experts.topk * shape.tokens / held.context / held.tensor * experts.tensor
+    visits = experts.share * experts.visits * shape.tokens / held.context / held.tensor * experts.tensor
     width = experts.ffn / experts.tensor
     weights = experts.share * experts.count / experts.parallel * matrices * shape.hidden * width
     ins, outs = shape.hidden + width, shape.hidden + (matrices - 1) * width  # numbers of a visit
@@ -108,7 +114,7 @@ def expert_traffic(shape: Shape) -> tuple[float, float]:
     if experts is None:
         return 0.0, 0.0
     before, width = 2 if shape.gated else 1, experts.mean_visited_ffn
-    copied = _COPIES / 2 * experts.share * experts.topk * shape.hidden
+    copied = _COPIES / 2 * experts.share * experts.visits * shape.hidden
     each = held.of_cut_layers * held.number * shape.tokens
     return each * ((before + 1) * width + copied), each * ((2 * before + 1) * width + copied)
 

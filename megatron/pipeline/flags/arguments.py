@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron.pipeline.flags import fork_flags, recipes, support, upstream
-from megatron.pipeline.flags.flags import MEGATRON
+from megatron.pipeline.flags import bridge, fork_flags, recipes, support, upstream
+from megatron.pipeline.flags.flags import MEGATRON, actions
 from megatron.pipeline.flags.settings import NEW, Flags, add_flags
 from megatron.pipeline.schedule.core.reading import content_of
 
@@ -108,13 +108,17 @@ def _parser() -> _FlagParser:
 
 def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool) -> list[str]:
     """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
+    content: Any
     try:
-        text = content_of(path)
-        if predicts and path.endswith(".sh"):
-            return recipes.of_script(text, parser)
-        content = yaml.load(text, yaml.SafeLoader if predicts and recipes.TESTS in text else _Loader)
-        if predicts and isinstance(content, dict):
-            content = recipes.flags_in(content)
+        if predicts and path.startswith(bridge.SCHEME):
+            content = bridge.flags_of(path.removeprefix(bridge.SCHEME), actions())
+        else:
+            text = content_of(path)
+            if predicts and path.endswith(".sh"):
+                return recipes.of_script(text, parser)
+            content = yaml.load(text, yaml.SafeLoader if predicts and recipes.TESTS in text else _Loader)
+            if predicts and isinstance(content, dict):
+                content = recipes.flags_in(content)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
     except RecursionError:

@@ -27,6 +27,7 @@ _OFF = {"none", "None", "0", "False"}
 def add_upstream(parser: argparse.ArgumentParser) -> None:
     """Add to a parser the flags, and to its own flags the names and values, that it lacks; their values are not checked."""
     known = parser._option_string_actions
+    known["--seed"].type = str  # of which nothing that is predicted depends
     for row in table("upstream"):
         own = next((known[name] for name in row["names"] if name in known), None)
         if own is not None:
@@ -84,6 +85,8 @@ def settle(args: Flags) -> tuple[Flags, list[str]]:
         values = getattr(args, dest) if isinstance(getattr(args, dest), list) else [getattr(args, dest)]
         if action.choices and any(value is not None and value not in action.choices for value in values):
             given[f"{action.option_strings[0][2:]}={' '.join(map(str, values))}"] = True
+    for name in ("pipeline_model_parallel_layout", "hybrid_layer_pattern"):  # which a shell would read otherwise
+        args |= {name: getattr(args, name) and getattr(args, name).replace("\\", "")}
     effects = table("effects")
     for name, value in given.items():
         alike: Any = next((row for pattern, row in effects["as"].items() if fnmatch(name, pattern)), {})
@@ -95,7 +98,8 @@ def settle(args: Flags) -> tuple[Flags, list[str]]:
               if getattr(args, dest) != action.default}  # fmt: skip
     notes = []
     for row in effects["differs"]:
-        on = [name for name, value in given.items() if str(value) not in _OFF | set(row.get("unless", ()))]
+        off = [*_OFF, *row.get("unless", ())]
+        on = [name for name, value in given.items() if not any(fnmatch(str(value), pattern) for pattern in off)]
         if found := [f"--{name.replace('=', ' ')}" for name in on if any(fnmatch(name, pattern) for pattern in row["flags"])]:
             notes.append(f"{', '.join(found)}: {row['effect']}")
     return args, notes

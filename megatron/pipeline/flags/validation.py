@@ -18,6 +18,7 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation_experts import check_grouped_experts, of_experts
 from megatron.pipeline.flags.validation_files import check_outputs, of_data
+from megatron.pipeline.flags.validation_hybrid import of_hybrid
 from megatron.pipeline.flags.validation_latent import check_latent
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal, of_replicas
 from megatron.pipeline.model import te_linear
@@ -37,8 +38,9 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     Raises:
         ValueError: the flags contradict each other; the message has the numbers and what to change.
     """
+    args = of_hybrid(Settings.of(args))
     _check_required(args, () if elsewhere else ("train_iters", "lr"))
-    settings = of_replicas(Settings.of(args), world_size)
+    settings = of_replicas(args, world_size)
     world_size *= settings.rehearsal.share
     settings = _of_platform(settings, elsewhere)
     settings = _of_parallel_sizes(settings, world_size)

@@ -40,7 +40,7 @@ def of_experts(args: Settings, world_size: int, elsewhere: bool = False) -> Sett
         raise ValueError(
             f"--moe-ffn-hidden-size {args.moe_ffn_hidden_size} is not a multiple of --expert-tensor-parallel-size {tensor}"
         )
-    refuse(of_flags(args), EXPERTS, WRONG)
+    refuse(of_flags(args), EXPERTS, *(() if elsewhere else (WRONG,)))
     if args.add_bias_linear and tensor > 1:
         whole = " or --expert-tensor-parallel-size 1" if parallel > 1 else ""
         raise ValueError(f"experts with biases cannot be cut into {tensor}: give --disable-bias-linear{whole}")

@@ -10,7 +10,8 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron.pipeline.shape.holding import Holding
+from megatron.pipeline.shape.holding import ITERATION, LAYERS, Holding, graphed, graphs
+from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, MLP, Hybrid, Mixer
 from megatron.pipeline.shape.precision import Quantized
 from megatron.pipeline.shape.windows import Windows
 
@@ -48,6 +49,9 @@ class Experts:
         gathered: every rank gets the tokens of all that share the experts, instead of those for its own experts alone.
         once: a token goes to a node once, and to each rank there once: DeepEP, HybridEP.
         graphs: CUDA graphs launch the rest of such a layer; None where they launch its experts as well.
+        load: tokens that visit the experts of the rank with most, over the mean over all ranks.
+        grouped: all experts of a rank are one product, instead of one after another.
+        beside: experts that every token passes run beside the exchange of tokens.
     """
 
     layers: tuple[bool, ...]
@@ -61,6 +65,9 @@ class Experts:
     gathered: bool = False
     once: bool = False
     graphs: bool | None = False
+    load: float = 1.0
+    grouped: bool = True
+    beside: bool = False
 
     @classmethod
     def of(cls, args: Namespace) -> Experts | None:
@@ -79,7 +86,15 @@ class Experts:
             args.moe_token_dispatcher_type == "allgather",
             args.moe_token_dispatcher_type == "flex",
             _graphs(args),
+            _load(args),
+            args.moe_grouped_gemm,
+            getattr(args, "moe_shared_expert_overlap", False),
         )
+
+    @property
+    def visits(self) -> float:
+        """Experts that a token visits, on the rank with most of such tokens."""
+        return self.topk * self.load
 
     @property
     def share(self) -> float:
@@ -89,12 +104,12 @@ class Experts:
     @property
     def mean_routed_ffn(self) -> float:
         """Width of the experts that a token passes, as a mean over all layers."""
-        return self.share * (self.topk * self.ffn + self.shared_ffn)
+        return self.share * (self.visits * self.ffn + self.shared_ffn)
 
     @property
     def mean_visited_ffn(self) -> float:
         """The same without the experts that every token passes."""
-        return self.share * self.topk * self.ffn
+        return self.share * self.visits * self.ffn
 
     @property
     def mean_ffn(self) -> float:
@@ -102,18 +117,26 @@ class Experts:
         return self.mean_routed_ffn + (1 - self.share) * self.dense_ffn
 
 
+def _load(args: Namespace) -> float:
+    """Load of the rank with most tokens: as it is stated, or as far as the capacity of experts lets it be."""
+    load, capacity = getattr(args, "moe_load_factor", 1.0), args.moe_expert_capacity_factor
+    if capacity is None:
+        return load
+    return capacity if args.moe_pad_expert_input_to_capacity else min(load, capacity)
+
+
 def _graphs(args: Namespace) -> bool | None:
-    kind = getattr(args, "cuda_graph_impl", "none") or "none"
-    parts = {str(getattr(part, "name", part)) for part in getattr(args, "cuda_graph_scope", None) or ()}
-    whole = kind == "full_iteration" or (kind != "none" and bool(parts & {"full_iteration", "moe"}))
-    return None if whole else kind != "none"
+    kind = graphs(args)
+    return None if kind == ITERATION or (kind == LAYERS and "moe" in graphed(args)) else kind == LAYERS
 
 
 def have_experts(args: Namespace) -> tuple[bool, ...]:
     """Tell of each layer if it has experts, from Megatron-LM's flags after ``validate``."""
-    every = args.moe_layer_freq
+    every, hybrid = args.moe_layer_freq, Hybrid.of(args)
     if not args.num_experts:
         return (False,) * args.num_layers
+    if hybrid:
+        return tuple(symbol == EXPERTS for symbol in hybrid.layers)
     return tuple(layer % every == 0 for layer in range(args.num_layers)) if isinstance(every, int) else tuple(map(bool, every))
 
 
@@ -177,6 +200,8 @@ class Shape:
         holding: how a rank holds its share of the activations.
         quantized: which linears are in fewer than 16 bits, if any.
         windows: how many keys attention reads in every layer, if not all.
+        sinks: parameters of attention sinks, one for each head.
+        hybrid: what every layer is, if not attention and an MLP or experts.
     """
 
     layers: int
@@ -200,6 +225,8 @@ class Shape:
     holding: Holding = _WHOLE
     quantized: Quantized | None = None
     windows: Windows | None = None
+    hybrid: Hybrid | None = None
+    sinks: int = 0
 
     @classmethod
     def plain(cls, layers: int, hidden: int, heads: int, seq: int, vocabulary: int, microbatch: int = 1) -> Shape:
@@ -215,8 +242,8 @@ class Shape:
     @classmethod
     def of(cls, args: Namespace) -> Shape:
         """From Megatron-LM's flags after ``validate``, ``padded_vocab_size`` included."""
-        experts, latent = Experts.of(args), Latent.of(args)
-        return cls(
+        experts, latent, hybrid = Experts.of(args), Latent.of(args), Hybrid.of(args)
+        shape = cls(
             layers=args.num_layers,
             hidden=args.hidden_size,
             heads=args.num_attention_heads,
@@ -238,7 +265,63 @@ class Shape:
             holding=Holding.of(args),
             quantized=Quantized.of(args),
             windows=Windows.of(args),
+            hybrid=hybrid,
+            sinks=args.num_attention_heads if getattr(args, "softmax_type", None) == "learnable" else 0,
         )
+        return replace(shape, ffn=shape._mean_ffn(args.ffn_hidden_size)) if hybrid else shape
+
+    def share(self, symbol: str) -> float:
+        """Share of the layers with a part of a kind: attention and an MLP, or experts, are in each one unless it is hybrid."""
+        if self.hybrid:
+            return self.hybrid.share(symbol)
+        experts = self.experts.share if self.experts else 0.0
+        return {ATTENTION: 1.0, MLP: 1 - experts, EXPERTS: experts}[symbol]
+
+    def symbols(self, layer: int) -> tuple[str, ...]:
+        """Parts of one layer, counted from 0."""
+        if self.hybrid:
+            return (self.hybrid.layers[layer],)
+        return ATTENTION, EXPERTS if self.experts and self.experts.layers[layer] else MLP
+
+    @property
+    def attention(self) -> float:
+        """Share of the layers that have attention."""
+        return self.share(ATTENTION)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a layer, each with a norm before it and added to the residual stream."""
+        return 1 if self.hybrid else 2
+
+    @property
+    def mixers(self) -> list[tuple[float, Mixer]]:
+        """Other kinds of layers, each with its share of them."""
+        return [(self.hybrid.share(symbol), mixer) for symbol, mixer in self.hybrid.mixers] if self.hybrid else []
+
+    @property
+    def predictor(self) -> Shape:
+        """The layers of one step of multi-token prediction: one that is as the last, or those of a hybrid model's pattern."""
+        last = self.of_layers(self.layers - 1, 1)
+        if not (self.hybrid and self.hybrid.predictor):
+            return replace(last, layers=1)
+        symbols = self.hybrid.predictor
+        own: dict[str, Any] = {"layers": len(symbols), "hybrid": replace(self.hybrid, layers=symbols)}
+        if self.experts:
+            own["experts"] = replace(self.experts, layers=tuple(symbol == EXPERTS for symbol in symbols))
+        if last.quantized:
+            own["quantized"] = replace(last.quantized, layers=last.quantized.layers[-1:] * len(symbols))
+        found = replace(last, **own)
+        return replace(found, ffn=found._mean_ffn(self.dense_ffn))
+
+    @property
+    def dense_ffn(self) -> float:
+        """Width of an MLP in the layers that have one."""
+        if self.experts:
+            return self.experts.dense_ffn
+        return self.ffn / self.share(MLP) if self.ffn else 0.0
+
+    def _mean_ffn(self, dense: float) -> float:
+        return self.share(MLP) * dense + (self.experts.mean_routed_ffn if self.experts else 0.0)
 
     @property
     def tokens(self) -> int:
@@ -301,13 +384,15 @@ class Shape:
         unless two of them do, as in multi-latent attention, or experts.
         """
         if not self.holding.fused_norms:
-            return 2.0
-        return (self.latent is not None) + (self.experts.share if self.experts else 0.0)
+            return float(self.parts)
+        return self.attention * (self.latent is not None) + self.share(EXPERTS)
 
     @property
     def layer_weights(self) -> float:
         """Weights of a layer's matrices that a token meets: 12h^2 of a plain GPT."""
-        return self.latent_weights + self.cut_attention_weights + self.hidden * (3 if self.gated else 2) * self.ffn
+        mixers = sum(share * self.hidden * (mixer.projected + mixer.mixed) for share, mixer in self.mixers)
+        attention = self.attention * (self.latent_weights + self.cut_attention_weights)
+        return attention + mixers + self.hidden * (3 if self.gated else 2) * self.ffn
 
     @property
     def keys(self) -> float:
@@ -317,11 +402,12 @@ class Shape:
     def of_layers(self, first: int, count: int) -> Shape:
         """The same with means over some layers alone, of all that differs from layer to layer."""
         own: dict[str, Any] = {}
-        for name in ("experts", "quantized", "windows"):
+        for name in ("experts", "quantized", "windows", "hybrid"):
             kinds: Any = getattr(self, name)
             if count and kinds and len(set(kinds.layers)) > 1:
                 own[name] = replace(kinds, layers=kinds.layers[first : first + count])
-        return replace(self, **own, ffn=own["experts"].mean_ffn if "experts" in own else self.ffn) if own else self
+        found = replace(self, **own) if own else self
+        return replace(found, ffn=found._mean_ffn(self.dense_ffn)) if own.keys() & {"experts", "hybrid"} else found
 
 
 def layer_work(shape: Shape, causal: bool = False) -> Work:
@@ -343,9 +429,10 @@ def linear_work(shape: Shape) -> Work:
 
 
 def attention_work(shape: Shape, causal: bool = False) -> Work:
-    """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h."""
-    each = 2 * shape.tokens * shape.keys * (shape.queries + shape.attended) * (0.5 if causal else 1.0)
-    return Work(each, 2 * each, 0.0)
+    """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h; and of ``Mixer.operations``."""
+    each = 2 * shape.attention * shape.keys * (shape.queries + shape.attended) * (0.5 if causal else 1.0)
+    forward, backward = (sum(share * mixer.operations[way] for share, mixer in shape.mixers) for way in (0, 1))
+    return Work(shape.tokens * (each + forward), shape.tokens * (2 * each + backward), 0.0)
 
 
 def attention_share(shape: Shape) -> float:
@@ -374,8 +461,11 @@ def row_work(shape: Shape) -> float:
 def training_operations(shape: Shape, causal: bool = False) -> float:
     """Operations of one microbatch through the whole model, forwards and backwards, without recomputation.
 
-    Narayanan et al. (appendix) without their activation recomputation: 72blsh^2 (1 + s/6h + V/12lh).
+    Narayanan et al. (appendix) without their activation recomputation: 72blsh^2 (1 + s/6h + V/12lh). Experts are equally loaded.
     """
+    if shape.experts:
+        shape = replace(shape, experts=replace(shape.experts, load=1.0))
+        shape = replace(shape, ffn=shape._mean_ffn(shape.dense_ffn))
     return layer_work(shape, causal).times(shape.layers).total + output_work(shape).total
 
 

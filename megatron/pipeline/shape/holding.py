@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron.pipeline.shape.precision import HALF
 
 SINGLE = 4  # bytes of a number in float32; HALF: in fp16 or bf16
+NOTHING, LAYERS, ITERATION = "none", "layers", "full_iteration"  # what CUDA graphs launch at once
 _FUSED_KEYS = {"local": 4096, "transformer_engine": 16384}  # the most that the kernels of softmax take
 
 
@@ -29,6 +30,8 @@ class Holding:
         recomputed: what B makes again in every layer, by the names of ``--recompute-modules``.
         recompute_layers: layers of a unit of which F keeps the input alone; 0 where no whole layers are made again.
         recompute_first: recompute only this number of first layers of a chunk, each a unit of its own.
+        layer_graphs: CUDA graphs launch single layers. For a layer and a microbatch that is held there is one, which keeps the
+            gradient of its output: an estimate.
         logits_limit: bytes in float32 above which a shard of a spread vocabulary does not keep its logits.
     """
 
@@ -47,6 +50,7 @@ class Holding:
     recomputed: frozenset[str] = frozenset()
     recompute_layers: int = 0
     recompute_first: bool = False
+    layer_graphs: bool = False
     logits_limit: int | None = None
 
     @classmethod
@@ -70,6 +74,7 @@ class Holding:
             recomputed=frozenset(modules if args.recompute_granularity == "selective" else ()),
             recompute_layers=args.recompute_num_layers or 0,
             recompute_first=args.recompute_method == "block",
+            layer_graphs=graphs(args) == LAYERS,
             logits_limit=args.vocabulary.logits_limit,
         )
 
@@ -87,6 +92,19 @@ class Holding:
     def of_cut_layers(self) -> float:
         """The share of what they cut by heads and by the width of the MLP."""
         return 1 / (self.context * self.tensor)
+
+
+def graphs(args: Namespace) -> str:
+    """What CUDA graphs launch at once: ``NOTHING``, ``LAYERS``, or the whole ``ITERATION``."""
+    kind = getattr(args, "cuda_graph_impl", "none") or "none"
+    if kind in (NOTHING, ITERATION):
+        return kind
+    return ITERATION if ITERATION in graphed(args) else LAYERS
+
+
+def graphed(args: Namespace) -> set[str]:
+    """Parts of layers that CUDA graphs launch, by the names of ``--cuda-graph-scope``."""
+    return {str(getattr(part, "name", part)) for part in getattr(args, "cuda_graph_scope", None) or ()}
 
 
 def fuses_attention(args: Namespace) -> bool:

@@ -1,0 +1,93 @@
+"""A training's flags from a recipe of Megatron-Bridge: a function without arguments that returns a container of settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from enum import Enum
+from importlib import import_module
+from typing import Any
+
+SCHEME = "bridge:"
+_PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
+_SECTIONS = ("model", "train", "ddp", "optimizer", "mixed_precision", "comm_overlap")  # the first that has a setting counts
+_NAMES = {  # of settings, where ours are others
+    "num_experts": "num_moe_experts",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "swiglu": "gated_linear_unit",
+    "main_grads": "main_grads_dtype",
+    "main_params": "main_params_dtype",
+    "exp_avg": "exp_avg_dtype",
+    "exp_avg_sq": "exp_avg_sq_dtype",
+}
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of a stage's parts
+_TYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
+
+
+def flags_of(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
+    """Flags without dashes, with their values, of a recipe.
+
+    Args:
+        name: of a function of Bridge's recipes, or ``MODULE:FUNCTION``.
+        actions: the flags that are read, by name.
+
+    Raises:
+        ValueError: Bridge is not installed, or has no such recipe.
+    """
+    recipe = _named(name)()
+    parts = (getattr(recipe, section, None) for section in _SECTIONS)
+    sections = [_precision(part) if isinstance(part, str) else part for part in parts if part is not None]
+
+    def setting(name: str) -> Any:
+        found = (getattr(part, one, None) for part in sections for one in (_NAMES.get(name, name), name))
+        return next((value for value in found if value is not None), None)
+
+    vocabulary = setting("vocab_size") or getattr(getattr(recipe, "tokenizer", None), "vocab_size", None)
+    values = {name: _plain(setting(name), action) for name, action in actions.items() if name != "config"} | {
+        "group_query_attention": bool(setting("num_query_groups")),
+        "untie_embeddings_and_output_weights": setting("share_embeddings_and_output_weights") is False,
+        "grad_reduce_in_bf16": setting("grad_reduce_in_fp32") is False,
+        "hybrid_layer_pattern": setting("hybrid_layer_pattern") or setting("hybrid_override_pattern"),
+        "squared_relu": getattr(setting("activation_func"), "__name__", "") == "squared_relu",
+        "mtp_num_layers": setting("mtp_num_layers") or None,
+        "vocab_size": vocabulary,
+        "tokenizer_type": "HuggingFaceTokenizer" if vocabulary else None,  # of which the size is all that is read
+    }
+    found = {}
+    for flag, value in values.items():
+        action = actions[flag]
+        if value is not None and value != action.default and (action.nargs != 0 or value is action.const):
+            found[action.option_strings[0][2:]] = True if action.nargs == 0 else value
+    return found
+
+
+def _named(name: str) -> Callable[[], Any]:
+    module, _, function = name.rpartition(":")
+    tried = (module,) if module else _PACKAGES
+    missing = ""
+    for each in tried:
+        try:
+            found = getattr(import_module(each), function, None)
+        except ImportError as error:
+            missing = f" ({error})"
+            continue
+        if callable(found):
+            return found
+    raise ValueError(
+        f"{' and '.join(tried)} {'has' if len(tried) == 1 else 'have'} no {function}{missing}: install "
+        "megatron-bridge, and give the name of a recipe such as llama3_8b_pretrain_config, or MODULE:FUNCTION"
+    )
+
+
+def _precision(name: str) -> Any:
+    return import_module("megatron.bridge.training.mixed_precision").get_mixed_precision_config(name)
+
+
+def _plain(value: Any, action: argparse.Action) -> Any:
+    """A setting as a flag's value."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list | tuple) and action.nargs is None:  # of layers, of a window's sides, or of stages
+        rows = ["".join(_LETTERS[part] for part in row) for row in value if isinstance(row, list)]
+        return "|".join(rows) or (str(value) if isinstance(value, list) else ",".join(map(str, value)))
+    return _TYPES.get(str(value), value)

@@ -1,0 +1,63 @@
+"""Flags of hybrid models, whose layers a pattern lists: part of ``validation.validate``."""
+
+from __future__ import annotations
+
+from megatron.pipeline.combinations.rows import HYBRID
+from megatron.pipeline.combinations.table import refuse
+from megatron.pipeline.flags.facts import of_flags
+from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, KINDS, MLP
+
+_KNOWN = (*KINDS, ATTENTION, MLP, EXPERTS)
+
+
+def of_hybrid(args: Settings) -> Settings:
+    """Settings with what the pattern of layers says: layers, stages, and layers that predict further.
+
+    Megatron-LM's patterns have a symbol for every layer, ``|`` between stages, and behind each ``/`` the layers that predict one
+    token further. Up to release 0.16 shares of attention and of MLPs may stand in the place of a pattern.
+
+    Raises:
+        ValueError: a symbol is unknown, the pattern is of another number of layers, or the schedule is ours; says what to change.
+    """
+    pattern = _pattern(args)
+    if pattern is None:
+        return args
+    args |= {"hybrid_layer_pattern": pattern}
+    refuse(of_flags(args), HYBRID)
+    main, *further = pattern.split("/")
+    if unknown := sorted(set(pattern) - {*_KNOWN, "|", "/"}):
+        raise ValueError(
+            f"a pattern of layers with {' and '.join(unknown)}: known are {' '.join(_KNOWN)} (Mamba-2, attention, "
+            "MLP, experts), | between stages, / before layers that predict further"
+        )
+    if len(set(further)) > 1 or "|" in "".join(further):
+        raise ValueError(f"a pattern of layers that predicts further by {' and '.join(further)}: give all of them alike")
+    stages = main.split("|")
+    layers = sum(map(len, stages))
+    if args.num_layers not in (None, layers):
+        raise ValueError(f"--num-layers {args.num_layers}: the pattern has {layers} layers: give one of them, or make them equal")
+    if EXPERTS in pattern and not args.num_experts:
+        raise ValueError(f"a pattern with experts ({EXPERTS}) needs --num-experts")
+    predicting = len(further) or args.mtp_num_layers
+    args |= {"num_layers": layers, "mtp_num_layers": predicting}
+    if len(stages) > 1:
+        rows = ["t" * len(stage) for stage in stages]
+        rows[0], rows[-1] = "E" + rows[0], rows[-1] + "m" * (predicting or 0) + "L"
+        args |= {"pipeline_model_parallel_layout": "|".join(rows)}
+    return args
+
+
+def _pattern(args: Settings) -> str | None:
+    if args.hybrid_layer_pattern:
+        return str(args.hybrid_layer_pattern)
+    shares = args.hybrid_attention_ratio, args.hybrid_mlp_ratio
+    if not (args.is_hybrid_model or any(shares)) or not args.num_layers:
+        return None
+    symbols = ["M"] * args.num_layers
+    for symbol, share in zip((ATTENTION, MLP), shares, strict=True):  # as evenly as they go, the latter between the former
+        free = [layer for layer, other in enumerate(symbols) if other == "M"]
+        count = round(share * args.num_layers)
+        for index in range(count):
+            symbols[free[round((index + 1) * len(free) / (count + 1)) - (symbol == ATTENTION)]] = symbol
+    return "".join(symbols)

@@ -1,0 +1,123 @@
+"""Predictions of hybrid models: sizes of Mamba-2, patterns as each release writes them, and refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.cli.memory import Prediction, predicted
+from megatron.pipeline.costmodel.activations import layer_activation, layer_retained
+from megatron.pipeline.costmodel.device import named
+from megatron.pipeline.costmodel.estimate import computing_seconds
+from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
+from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.holding import Holding
+from megatron.pipeline.shape.hybrid import Hybrid
+from megatron.pipeline.shape.mamba import Mamba
+
+H100 = named("H100-80GB")
+MAMBA = Mamba(heads=128, head_width=64, groups=8, state=128)
+# Nemotron-H-8B (arXiv 2504.03624), as Megatron-LM 0.16 has its flags.
+PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+NEMOTRON = (
+    "--hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --ffn-hidden-size 21504 "
+    "--kv-channels 128 --seq-length 8192 --micro-batch-size 1 --global-batch-size 8 --squared-relu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type none --vocab-size 131072 --bf16 "
+    "--tokenizer-type NullTokenizer --mamba-num-heads 128 --hidden-dropout 0 --attention-dropout 0 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4"
+)
+OLD = f"{NEMOTRON} --num-layers 52 --is-hybrid-model --mamba-state-dim 128 --mamba-head-dim 64 --mamba-num-groups 8"
+
+
+def of(flags: str, *more: str) -> Prediction:
+    return predicted([*flags.split(), *more])
+
+
+def hybrid(layers: str, **changes: object) -> Shape:
+    plain = Shape(len(layers), 4096, 32, 8, 128, 0.0, False, 8192, 1, 1024, norm=1, holding=Holding(hidden_masks=False))
+    shape = replace(plain, hybrid=Hybrid(tuple(layers), (), (("M", MAMBA),)), **changes)  # type: ignore[arg-type]
+    return replace(shape, ffn=shape.share("-") * 21504 + (shape.experts.mean_routed_ffn if shape.experts else 0))
+
+
+def test_parameters_are_those_of_the_paper() -> None:
+    """By hand: 109.6, 41.9 and 176.2 million of each kind of layer; 8.1 billion together."""
+    inner, made = 8192, 2 * 8192 + 2 * 8 * 128 + 128
+    mamba = 4096 * (made + inner) + 5 * (inner + 2048) + 3 * 128 + inner + 4096
+    shape = hybrid("M*-")
+    assert [layer_parameters(shape, layer).total for layer in range(3)] == [
+        mamba, 4096 * 128 * (2 * 32 + 2 * 8) + 4096, 2 * 4096 * 21504 + 4096,
+    ]  # fmt: skip
+    whole = total_parameters(Shape.of(of(OLD, "--hybrid-override-pattern", PATTERN).args), tied=False)
+    assert whole == pytest.approx(8.1e9, rel=0.01)
+
+
+def test_each_kind_holds_its_own() -> None:
+    """A layer of each kind holds what it would alone, and their mean is what a stage with all of them holds."""
+    alone = [hybrid(symbol) for symbol in "M*-"]
+    mamba = 2 * 8192 * (2 * 4096 + MAMBA.projected + MAMBA.mixed)
+    assert layer_retained(alone[0]) == mamba
+    assert layer_activation(alone[0]) == mamba + 2 * 8192 * 2 * MAMBA.mixed
+    assert layer_activation(hybrid("M*-")) == pytest.approx(sum(map(layer_activation, alone)) / 3)
+    seconds = [computing_seconds(shape, H100).total for shape in alone]
+    assert computing_seconds(hybrid("M*-"), H100).total == pytest.approx(sum(seconds) / 3)
+    longer = [computing_seconds(replace(shape, seq=16384), H100).total for shape in alone]
+    assert longer[0] == pytest.approx(2 * seconds[0]) and longer[1] > 2.2 * seconds[1]  # attention alone grows faster
+
+
+def test_attention_and_an_mlp_are_a_transformer_layer() -> None:
+    """``*-`` and ``*E`` are a GPT's layers, half a layer each."""
+    experts = Experts((True,), 8, 2, 1024, 0, 21504)
+    for symbols, experts_of in (("*-", None), ("*E", experts)):
+        plain = replace(
+            hybrid(symbols), hybrid=None, layers=1, ffn=experts.mean_ffn if experts_of else 21504.0, experts=experts_of
+        )
+        halves = hybrid(symbols, experts=experts_of and replace(experts_of, layers=(False, True)))
+        for number in (layer_activation, layer_retained):
+            assert 2 * number(halves) == pytest.approx(number(plain))
+        assert 2 * computing_seconds(halves, H100).total == pytest.approx(computing_seconds(plain, H100).total)
+        assert sum(layer_parameters(halves, part).total for part in (0, 1)) == layer_parameters(plain, 0).total
+
+
+def test_patterns_of_all_releases() -> None:
+    """0.16 has a pattern beside the number of layers, or shares; later ones a pattern with stages and further predictions."""
+    old = of(
+        OLD, "--hybrid-override-pattern", PATTERN, "--spec", "megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"
+    )
+    stages = "|".join(PATTERN[first : first + 13] for first in range(0, 52, 13))
+    new = of(NEMOTRON, "--hybrid-layer-pattern", stages)
+    assert new.ranks == old.ranks and [rank.layers for rank in old.ranks] == [13] * 4
+    assert len(old.args.not_modelled) == 1 and "megatron-core's own" in old.args.not_modelled[0]
+    further = of(NEMOTRON, "--hybrid-layer-pattern", f"{stages}/*-/*-")
+    more = [row.parameters - other.parameters for row, other in zip(further.ranks, new.ranks, strict=True)]
+    assert more[:3] == [0, 0, 0]  # the last rank has two layers of an attention and an MLP each, and embeddings
+    assert more[3] == pytest.approx(2 * (41.9e6 + 176.2e6 + 2 * 4096**2) / 2 + 131072 * 4096 / 2, rel=0.01)
+    uneven = of(NEMOTRON, "--hybrid-layer-pattern", f"{PATTERN[:10]}|{PATTERN[10:26]}|{PATTERN[26:39]}|{PATTERN[39:]}")
+    assert [rank.layers for rank in uneven.ranks] == [10, 16, 13, 13]
+    shares = of(OLD, "--hybrid-attention-ratio", "0.08", "--hybrid-mlp-ratio", "0.46")
+    counts = [Shape.of(shares.args).hybrid.layers.count(symbol) for symbol in "M*-"]  # type: ignore[union-attr]
+    assert counts == [24, 4, 24]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hybrid-layer-pattern MX*-", "a pattern of layers with X: known are M * - E"),
+        ("--hybrid-layer-pattern MM*- --num-layers 8", "--num-layers 8: the pattern has 4 layers"),
+        ("--hybrid-layer-pattern ME*E", "needs --num-experts"),
+        ("--hybrid-layer-pattern MM*-/*-/M-", "give all of them alike"),
+        ("--hybrid-layer-pattern MM*- --pipeline-schedule zb-v", "our schedules place those of a GPTModel"),
+    ],
+)
+def test_refusals(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", *NEMOTRON.split(), *flags.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_costs_of_stages_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = "|".join(("MMMM", "M-M-", "*-*-", "M*M-"))
+    assert main(["costs", "--gpu", "H100-80GB", "--json", *NEMOTRON.split(), "--hybrid-layer-pattern", pattern]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert len({stage["forward"] for stage in stages}) == 4
