@@ -1,6 +1,6 @@
 """Boundaries of iterations: by Megatron-LM's rules, and planned so that the period is short.
 
-A plan of a rank is the order of its passes and a number of buckets. RS follow the last pass that fills their bucket. Behind all
+A plan of a rank is the order of its passes and a number of buckets. RS begin within the last pass that fills them. Behind all
 passes the rank steps its buckets in the order of their use, and each AG follows its step: a training loop's optimizer takes its
 step between two iterations (``patches/distrib_optimizer.py``).
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from megatron.pipeline.schedule.core.boundary import Turn, completes, with_turns
+from megatron.pipeline.schedule.core.boundary import Turn, first_and_last, with_turns
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import SLACK, Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -28,21 +28,25 @@ Passes = tuple[Pass, ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """Megatron-LM's rules.
+    """Megatron-LM's rules (megatron-core 0.16 to 0.19: ``schedules.py``, ``distributed_data_parallel.py``).
+
+    The first chunk of the first rank has several buckets, every other chunk one.
 
     Attributes:
-        overlap_grad_reduce: RS of a chunk starts behind the last pass that fills its buckets; otherwise behind all passes.
-        align_grad_reduce: that holds for the first rank, and all others reduce behind all of their passes.
-        overlap_param_gather: AG of a chunk starts with the first pass that uses the chunk before it, in the order of their use;
-            otherwise all of them run before the first pass.
+        overlap_grad_reduce: RS begin within the last pass that fills their buckets; otherwise behind all passes.
+        overlap_param_gather: AG begin with the first pass that uses their chunk; otherwise all run before the first pass.
+        aligned: both start at about the same time on all ranks: a chunk's RS as many backwards after its last one as there are
+            ranks before; with one chunk, behind all passes on all ranks but the first. The AG of the first two chunks before the
+            first pass, that of another one as many forwards before the first forward of the chunk before it; that of one chunk
+            as without.
     """
 
     overlap_grad_reduce: bool = True
-    align_grad_reduce: bool = False
     overlap_param_gather: bool = True
+    aligned: bool = False
 
 
-MEGATRON = (Rules(), Rules(align_grad_reduce=True))  # with both of its overlaps, aligned or not
+MEGATRON = (Rules(), Rules(aligned=True))  # with both of its overlaps, aligned or not
 NO_OVERLAP = Rules(overlap_grad_reduce=False, overlap_param_gather=False)
 
 
@@ -52,24 +56,45 @@ def waits_for_norm(problem: Problem) -> bool:
 
 
 def by_rules(schedule: Schedule, rules: Rules, buckets: int) -> list[Turn]:
-    """Turns of all ranks under Megatron-LM's rules; it steps once all of a rank's gradients are reduced."""
-    return [_by_rules(_Completed(passes), rules, buckets, rank > 0) for rank, passes in enumerate(schedule.passes)]
+    """Turns of all ranks under Megatron-LM's rules; it steps once all of a rank's gradients are reduced.
+
+    Args:
+        buckets: of the first chunk of the first rank.
+    """
+    return [_by_rules(_Completed(passes), rules, buckets, rank) for rank, passes in enumerate(schedule.passes)]
 
 
-def _by_rules(rank: _Completed, rules: Rules, buckets: int, is_later: bool) -> Turn:
-    late = not rules.overlap_grad_reduce or (rules.align_grad_reduce and is_later)
-    behind: dict[int, list[Pass]] = {}  # by number of passes before
-    for chunk in rank.by_completion:
-        place = len(rank.passes) if late else rank.complete[chunk] + 1
-        behind.setdefault(place, []).extend(_of(Kind.RS, chunk, buckets))
-    end = behind.setdefault(len(rank.passes), [])
-    for chunk in rank.by_use:
-        end += _of(Kind.OPT, chunk, buckets)
-    early: dict[int, list[Pass]] = {}
-    for before, chunk in zip([None, *rank.by_use], rank.by_use, strict=False):
-        place = rank.first[before] if before is not None and rules.overlap_param_gather else 0
-        (early.setdefault(place, []) if place else end).extend(_of(Kind.AG, chunk, buckets))
-    return _merged(rank.passes, early, behind)
+def _by_rules(own: _Completed, rules: Rules, buckets: int, rank: int) -> Turn:
+    count, one = len(own.passes), len(own.by_use) == 1
+    counts = {chunk: buckets if (rank, chunk) == (0, 0) else 1 for chunk in own.by_use}
+    backwards = [slot for slot, work in enumerate(own.passes) if work.kind.finishes_weights]
+    forwards = [slot for slot, work in enumerate(own.passes) if work.kind is Kind.F]
+    early, behind = dict[int, list[Pass]](), dict[int, list[Pass]]()  # by number of passes before
+    for chunk in own.by_completion:
+        made = _of(Kind.RS, chunk, counts[chunk])[::-1]
+        if rules.overlap_grad_reduce and (not rules.aligned or (one and not rank)):
+            _reduced_within(behind, own, chunk, made)
+            continue
+        later = [slot + 1 for slot in backwards if slot >= own.last[chunk]][rank : rank + 1]
+        behind.setdefault(later[0] if later and rules.overlap_grad_reduce and not one else count, []).extend(made)
+    end = behind.setdefault(count, [])
+    for chunk in own.by_use:
+        end += _of(Kind.OPT, chunk, counts[chunk])
+    for use, chunk in enumerate(own.by_use):
+        place = 0
+        if rules.overlap_param_gather and (one or not rules.aligned):
+            place = own.first[chunk] + 1
+        elif rules.overlap_param_gather and use > 1:
+            before = sum(slot < own.first[own.by_use[use - 1]] for slot in forwards)
+            place = forwards[max(0, before - rank)]
+        (early.setdefault(place, []) if place else end).extend(_of(Kind.AG, chunk, counts[chunk]))
+    return _merged(own.passes, early, behind)
+
+
+def _reduced_within(behind: dict[int, list[Pass]], own: _Completed, chunk: int, reductions: list[Pass]) -> None:
+    """Have a chunk's RS, of which the last is of the bucket that is complete last, begin within its last pass."""
+    behind.setdefault(own.last[chunk], []).extend(reductions[:-1])
+    behind.setdefault(own.last[chunk] + 1, []).extend(reductions[-1:])
 
 
 def _of(kind: Kind, chunk: int, buckets: int) -> list[Pass]:
@@ -98,12 +123,11 @@ class _Completed:
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
-        self.complete = {work.chunk: slot for slot, work in enumerate(passes) if completes(work.kind)}
-        self.first = {work.chunk: slot for slot, work in reversed(list(enumerate(passes))) if work.kind.is_forward}
+        self.first, self.last = first_and_last(passes)
 
     @cached_property
     def by_completion(self) -> list[int]:
-        return sorted(self.complete, key=self.complete.__getitem__)
+        return sorted(self.last, key=self.last.__getitem__)
 
     @cached_property
     def by_use(self) -> list[int]:
@@ -122,7 +146,7 @@ class _Placed:
         rank = self.rank
         behind: dict[int, list[Pass]] = {}
         for chunk in rank.by_completion:
-            behind.setdefault(rank.complete[chunk] + 1, []).extend(_of(Kind.RS, chunk, self.buckets))
+            _reduced_within(behind, rank, chunk, _of(Kind.RS, chunk, self.buckets)[::-1])
         end = behind.setdefault(len(rank.passes), [])
         for chunk in rank.by_use:
             for step, gather in zip(*(_of(kind, chunk, self.buckets) for kind in (Kind.OPT, Kind.AG)), strict=True):
