@@ -298,7 +298,7 @@ def test_megatrons_rules() -> None:
     # One chunk: the first rank reduces within its last pass, and all gather with their first.
     single, _ = planned("1f1b", 2, 4)
     rows = [" ".join(map(str, row)) for row in with_turns(single, by_rules(single, Rules(aligned=True), 2)).boundary]
-    assert rows == ["RS1.0 BW3.0 RS0.0 OPT0.0 OPT1.0 F0.0 AG0.0 AG1.0", "RS0.0 OPT0.0 F0.0 AG0.0"]
+    assert rows == ["RS1.0 BW3.0 RS0.0 OPT0.0 OPT1.0 F0.0 AG1.0 AG0.0", "RS0.0 OPT0.0 F0.0 AG0.0"]
 
 
 def test_short_iterations_gain() -> None:

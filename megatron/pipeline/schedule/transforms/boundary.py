@@ -34,11 +34,12 @@ class Rules:
 
     Attributes:
         overlap_grad_reduce: RS begin within the last pass that fills their buckets; otherwise behind all passes.
-        overlap_param_gather: AG begin with the first pass that uses their chunk; otherwise all run before the first pass.
+        overlap_param_gather: AG begin with the first pass that uses their chunk, which takes one bucket after another; otherwise
+            all run before the first pass.
         aligned: both start at about the same time on all ranks: a chunk's RS as many backwards after its last one as there are
             ranks before; with one chunk, behind all passes on all ranks but the first. The AG of the first two chunks before the
             first pass, that of another one as many forwards before the first forward of the chunk before it; that of one chunk
-            as without.
+            begins as without. The last layers' bucket is gathered first, and so the pass waits for all.
     """
 
     overlap_grad_reduce: bool = True
@@ -87,7 +88,9 @@ def _by_rules(own: _Completed, rules: Rules, buckets: int, rank: int) -> Turn:
         elif rules.overlap_param_gather and use > 1:
             before = sum(slot < own.first[own.by_use[use - 1]] for slot in forwards)
             place = forwards[max(0, before - rank)]
-        (early.setdefault(place, []) if place else end).extend(_of(Kind.AG, chunk, counts[chunk]))
+        gathers = _of(Kind.AG, chunk, counts[chunk])
+        asked = rules.overlap_param_gather and not rules.aligned
+        (early.setdefault(place, []) if place else end).extend(gathers if asked else gathers[::-1])
     return _merged(own.passes, early, behind)
 
 
