@@ -257,9 +257,9 @@ def test_a_plan_is_between_its_bound_and_megatrons_rules(
         schedule, problem = planned(
             name, ranks, microbatches, goal, reduce=reduce, step=step, gather=gather, norm=norm, latency=latency, hop=hop
         )
+        made, rules = with_boundary(schedule, problem)
     except ValueError:
         assume(False)
-    made, rules = with_boundary(schedule, problem)
     verify(made)
     verify_boundary(made, waits_for_norm(problem))
     found = period(made, problem.costs, waits_for_norm(problem))
@@ -299,6 +299,12 @@ def test_megatrons_rules() -> None:
     single, _ = planned("1f1b", 2, 4)
     rows = [" ".join(map(str, row)) for row in with_turns(single, by_rules(single, Rules(aligned=True), 2)).boundary]
     assert rows == ["RS1.0 BW3.0 RS0.0 OPT0.0 OPT1.0 F0.0 AG1.0 AG0.0", "RS0.0 OPT0.0 F0.0 AG0.0"]
+
+
+def test_a_chunk_without_passes_is_refused() -> None:
+    schedule, problem = planned("dualpipe", 4, 1)
+    with pytest.raises(ValueError, match=r"runs nothing on chunk 1 of rank 0, .* give more microbatches"):
+        with_boundary(schedule, problem)
 
 
 def test_short_iterations_gain() -> None:

@@ -43,8 +43,8 @@ def test_with_replicas_whose_reductions_overlap_it_trains_as_under_stock(pool: P
         assert [(rank.losses, rank.weights) for rank in found] == [(rank.losses, rank.weights) for rank in stock]
         # On every rank, although the loop has asked for aligned reductions.
         assert all(rank.early >= 2 for rank in found)
-    assert all(rank.buckets > 4 for rank in ours)
-    assert all(rank.buckets in (3, 4) for found in planned for rank in found)
+    for found in planned:
+        assert all(2 <= rank.buckets < by_size.buckets for rank, by_size in zip(found, ours, strict=True))
     # Shards are cut from buckets, of which stock has one on all ranks but the first: squares are summed in another order.
     assert [rank.norms for rank in ours] == [pytest.approx(rank.norms, rel=1e-6) for rank in stock]
 
