@@ -7,6 +7,7 @@ step between two iterations (``patches/distrib_optimizer.py``).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,7 +22,6 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks
 BUCKETS = (1, 2, 4)  # of a chunk, to try
 _TRIALS = 1000  # simulations of changes
 _COUNTS = (1, 2, 3, 4, 6, 8, 12)  # of last W of a chunk that are moved at a time
-_NEAR = 6  # last passes among which single W are moved
 
 Passes = tuple[Pass, ...]
 
@@ -47,7 +47,8 @@ class Rules:
     aligned: bool = False
 
 
-MEGATRON = (Rules(), Rules(aligned=True))  # with both of its overlaps, aligned or not
+# Gathers that forwards ask for run one rank after another: without their overlap one chunk per rank is faster.
+MEGATRON = tuple(Rules(overlap_param_gather=gathers, aligned=aligned) for gathers in (True, False) for aligned in (False, True))
 NO_OVERLAP = Rules(overlap_grad_reduce=False, overlap_param_gather=False)
 
 
@@ -210,16 +211,14 @@ class _Search:
         return with_turns(self._original, [plan.turn for plan in self._plans])
 
     def improve(self) -> None:
-        """Change one rank after another, and all ranks at once, until nothing helps."""
+        """Change all ranks at once, and then one after another, until nothing helps."""
         ranks, before = range(len(self._plans)), None
         for move in self._moves():
-            self._try({rank: self._reordered(rank, move(self._plans[rank].rank.passes)) for rank in ranks})
+            self._try(move, ranks)
         while before != self.steady and self._left > 0:
             before = self.steady
-            for rank in ranks:
-                for change in self._changes(rank):
-                    if self._left > 0:
-                        self._try({rank: change})
+            for rank, move in itertools.product(ranks, self._moves()):
+                self._try(move, [rank])
 
     def _moves(self) -> Iterator[Callable[[Passes], Passes]]:
         """Moves of a chunk's W in a rank's passes: with one chunk none matters."""
@@ -229,27 +228,17 @@ class _Search:
             for count in _COUNTS:
                 if count <= self._original.slices:
                     yield partial(at_once, chunk=chunk, count=count)
-                    yield partial(postponed, chunk=chunk, count=count)
 
-    def _changes(self, rank: int) -> Iterator[_Placed]:
-        passes = self._plans[rank].rank.passes
-        for slot in range(max(1, len(passes) - _NEAR), len(passes)):
-            passes = self._plans[rank].rank.passes
-            if can_swap(passes, slot):
-                yield self._reordered(rank, (*passes[: slot - 1], passes[slot], passes[slot - 1], *passes[slot + 1 :]))
-        for change in self._moves():
-            own = self._plans[rank].rank.passes
-            if (passes := change(own)) != own:
-                yield self._reordered(rank, passes)
-
-    def _reordered(self, rank: int, passes: Passes) -> _Placed:
-        return replace(self._plans[rank], rank=_Completed(passes))
-
-    def _try(self, changed: dict[int, _Placed]) -> None:
-        plans = [changed.get(rank, plan) for rank, plan in enumerate(self._plans)]
-        self._left -= 1
-        if (steady := self._of(plans)) is not None and steady < self.steady and self._fits(plans):
-            self.steady, self._plans = steady, plans
+    def _try(self, move: Callable[[Passes], Passes], ranks: Iterable[int]) -> None:
+        plans = list(self._plans)
+        for rank in ranks:
+            own = plans[rank].rank.passes
+            if not _fuses(own) and (passes := move(own)) != own:
+                plans[rank] = replace(plans[rank], rank=_Completed(passes))
+        if plans != self._plans and self._left > 0:
+            self._left -= 1
+            if (steady := self._of(plans)) is not None and steady < self.steady and self._fits(plans):
+                self.steady, self._plans = steady, plans
 
     def _fits(self, plans: Sequence[_Placed]) -> bool:
         schedule = replace(self._original, passes=tuple(plan.rank.passes for plan in plans))
@@ -263,8 +252,6 @@ class _Search:
 def hurried(passes: Passes, chunk: int) -> Passes:
     """A rank's passes with every W of a chunk as early, among the places of all W, as its B allows."""
     slots = [slot for slot, work in enumerate(passes) if work.kind is Kind.W]
-    if _fuses(passes):
-        return passes
     waiting = [passes[slot] for slot in slots]
     ready, made, begin = set[tuple[int, int]](), list(passes), 0
     for slot in slots:
@@ -276,38 +263,19 @@ def hurried(passes: Passes, chunk: int) -> Passes:
     return tuple(made)
 
 
-def postponed(passes: Passes, chunk: int, count: int) -> Passes:
-    """A rank's passes with the last W of a chunk behind all others."""
-    last = _last(passes, chunk, count)
-    return (*(work for work in passes if work not in last), *last)
-
-
 def at_once(passes: Passes, chunk: int, count: int) -> Passes:
     """A rank's passes with the places of the last W of a chunk directly behind their B; all W of it keep their order."""
-    last = {work[1:]: work for work in _last(passes, chunk, count)}
+    of_chunk = [work for work in passes if work.kind is Kind.W and work.chunk == chunk]
+    last = {work[1:]: work for work in of_chunk[-count:]}
     made: list[Pass] = []
     for work in passes:
         if last.get(work[1:]) != work:
             made.append(work)
             made += [last[work[1:]]] if work.kind.sends_gradient and work[1:] in last else []
-    in_order = iter(_last(passes, chunk, len(passes)))
+    in_order = iter(of_chunk)
     return tuple(next(in_order, work) if work.kind is Kind.W and work.chunk == chunk else work for work in made)
-
-
-def _last(passes: Passes, chunk: int, count: int) -> Passes:
-    return () if _fuses(passes) else tuple(work for work in passes if work.kind is Kind.W and work.chunk == chunk)[-count:]
 
 
 def _fuses(passes: Passes) -> bool:
     """Tell whether there is any BW: W and BW of a chunk keep their order."""
     return any(work.kind.finishes_weights and work.kind is not Kind.W for work in passes)
-
-
-def can_swap(passes: Passes, slot: int) -> bool:
-    """Tell whether a pass and the one before it can change places: one is a W, and neither needs the other."""
-    before, work = passes[slot - 1 : slot + 1]
-    if Kind.W not in (before.kind, work.kind) or before.kind.is_copy or work.kind.is_copy:
-        return False
-    braided = any(each.kind.row.braided for each in passes[slot - 1 : slot + 2])
-    both = before.kind.finishes_weights and work.kind.finishes_weights and before.chunk == work.chunk
-    return not (braided or both or before[1:] == work[1:])
