@@ -9,6 +9,7 @@ predicts for GPUs.
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import replace
 
 from common import markdown
@@ -16,13 +17,16 @@ from common import markdown
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.costmodel import device
+from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.request import Request
+from megatron.pipeline.schedule.core.boundary import turns
 from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.transforms.boundary import NO_OVERLAP, megatron
+from megatron.pipeline.schedule.time.cycle import Cycle
+from megatron.pipeline.schedule.transforms.boundary import NO_OVERLAP, megatron, waits_for_norm, with_boundary
 from megatron.pipeline.view import draw
 
 FAMILIES = (("zb-v", None), ("v-half", None), ("interleaved", 4), ("1f1b", None))
@@ -36,6 +40,7 @@ MODELS = {
     "DeepSeek-V3": ("configs/deepseek_v3/671B.yaml", []),
 }
 DEVICES = ("H100-80GB", "GB200")
+REPLICAS_OF_MODELS = (16, 64, 256, 1024)
 
 
 def round_costs(placement: Placement) -> Costs:
@@ -81,18 +86,33 @@ def families() -> str:
 
 
 def models() -> str:
+    """By the number of replicas, periods by rules and planned: the number of microbatches is that of ranks, and twice that."""
     rows = []
     for model, (path, more) in MODELS.items():
+        flags = ["--config", path, *more, "--overlap-grad-reduce", "--overlap-param-gather", "--pipeline-schedule", "zb-h1"]
+        # One microbatch: how many there are changes no cost.
+        found = {number: predicted([*flags, "--global-batch-size", str(number)], number) for number in REPLICAS_OF_MODELS}
+        placement = found[64].schedule.placement
         for gpu in DEVICES:
-            flags = ["--config", path, *more, "--overlap-grad-reduce", "--overlap-param-gather", "--pipeline-schedule", "zb-h1"]
-            found = predicted(flags, REPLICAS)
-            placement = found.schedule.placement
-            costs = costs_of(found.args, placement, found.layers, device.named(gpu))
-            for name in ("zb-v", "1f1b"):
-                count = placement.ranks
-                cells = row(*both(name, None, count, count, lambda place: costs.of_depth(place.depth)))  # noqa: B023
-                rows.append([f"{model}, {gpu}", name, str(count), *cells])
-    return markdown(["model", "schedule", "m", *HEADS], rows)
+            costs = [costs_of(each.args, placement, each.layers, device.named(gpu)) for each in found.values()]
+            for name, rounds in itertools.product(("zb-v", "1f1b"), (1, 2)):
+                cells = by_rules_and_planned(name, placement.ranks, rounds * placement.ranks, costs)
+                rows.append([f"{model}, {gpu}", name, str(rounds * placement.ranks), *cells])
+    return markdown(["model", "schedule", "m", *(f"{number} replicas" for number in REPLICAS_OF_MODELS)], rows)
+
+
+def by_rules_and_planned(name: str, ranks: int, microbatches: int, costs: list[Costs]) -> list[str]:
+    """Of one order of passes, which takes as long at all costs, as ``mpipe tune`` plans: without the search for an order of W."""
+    cells, schedule = [], None
+    for each in costs:
+        problem = Request(name, ranks, microbatches, lambda place: each.of_depth(place.depth)).problem()  # noqa: B023
+        problem = replace(problem, objective=Objective.MAKESPAN)
+        schedule = schedule or solve(name, problem)
+        made, rules = with_boundary(schedule, replace(problem, quick=True))
+        steady = Cycle(made, problem.costs, waits_for_norm(problem)).steady(turns(made))
+        assert steady
+        cells.append(f"{1e3 * rules:.0f}, {1e3 * steady.period:.0f} ({1 - steady.period / rules:z.1%})")
+    return cells
 
 
 def picture(path: str) -> None:

@@ -79,8 +79,10 @@ class Lane:
         start: Callable[..., Any] = getattr(Group, method)
 
         def start_on_lane(group: Any, *args: Any, **options: Any) -> None:
+            under_way = getattr(group, handle)
             start(group, *args, **options)
-            setattr(group, handle, self.start(seconds * group.share))
+            if under_way is None:  # else DDP starts nothing, as where it has yet to learn when gradients are complete
+                setattr(group, handle, self.start(seconds * group.share))
 
         setattr(Group, method, start_on_lane)
 
@@ -128,7 +130,7 @@ class Training:
             plan = planning.Request(
                 name.split(",", maxsplit=1)[0], ranks, options.microbatches, costs_of(options, placement)
             ).plan()
-            made, steady = by_megatron(plan.schedule, plan.problem, [Rules(align_grad_reduce=aligned)])
+            made, steady = by_megatron(plan.schedule, plan.problem, [Rules(aligned=aligned)])
             self.simulated, self.bound = steady.period, period_bound(made, plan.problem)
         else:
             placement = families.placement(name, ranks)

@@ -50,25 +50,26 @@ class Sleeper:
 
     def __init__(self) -> None:
         self.passes: list[Interval] = []
-        self._occupied: float | None = None  # by the step that runs now
+        self._steps = False  # whether a step runs now
         self._free = 0.0  # when the passes so far end
 
     def occupy(self, seconds: float) -> None:
         """Take a pass's time; outside of a step now."""
-        if self._occupied is None:
-            self._begin(time.monotonic(), seconds)
-        else:
-            self._occupied += seconds
+        start = self._free if self._steps else self.free
+        self._free = start + seconds
+        if not self._steps:
+            self.passes.append(Interval(start, self._free))
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that takes as long as the passes in it."""
 
         def occupying(*args: Any, **kwargs: Any) -> Any:
-            start, self._occupied = time.monotonic(), 0.0
+            start = self._free = self.free
+            self._steps = True
             result = function(*args, **kwargs)
-            seconds, self._occupied = self._occupied, None
-            if seconds:
-                self._begin(start, seconds)
+            self._steps = False
+            if self._free > start:
+                self.passes.append(Interval(start, self._free))
             return result
 
         return occupying
@@ -98,11 +99,6 @@ class Sleeper:
                 return call(group, *args)
 
             setattr(torch.distributed.ProcessGroup, name, call_with_what_is_there)
-
-    def _begin(self, start: float, seconds: float) -> None:
-        start = max(start, self._free)
-        self._free = start + seconds
-        self.passes.append(Interval(start, self._free))
 
 
 class _Sleep(torch.autograd.Function):

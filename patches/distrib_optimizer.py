@@ -66,16 +66,12 @@ def _by_bucket(original: Any, optimizer: Any) -> bool:
     inner = optimizer.optimizer.param_groups
     before, after = [deepcopy(group.get("step", 0)) for group in inner], dict[int, Any]()
     for group, part in parts:
-        if group.param_gather_handle is not None:  # no forward has taken these weights since the last step
-            group.param_gather_handle.wait()
-            group.param_gather_handle = None
-        with _alone(optimizer, part):  # of which this rank may have no shard; all replicas gather
+        with _gathered_behind(group), _alone(optimizer, part):  # of which this rank may have no shard; all replicas gather
             for stepped, count in zip(inner, before, strict=True):
                 if "step" in stepped:
                     stepped["step"] = deepcopy(count)
             original(optimizer)
             after |= {number: stepped["step"] for number, stepped in enumerate(inner) if stepped["params"] and "step" in stepped}
-        group.start_param_sync()
     for number, count in after.items():
         inner[number]["step"] = count
     return True
@@ -93,6 +89,16 @@ def _steps_at_once(optimizer: Any) -> bool:
         or config.optimizer_cpu_offload
         or config.overlap_param_gather_with_optimizer_step
     )
+
+
+@contextmanager
+def _gathered_behind(group: Any) -> Iterator[None]:
+    """A group's weights are stepped while it lasts, and gathered behind it."""
+    if group.param_gather_handle is not None:  # no forward has taken these weights since the last step
+        group.param_gather_handle.wait()
+        group.param_gather_handle = None
+    yield
+    group.start_param_sync()
 
 
 @contextmanager

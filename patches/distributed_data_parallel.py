@@ -2,9 +2,9 @@
 
 ``DistributedDataParallel.__init__``: upstream makes one bucket of all chunks but the first of the first pipeline rank, as under
 its schedules the others have time to reduce it when they are done. Under ours all ranks end together, with a W: one bucket would
-be reduced behind it. Chunks that ``mark`` has seen are cut as that first one is; no setting does so. A program asks for all
-gathers of weights where it begins (``gather``), so that no layer starts the next one's (``align_param_gather``). In a loop that
-has called ``megatron.pipeline.install`` (``loops``) each chunk is prepared before.
+be reduced behind it. Chunks that ``mark`` has seen are cut as that first one is, or as a plan has it; no setting does so. A
+program asks for all gathers of weights where it begins (``gather``), so that no layer starts the next one's
+(``align_param_gather``). In a loop that has called ``megatron.pipeline.install`` (``loops``) each chunk is prepared before.
 ``DistributedOptimizer.compute_full_param_layout``, ``LayerWiseDistributedOptimizer.compute_full_param_layout``: which from 0.18
 on Megatron-LM calls before, with its choice of buckets.
 """
@@ -35,10 +35,16 @@ def install() -> None:
             compat.wrap(getattr(compat.module(path), name), "compute_full_param_layout", _laid_out)
 
 
-def mark(chunk: torch.nn.Module) -> None:
-    """Have DDP, which is yet to wrap a chunk, cut it into buckets wherever it is."""
+def mark(chunk: torch.nn.Module, buckets: int | None = None) -> None:
+    """Have DDP, which is yet to wrap a chunk, cut it into buckets wherever it is.
+
+    Args:
+        buckets: how many, as a plan has it; None for those of the size that DDP is given.
+    """
+    trained = sum(weight.numel() for weight in chunk.parameters() if weight.requires_grad)
+    size = max(1, -(-trained // buckets)) if buckets else None
     for one in (chunk, *chunk.parameters()):
-        setattr(one, _MARK, True)
+        setattr(one, _MARK, size)
 
 
 def is_marked(chunk: torch.nn.Module) -> bool:
@@ -95,6 +101,8 @@ def _cut(
         return found[0] | {"pp_group": _FIRST}
 
     ddp_config.align_param_gather = ddp_config.overlap_param_gather
+    given, planned = ddp_config.bucket_size, getattr(unwrap_model(module), _MARK)
+    ddp_config.bucket_size = planned or given
     groups.setup_process_groups_for_ddp = staticmethod(as_first)
     try:
         build(ddp, config, ddp_config, module, False, *rest, **options)
@@ -106,9 +114,11 @@ def _cut(
             f"megatron-core {compat.version()} cuts a chunk into buckets of {ddp.bucket_size} elements, and not of "
             f"{ddp_config.bucket_size}, as it does on the first pipeline rank; {compat.ADVICE}"
         )
+    if planned:  # chunks share their configuration
+        ddp_config.bucket_size = given
 
 
 def _laid_out(compute: Any, parameters: Any, bucket_size: Any, replicas: int, ddp_config: Any, *rest: Any, **options: Any) -> Any:
-    cuts = loops.current is not None or any(hasattr(one, _MARK) for one in parameters)
-    size = ddp_config.bucket_size if cuts else bucket_size
-    return compute(parameters, size, replicas, ddp_config, *rest, **options)
+    planned = [getattr(one, _MARK) for one in parameters if hasattr(one, _MARK)]
+    size = ddp_config.bucket_size if loops.current is not None or planned else bucket_size
+    return compute(parameters, next(filter(None, planned), size), replicas, ddp_config, *rest, **options)

@@ -124,6 +124,11 @@ RUNS = {
         4,
         f"{FOUR} --sequence-parallel --pipeline-schedule zb-v --vocab-parallel 1 --vocab-logits-limit 1KiB {UNTIED}",
     ),
+    "gathers": Run(
+        4,
+        f"{TWO} --pipeline-schedule zb-v --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--ddp-bucket-size 4096",
+    ),
     "offload": Run(2, f"{TWO} --pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB"),
     "copies on the host": Run(2, f"{TWO} --pipeline-schedule zb-h2 {AHEAD} --post-validation-copy host --clip-grad 0.3"),
     "undone": Run(2, f"{TWO} --pipeline-schedule zb-h2 {AHEAD} --clip-grad 0.3"),
@@ -146,6 +151,7 @@ _P2P, _PASSES = "runtime.p2p:Transport", "runtime.vocabulary:VocabularyPasses"
 _EMBEDDING, _OUTPUT = "model.vocabulary.input:EmbeddingShard", "model.vocabulary.output:OutputPart"
 _COPIES, _STORE, _SNAPSHOT = "runtime.offload.copy_streams", "runtime.offload.activations:Store", "optimizer.snapshot:Snapshot"
 _GATHER = "all_gather_into_tensor(whole, ", "all_gather(list(one.gathered.unbind()), "
+_BEGINS = "group.start_param_sync()"
 MUTATIONS = (
     Mutation(f"{_P2P}.wait", _WAIT, _NOTHING, "line"),
     Mutation(f"{_P2P}.wait", _WAIT, _NOTHING, "batched"),
@@ -183,6 +189,7 @@ MUTATIONS = (
     Mutation("runtime.executor:Executor.abandon", "self.transport.wait(message)", _NOTHING, "undone, shapes first"),
     Mutation("runtime.ping:_now", f"{_CURRENT}.synchronize()", "torch.cuda.synchronize()", "profile beside a message"),
     Mutation(f"{_STORE}.abandon", "self._tickets[-1].wait()", _NOTHING, "offload, undone"),
+    Mutation("patches.distrib_optimizer:_gathered_behind", f"yield\n    {_BEGINS}", f"{_BEGINS}\n    yield", "gathers"),
     Mutation("dist.reduction:Reduction.wait", "while not self._work.is_completed():", "while False:", "measured"),
 )
 

@@ -142,6 +142,19 @@ def test_a_wrong_order_is_reported_with_its_cycle(zb_v: tuple[list[list[Item]], 
         assert any(part in line for line in found), (part, found)
 
 
+def test_a_wrong_order_of_reductions_and_gathers_is_reported(gpus: Pool) -> None:
+    """Two replicas of two stages: one begins the first gather behind its step before its last reduction."""
+    flags = "--num-layers 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096"
+    traces = gpus.run(4, trained, "zb-v", pp=2, microbatches=4, iterations=2, flags=tuple(flags.split()))
+    assert stuck(traces) == []
+    wrong = list(traces[0])
+    parts = {at: item.parts[0].what for at, item in enumerate(wrong) if isinstance(item, Post)}
+    first = min(at for at, what in parts.items() if what == "all_gather" and "distrib_optimizer" in wrong[at].place)
+    last = max(at for at, what in parts.items() if what == "reduce_scatter" and at < first)
+    wrong[first], wrong[last] = wrong[last], wrong[first]
+    assert any("all_gather" in line and "reduce_scatter" in line for line in stuck([wrong, *traces[1:]]))
+
+
 def _is_message(item: Item) -> bool:
     return isinstance(item, Post) and item.what in ("send", "recv")
 

@@ -39,10 +39,11 @@ def test_reductions_change_the_order_of_the_last_weight_gradients() -> None:
         assert orders[0].schedule.boundary and not orders[1].schedule.boundary
 
 
-def train(schedule: str, flags: str, iterations: int, overlaps: str = BOTH) -> list[tiny_gpt.Step]:
+def train(schedule: str, flags: str, iterations: int, overlaps: str = BOTH, pp: int = 2, tp: int = 1) -> list[tiny_gpt.Step]:
     found: list[tiny_gpt.Step] = tiny_gpt.train(
         schedule,
-        pp=2,
+        pp=pp,
+        tp=tp,
         microbatches=MICROBATCHES,
         iterations=iterations,
         flags=(*overlaps.split(), *SMALL.split(), *flags.split()),
@@ -74,6 +75,21 @@ def test_losses_are_those_of_stock(pool: Pool, tmp_path: Path, schedule: str, fl
         for given in ((schedule, f"{flags} --pipeline-costs {file}"), ("stock", flags))
     )
     assert planned == stock and all(len(both) == 2 for both in stock)
+
+
+@pytest.mark.whole
+def test_experts_with_replicas_and_a_tensor_size_of_their_own(pool: Pool, tmp_path: Path) -> None:
+    """TP 2 and DP 2 on one pipeline rank: experts are in two halves, each whole on two ranks."""
+    (file := tmp_path / "costs.json").write_text(costs("zb-h1", 1).to_json())
+    flags = (
+        "--clip-grad 0 --sequence-parallel --num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+        "--moe-token-dispatcher-type alltoall --moe-router-topk 1 --moe-router-pre-softmax --disable-bias-linear"
+    )
+    planned, stock = (
+        losses(pool.run(4, train, *given, 4, pp=1, tp=2))
+        for given in (("zb-h1", f"{flags} --pipeline-costs {file}"), ("stock", flags))
+    )
+    assert planned == stock and all(len(set(both)) == 2 for both in stock)
 
 
 def test_clipped_steps_are_those_of_all_weights_at_once(pool: Pool, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.boundary import Turn, completes, turn, turns, with_turns
+from megatron.pipeline.schedule.core.boundary import Turn, completes, turn, turns, with_turns, within
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import Kind, Lane
 from megatron.pipeline.schedule.core.passes import Pass
@@ -65,7 +65,7 @@ def period(schedule: Schedule, costs: Costs, norm: bool) -> float:
     return steady.period
 
 
-def reference(schedule: Schedule, given: Costs, norm: bool, iterations: int = 24) -> float:
+def reference(schedule: Schedule, given: Costs, norm: bool, iterations: int = 24) -> float:  # noqa: PLR0915 - one text
     """The period, from the longest path through many iterations, written down once more without any of the simulator's code."""
     costs, rows = schedule.costs(given), turns(schedule)
     ends: dict[tuple[int, int, Pass], float] = {}
@@ -78,6 +78,15 @@ def reference(schedule: Schedule, given: Costs, norm: bool, iterations: int = 24
             return costs.bucket_seconds(work.kind, stage, counts[rank][work.chunk])
         return costs.seconds(work.kind, stage)
 
+    def beside(rank: int, work: Pass) -> Pass | None:
+        """The pass within which RS or AG begins: the chunk's last one behind it, or its first one before it."""
+        own, step = rows[rank].passes, 1 if work.kind is Kind.RS else -1
+        at = own.index(work)
+        while 0 <= at < len(own) and own[at].kind.row.bucket:
+            at += step
+        of_chunk = [e for e in own if e.chunk == work.chunk and (completes(e.kind) if step == 1 else e.kind.is_forward)]
+        return own[at] if 0 <= at < len(own) and own[at] == of_chunk[-1 if step == 1 else 0] else None
+
     def needs(rank: int, at: int, work: Pass) -> Iterator[tuple[float, tuple[int, int, Pass]]]:
         """Results and what they take to arrive; ``at`` is the iteration in whose turn the rank has the pass."""
         boundary = at - home[rank, work]
@@ -87,36 +96,48 @@ def reference(schedule: Schedule, given: Costs, norm: bool, iterations: int = 24
                 for each in own.passes:
                     if each.kind is Kind.RS:
                         yield costs.norm, (other, boundary, each)
+        if work.kind is Kind.RS and (last := beside(rank, work)):
+            yield -seconds(rank, last) * work.microbatch / counts[rank][work.chunk], (rank, at, last)
         if work.kind is Kind.AG:
-            yield (
-                0.0,
-                (rank, at - (home[rank, work] and not home[rank, work._replace(kind=Kind.OPT)]), work._replace(kind=Kind.OPT)),
-            )
-        if work.kind.is_forward:
-            for each in rows[rank].passes:
-                if each.kind is Kind.AG and each.chunk == work.chunk:
-                    yield 0.0, (rank, at - (not home[rank, each]), each)
+            step = work._replace(kind=Kind.OPT)
+            yield 0.0, (rank, at - (home[rank, work] and not home[rank, step]), step)
         for other, need in () if work.kind.row.bucket else schedule.predecessors(rank, work):
             yield costs.hop * (other != rank), (other, at, need)
 
+    def gathered(rank: int, at: int, work: Pass) -> Iterator[tuple[float, tuple[int, int, Pass]]]:
+        """Every AG of a chunk whose first pass this is, and how much of the pass remains when it must be there."""
+        own, count = rows[rank].passes, counts[rank][work.chunk]
+        if work == next((each for each in own if each.kind.is_forward and each.chunk == work.chunk), None):
+            for each in own:
+                if each.kind is Kind.AG and each.chunk == work.chunk:
+                    yield seconds(rank, work) * (count - each.microbatch) / count, (rank, at - (not home[rank, each]), each)
+
+    begins: dict[tuple[int, int, Pass], float] = {}
     for at in range(iterations):
         left = {(rank, slot) for rank, own in enumerate(rows) for slot in range(len(own.passes))}
         while left:
-            before = len(left)
+            before = len(left), len(begins)
             for rank, slot in sorted(left):
                 own = rows[rank].passes
                 work = own[slot]
+                key = rank, at, work
                 on_lane = work.kind.row.lane is Lane.REPLICAS
-                computed = [(rank, at, each) for each in own[:slot] if each.kind.row.lane is None][-1:]
+                asked = beside(rank, work) if work.kind is Kind.AG else None
+                computed = [(rank, at, each) for each in own[:slot] if each.kind.row.lane is None and each != asked][-1:]
                 computed = computed or [(rank, at - 1, each) for each in own if each.kind.row.lane is None][-1:]
                 lane = [(rank, at, each) for each in own[:slot] if each.kind.row.lane] if on_lane else []
                 lane = lane[-1:] or ([(rank, at - 1, each) for each in own if each.kind.row.lane][-1:] if on_lane else [])
                 wanted = [*((0.0, each) for each in computed + lane), *needs(rank, at, work)]
-                if all(each[1] < 0 or each in ends for _, each in wanted):
-                    start = max((ends[each] + hop for hop, each in wanted if each[1] >= 0), default=0.0)
-                    ends[rank, at, work] = start + seconds(rank, work)
+                begun = asked is None or (rank, at, asked) in begins
+                if begun and all(each[1] < 0 or each in ends for _, each in wanted):
+                    started = [begins[rank, at, asked]] if asked else []
+                    begins[key] = max([*started, *(ends[each] + hop for hop, each in wanted if each[1] >= 0)], default=0.0)
+                awaited = list(gathered(rank, at, work))
+                if key in begins and all(each[1] < 0 or each in ends for _, each in awaited):
+                    there = [ends[each] + rest for rest, each in awaited if each[1] >= 0]
+                    ends[key] = max([begins[key] + seconds(rank, work), *there])
                     left.discard((rank, slot))
-            assert len(left) < before, "ranks wait for each other"
+            assert (len(left), len(begins)) != before, "ranks wait for each other"
     first = rows[0].passes[0]
     last, half = (ends[0, at, first] for at in (iterations - 1, iterations // 2))
     return (last - half) / (iterations - 1 - iterations // 2)
@@ -147,9 +168,9 @@ def test_a_boundary_is_data() -> None:
         ("RS0.0 RS0.1 OPT0.0 AG0.0", "RS0.1 is of an unknown bucket"),
         ("OPT0.0 RS0.0 AG0.0", "OPT0.0 runs before RS0.0"),
         ("RS0.0 AG0.0 OPT0.0", "AG0.0 runs before OPT0.0"),
-        ("RS0.0 W1.0 OPT0.0 AG0.0", "RS0.0 runs before W1.0, which adds to its gradients"),
+        ("RS0.0 B1.0 W1.0 OPT0.0 AG0.0", "RS0.0 runs before W1.0, which adds to its gradients"),
         ("F0.0 RS0.0 OPT0.0 AG0.0", "RS0.0 runs in the next iteration"),
-        ("RS0.0 OPT0.0 F0.0 AG0.0", "AG0.0 runs after F0.0, which uses its parameters"),
+        ("RS0.0 OPT0.0 F0.0 B0.0 AG0.0", "AG0.0 runs after F0.0, which uses its parameters"),
         ("RS0.0 B1.0 OPT0.0 AG0.0", "the boundary is of other passes than the iteration"),
     ],
 )
@@ -178,15 +199,20 @@ def test_passes_between_iterations_are_in_the_boundary_alone() -> None:
 
 
 def test_times_by_hand() -> None:
-    """One rank: 6 of passes, then RS 4, the norm 1, OPT 1 and AG 2; two buckets overlap the second OPT with the first AG."""
+    """One rank: 6 of passes, then RS 4, the norm 1, OPT 1 and AG 2; two buckets overlap the second OPT with the first AG, and
+    half of F, which takes 1, with the second AG."""
     schedule, problem = planned("zb-h1", 1, 2, norm=1.0)
     whole = replace(schedule, boundary=(passes("RS0.0 OPT0.0 AG0.0"),))
     assert period(whole, problem.costs, True) == 6 + 4 + 1 + 1 + 2
     assert period(whole, problem.costs, False) == 6 + 4 + 1 + 2
     halves = replace(schedule, boundary=(passes("RS0.0 RS1.0 OPT0.0 AG0.0 OPT1.0 AG1.0"),))
-    assert period(halves, problem.costs, True) == 6 + 4 + 1 + 0.5 + 2
+    assert period(halves, problem.costs, True) == 6 + 4 + 1 + 0.5 + 2 - 0.5
     slow = replace(problem.costs, latency=0.25)
-    assert period(halves, slow, True) == 6 + 4.5 + 1 + 0.5 + 2.5
+    assert period(halves, slow, True) == 6 + 4.5 + 1 + 0.5 + 2.5 - 0.5
+    early = replace(schedule, boundary=(passes("RS1.0 W1.0 RS0.0 OPT0.0 AG0.0 OPT1.0 AG1.0"),))  # half of W beside RS
+    assert period(early, problem.costs, True) == 6 - 0.5 + 4 + 1 + 0.5 + 2 - 0.5
+    asked = replace(schedule, boundary=(passes("RS0.0 RS1.0 OPT0.0 OPT1.0 F0.0 AG0.0 AG1.0"),))  # AG behind every step
+    assert period(asked, problem.costs, True) == 6 + 4 + 1 + 1 + 2 - 0.5
     shown = Cycle(halves, problem.costs, True).timeline(turns(halves))
     assert [str(each.work) for each in shown.copies[0][:4]] == ["RS0.0", "RS1.0", "AG0.0", "AG1.0"]
     assert shown.ranks[0][0].start == 0 and len(shown.ranks[0]) == 2 * (6 + 2)
@@ -203,7 +229,7 @@ def test_simulation_is_the_longest_path(name: str, ranks: int, rounds: int, goal
         name, ranks, rounds * ranks, goal, reduce=reduce, step=step, gather=gather, norm=norm, latency=latency, hop=hop
     )
     made, _ = with_boundary(schedule, problem)
-    for whole in (made, with_turns(schedule, by_rules(schedule, MEGATRON[1], 2))):
+    for whole in (made, *(with_turns(schedule, by_rules(schedule, rules, 2)) for rules in MEGATRON)):
         found = period(whole, problem.costs, waits_for_norm(problem))
         assert found == pytest.approx(reference(whole, problem.costs, waits_for_norm(problem)), rel=1e-6)
 
@@ -222,9 +248,9 @@ def test_a_plan_is_between_its_bound_and_megatrons_rules(
         schedule, problem = planned(
             name, ranks, microbatches, goal, reduce=reduce, step=step, gather=gather, norm=norm, latency=latency, hop=hop
         )
+        made, rules = with_boundary(schedule, problem)
     except ValueError:
         assume(False)
-    made, rules = with_boundary(schedule, problem)
     verify(made)
     verify_boundary(made, waits_for_norm(problem))
     found = period(made, problem.costs, waits_for_norm(problem))
@@ -238,33 +264,48 @@ def test_a_plan_is_between_its_bound_and_megatrons_rules(
 def test_megatrons_rules() -> None:
     schedule, _ = planned("zb-v", 4, 4)
     plain, aligned, none = (
-        with_turns(schedule, by_rules(schedule, rules, 1)) for rules in (Rules(), Rules(align_grad_reduce=True), NO_OVERLAP)
+        with_turns(schedule, by_rules(schedule, rules, 2)) for rules in (Rules(), Rules(aligned=True), NO_OVERLAP)
     )
     for each in (plain, aligned, none):
         verify(each)
         verify_boundary(each, waits_for_norm=True)
-    for own in turns(plain):
-        for chunk in (0, 1):
-            last = max(slot for slot, work in enumerate(own.passes) if completes(work.kind) and work.chunk == chunk)
-            assert own.passes[last + 1] == Pass(Kind.RS, 0, chunk)
-    assert plain.boundary[0] == aligned.boundary[0]
-    for row in (*aligned.boundary[1:], *none.boundary):
-        assert [work.kind for work in row] == [Kind.RS] * 2 + [Kind.OPT] * 2 + [Kind.AG] * 2
-    # The third chunk's gather starts with the first pass of the second.
+    # One bucket of a chunk, but for the first: RS within the last pass, AG with the first.
+    for rank, own in enumerate(turns(plain)):
+        begin = {str(work) for work in within(own.passes)}
+        assert begin == {"AG0.0", "AG0.1", *(("RS1.0", "AG1.0") if rank == 0 else ())}
+    assert [work.kind for work in none.boundary[3]] == [Kind.RS] * 2 + [Kind.OPT] * 2 + [Kind.AG] * 2
+    # Aligned, RS of a chunk follow its last backward by as many others as there are ranks before.
+    for rank, own in enumerate(turns(aligned)):
+        assert not within(own.passes)
+        finished = [work for work in own.passes if work.kind.finishes_weights or work.kind is Kind.RS]
+        first = next(slot for slot, work in enumerate(finished) if work.kind is Kind.RS)
+        own_last = max(slot for slot, work in enumerate(finished[:first]) if work.chunk == finished[first].chunk)
+        assert first - own_last - 1 == min(rank, len(finished) - own_last - 3)
+    # The third chunk's gather starts with the first pass of the second, on the second rank one pass earlier.
     four, _ = planned("interleaved", 2, 4, chunks=4)
-    row = with_turns(four, by_rules(four, Rules(), 1)).boundary[0]
-    assert row.index(Pass(Kind.AG, 0, 1)) < row.index(Pass(Kind.F, 0, 0)) < row.index(Pass(Kind.AG, 0, 2))
-    assert row.index(Pass(Kind.AG, 0, 2)) + 1 == row.index(Pass(Kind.F, 0, 1))
+    rows = [" ".join(map(str, row)) for row in with_turns(four, by_rules(four, Rules(aligned=True), 1)).boundary]
+    assert rows[0].endswith("AG0.0 AG0.1 F0.0 F1.0 AG0.2 F0.1 F1.1 AG0.3")
+    assert rows[1].endswith("AG0.0 AG0.1 F0.0 AG0.2 F1.0 F0.1 AG0.3")
+    # One chunk: the first rank reduces within its last pass, and all gather with their first.
+    single, _ = planned("1f1b", 2, 4)
+    rows = [" ".join(map(str, row)) for row in with_turns(single, by_rules(single, Rules(aligned=True), 2)).boundary]
+    assert rows == ["RS1.0 BW3.0 RS0.0 OPT0.0 OPT1.0 F0.0 AG1.0 AG0.0", "RS0.0 OPT0.0 F0.0 AG0.0"]
 
 
-def test_a_v_gains_with_few_microbatches_and_a_single_chunk_little() -> None:
-    def gain(name: str) -> float:
+def test_a_chunk_without_passes_is_refused() -> None:
+    schedule, problem = planned("dualpipe", 4, 1)
+    with pytest.raises(ValueError, match=r"runs nothing on chunk 1 of rank 0, .* give more microbatches"):
+        with_boundary(schedule, problem)
+
+
+def test_short_iterations_gain() -> None:
+    def gain(name: str, rules: Sequence[Rules] = MEGATRON) -> float:
         schedule, problem = planned(name, 8, 8, reduce=8.0, step=1.0, gather=4.0, norm=0.5)
-        made, rules = with_boundary(schedule, problem)
-        return 1 - period(made, problem.costs, True) / rules
+        return 1 - period(with_boundary(schedule, problem)[0], problem.costs, True) / megatron(schedule, problem, rules)[1].period
 
     assert gain("zb-v") > 0.1
-    assert 0 < gain("1f1b") < 0.02  # of one chunk buckets can overlap step and gather, and nothing else
+    assert gain("1f1b", [Rules()]) > 0.3  # every rank gathers after the one before it
+    assert 0.02 < gain("1f1b") < 0.05  # of one chunk buckets overlap with the passes beside them, and nothing else
 
 
 def every_turn(own: tuple[Pass, ...]) -> Iterator[Turn]:

@@ -27,6 +27,7 @@ class Trained(NamedTuple):
         weights: all of them, at the end.
         planned: which share of B the W of every stage is planned to take; empty under megatron-core's own schedule.
         early: of all buckets, how many were being reduced when the last pass of the last iteration ended; not under stock.
+        buckets: of the chunk.
     """
 
     losses: list[list[float]]
@@ -34,6 +35,7 @@ class Trained(NamedTuple):
     weights: list[float]
     planned: list[float]
     early: int
+    buckets: int
 
 
 def _model(frozen: str) -> Any:
@@ -60,30 +62,31 @@ def _iterate(chunk: Any, pipeline: int, data: list[torch.Tensor], forward_only: 
     return [float(one.mean()) for one in reports]
 
 
-def train(schedule: str, pipeline: int = 4, frozen: str = "", overlap: bool = False) -> Trained:
+def train(schedule: str, pipeline: int = 4, frozen: str = "", overlap: bool = False, costs: str | None = None) -> Trained:
     """Some iterations of a loop that gives one module, and not a list.
 
     Args:
         frozen: weights with this in their names do not train.
-        overlap: DDP reduces gradients within the backward, aligned between pipeline ranks, as megatron-core's default is.
+        overlap: DDP reduces gradients within the backward, aligned between pipeline ranks, as megatron-core's default is, and
+            gathers weights within the forward.
+        costs: a file, by which buckets are planned.
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     own = example("own_training_loop")
-    loop = install(schedule)
+    loop = install(schedule, costs=costs)
     parallel_state.initialize_model_parallel(1, pipeline)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     model = _model(frozen)
-    ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap, use_distributed_optimizer=overlap, bucket_size=5000)
+    shared = {"use_distributed_optimizer": overlap, "overlap_param_gather": overlap}
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=None if costs else 5000, **shared)
     chunk = DistributedDataParallel(model.config, ddp, model)
     model.config.finalize_model_grads_func = finalize_model_grads
     if overlap:
         model.config.no_sync_func, model.config.grad_sync_func = chunk.no_sync, chunk.start_grad_sync
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, use_distributed_optimizer=overlap), [chunk]
-    )
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, **shared), [chunk])
     # A model for log-probabilities, in no DDP, comes first.
     losses, norms = [_iterate(_model(""), pipeline, own.batches(5, seed=9), forward_only=True)], []
     with reductions.noted() as buckets:
@@ -97,9 +100,10 @@ def train(schedule: str, pipeline: int = 4, frozen: str = "", overlap: bool = Fa
     if schedule != "stock":
         assert loop.pipeline(pipeline).microbatches == microbatches, "another function has run"
         planned = [stage.weight / stage.backward for stage in loop.pipeline(pipeline).plans.planned_costs.stages]
-    return Trained(
-        losses, norms, [float(weight.sum()) for weight in model.parameters()], planned, sum(buckets[-1].reduced) if buckets else 0
-    )
+    if overlap:
+        chunk.start_param_sync(force_sync=True)
+    weights = [float(weight.sum()) for weight in model.parameters()]
+    return Trained(losses, norms, weights, planned, sum(buckets[-1].reduced) if buckets else 0, len(chunk.bucket_groups))
 
 
 def in_turn(*schedules: str) -> list[Trained]:

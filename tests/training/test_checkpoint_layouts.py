@@ -35,7 +35,8 @@ def contents(directory: str) -> dict[str, Any]:
         rest(2, "", ("1f1b", "v-half", "interleaved", "stock", "zb-v", "1f1b"), id="tied"),
         (
             4,
-            "--use-distributed-optimizer --untie-embeddings-and-output-weights --num-layers 9",
+            "--use-distributed-optimizer --untie-embeddings-and-output-weights --num-layers 9 "
+            "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096",
             ("interleaved", "stock", "v-half", "1f1b"),
         ),
     ],

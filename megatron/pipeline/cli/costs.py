@@ -18,7 +18,6 @@ from megatron.pipeline.costmodel.memory import makes_weights_again
 from megatron.pipeline.costmodel.origin import described, shares_layers
 from megatron.pipeline.costmodel.replicas import with_replicas
 from megatron.pipeline.planning.refusals import MIB
-from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.stage_costs import BETWEEN
@@ -76,10 +75,8 @@ def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: 
         costs = costs.remade(weights_again)
     # Else BW would save the start of a pass alone, for which no plan gives up the choice of when W runs: as mpipe tune plans.
     costs = costs if args.tensor_model_parallel_size > 1 else costs.without_fused()
-    if args.data_parallel_size * args.context_parallel_size == 1:
-        return costs
-    fused = weights_again or args.pipeline.schedule not in families.FAMILIES or families.named(args.pipeline.schedule).fused
-    return with_replicas(args, costs, placement, layers, links, gpu, fused)
+    replicated = args.data_parallel_size * args.context_parallel_size > 1
+    return with_replicas(args, costs, placement, layers, links, gpu) if replicated else costs
 
 
 def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device, shape: Shape) -> str:

@@ -94,7 +94,7 @@ def _period(data: dict[str, Any]) -> list[tuple[str, str, str]]:
             f"{data['period_lower_bound']:g}",
             f"no order has a shorter period; this one is {data['period_gap']:z.1%} above",
         ),
-        ("by rules", f"{rules:g}", f"period under Megatron-LM's overlaps of both; this one is {shorter:z.1%} shorter"),
+        ("by rules", f"{rules:g}", f"period under the best of Megatron-LM's overlaps; this one is {shorter:z.1%} shorter"),
     ]
 
 

@@ -52,18 +52,16 @@ def replica_seconds(args: Namespace, links: Links, count: Parameters, forward: f
 
 
 def with_replicas(
-    args: Namespace, costs: Costs, placement: Placement, layers: Sequence[int], links: Links, device: Device, fused: bool
+    args: Namespace, costs: Costs, placement: Placement, layers: Sequence[int], links: Links, device: Device
 ) -> Costs:
     """Costs with what ranks do between two iterations: reductions and gathers over the replicas, steps, and the norm.
 
     A rank's parameters are shared out to its stages as those of the stages alone; the gradients of tied embeddings that are apart
-    are summed with those of either end. Where flags overlap them, DDP reduces layers while the last pass of a chunk computes the
-    gradients of others, and gathers layers while its first pass uses others: what that hides is left out here.
+    are summed with those of either end.
 
     Args:
         args: flags of a training, validated, with ``padded_vocab_size``.
         layers: of every stage.
-        fused: whether the last pass of a chunk is BW; otherwise it is W.
     """
     shape, tied = Shape.of(args), not args.untie_embeddings_and_output_weights
     counts = parameters(shape, placement, layers, args.vocabulary.spread, tied)
@@ -79,14 +77,8 @@ def with_replicas(
             gather = _gathered(args, rings, count, gathered_bytes(args, count)) if args.use_distributed_optimizer else 0.0
         step, whole = device.moving(STEP_BYTES * optimizer_parameters(args, count)), sum(alone[stage] for stage in row)
         for stage in row:
-            share, cost = alone[stage] / whole, stages[stage]
-            reduced, gathered = share * reduce, share * gather
-            if args.overlap_grad_reduce:
-                bucket = reduced * min(1.0, BUCKET / max(1.0, share * count.total))
-                reduced = max(bucket, reduced - links.hides(reduced, cost.value("fused") if fused else cost.weight))
-            if args.overlap_param_gather:
-                gathered -= links.hides(gathered, cost.forward)
-            stages[stage] = replace(cost, reduce=reduced, step=share * step, gather=gathered)
+            share = alone[stage] / whole
+            stages[stage] = replace(stages[stage], reduce=share * reduce, step=share * step, gather=share * gather)
     last = len(stages) - 1
     if tied and args.vocabulary.spread is None and placement.home(last)[0] != placement.home(0)[0]:
         size = gradient_bytes(args) * args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
@@ -119,7 +111,7 @@ def between_seconds(args: Namespace, links: Links, schedule: Schedule, problem: 
         whole, _ = with_boundary(schedule, replace(problem, quick=True))
     else:
         aligned = not plans and getattr(args, "align_grad_reduce", True)
-        whole, _ = megatron(schedule, problem, [Rules(args.overlap_grad_reduce, aligned, args.overlap_param_gather)])
+        whole, _ = megatron(schedule, problem, [Rules(args.overlap_grad_reduce, args.overlap_param_gather, aligned)])
     cycle = Cycle(whole, problem.costs, waits_for_norm(problem))
     steady, shown = cycle.steady(turns(whole)), cycle.timeline(turns(whole))
     assert steady, "a boundary by rules or planned does not block"

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.pipeline.patches import language_module, training_training
+from megatron.pipeline.patches import distributed_data_parallel, language_module, training_training
 from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.patches.upstream_args import write
 
@@ -56,11 +56,11 @@ from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.schedule.core.names import STOCK, counted
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import as_planned, plan_pipeline
-from megatron.pipeline.session.startup_lines import plan_in_words
+from megatron.pipeline.session.startup_lines import BUCKETS, plan_in_words
 
 _NOT_OF_A_STAGE = (  # flags that the layout of a placement stands for, or that upstream's own order of passes would need
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "delay_wgrad_compute",
@@ -80,6 +80,7 @@ class Run:
         self._printed: list[str] = []
         self.pipeline: Pipeline | None = None
         self._ours: Settings  # once flags are complete
+        self._buckets: int | None = None  # into which the plan cuts a chunk's parameters, where flags leave that open
         self._knows_memory = True  # the formulas are for megatron-core's GPT, in 16 or 32 bits
         self._cut: PlacementLayout | None = None
         self._progress: LaunchProgress | None = None
@@ -171,6 +172,7 @@ class Run:
             checkpoint.check_placement(settings, pipeline.placement)
             if not pipeline.is_stock:
                 check_plan(settings, pipeline, microbatch_counts(settings))
+                self._buckets = self._planned_buckets(args, pipeline)
                 layers = stage_layers(settings, pipeline.placement)
                 self._cut = PlacementLayout(layers, pipeline.placement)
                 several = pipeline.placement.chunks if pipeline.placement.chunks > 1 else None
@@ -180,6 +182,15 @@ class Run:
         if not pipeline.is_stock:
             self._last_rank = LastRank(pipeline.placement)
             schedules_patch.use(self._forward_backward)
+
+    def _planned_buckets(self, args: Namespace, pipeline: Pipeline) -> int | None:
+        """Buckets of a chunk as planned; None where the user gives their size, or checkpoints are by bucket of DDP's size."""
+        given = args.ddp_bucket_size or getattr(args, "ddp_num_buckets", None) or not args.overlap_grad_reduce
+        if given or (args.use_distributed_optimizer and args.save and not args.dist_ckpt_optim_fully_reshardable):
+            return None
+        if buckets := pipeline.buckets(max(microbatch_counts(self._ours))):
+            self._say([BUCKETS.format(buckets=counted(buckets, "bucket"), setting="--ddp-bucket-size")])
+        return buckets
 
     # the model
 
@@ -257,6 +268,8 @@ class Run:
             with kept_random_states():
                 shard_vocabulary(self._ours, models[0].config, models, stages)
         fused = split_chunks(models, self._ours.pipeline.recompute_fused_backward)
+        for model in models if self._buckets else ():
+            distributed_data_parallel.mark(model, self._buckets)
         if fused and (is_last_rank() or torch.distributed.get_rank() == 0):  # they have the first and the last stage
             self._print_once(f"rank {torch.distributed.get_rank()}: {fused}")
 

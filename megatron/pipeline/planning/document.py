@@ -312,7 +312,9 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
     by_rules = None
     if problem.costs.has_boundary:
         ruled, steady = megatron(schedule, problem)
-        schedule, by_rules = schedule if schedule.boundary else ruled, steady.period
+        # A file says what the family's own order takes, which its plan may have changed.
+        given = _number(file, "period_by_rules") if changes == Changes() else None
+        schedule, by_rules = schedule if schedule.boundary else ruled, given or steady.period
         verify_boundary(schedule, waits_for_norm(problem))
     return Planned(schedule, problem, Variant(schedule.name), by_rules=by_rules)
 

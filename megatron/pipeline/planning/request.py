@@ -28,7 +28,6 @@ from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import Objective, Problem, per_rank
 from megatron.pipeline.schedule.families import Family
-from megatron.pipeline.schedule.rules.boundary import verify_boundary
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.transforms.boundary import waits_for_norm, with_boundary
 
@@ -182,8 +181,7 @@ class Request:
         if problem.costs.has_boundary:
             schedule, by_rules = with_boundary(schedule, problem)
         seconds = time.perf_counter() - begin
-        verify(schedule)
-        verify_boundary(schedule, waits_for_norm(problem))
+        verify(schedule, waits_for_norm=waits_for_norm(problem))
         return Planned(schedule, replace(problem, quick=False), self.variant, seconds, by_rules=by_rules)
 
     def _balanced(self, layers: int) -> Planned:

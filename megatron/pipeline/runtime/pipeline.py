@@ -29,6 +29,7 @@ from megatron.pipeline.runtime.offload.offloading import CopySettings, Offloadin
 from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.turns import InTurns, Turns
 from megatron.pipeline.runtime.vocabulary import Groups
+from megatron.pipeline.schedule.core.boundary import buckets
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.posting import Posting
@@ -109,6 +110,11 @@ class Pipeline:
     def microbatches(self) -> int:
         """Number of microbatches of the last iteration; 1 before the first, and under megatron-core's own schedule."""
         return self._iteration.plan.schedule.microbatches if self._iteration else 1
+
+    def buckets(self, microbatches: int) -> int | None:
+        """Buckets of a chunk's parameters in the plan; None where costs do not say what ranks do between iterations."""
+        boundary = self.plans.plan(microbatches).schedule.boundary
+        return max((count for row in boundary for count in buckets(row).values()), default=None)
 
     @cached_property
     def offloading(self) -> Offloading:

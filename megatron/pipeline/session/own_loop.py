@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ from megatron.pipeline.runtime.every_batch import refuse
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.schedule.core.names import STOCK, counted
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import check_name
+from megatron.pipeline.session.startup_lines import BUCKETS
 
 _NOT_PREPARED = (
     "this model was not built for {name}: megatron.pipeline.install splits the backwards of each chunk that megatron-core's "
@@ -199,6 +201,20 @@ class OwnLoop:
         """Split the backwards of a chunk's linears, and have DDP, which wraps it next, hear of weight gradients from W."""
         split_chunks([chunk])
         ddp_config.delay_wgrad_compute = True
+        if ddp_config.overlap_grad_reduce and ddp_config.bucket_size is None:
+            distributed_data_parallel.mark(chunk, self._buckets)
+
+    @cached_property
+    def _buckets(self) -> int | None:
+        """Buckets of a chunk, planned for as many microbatches as ranks: their number is known with the first iteration."""
+        pipeline = self.pipeline(parallel_state.get_pipeline_model_parallel_world_size())
+        costs = pipeline.plans.costs
+        if not (costs and costs.has_boundary and pipeline.plans.has_family):
+            return None
+        buckets = pipeline.buckets(pipeline.placement.ranks)
+        if buckets and torch.distributed.get_rank() == 0:
+            print(f" {BUCKETS.format(buckets=counted(buckets, 'bucket'), setting='bucket_size')}", flush=True)
+        return buckets
 
     def announce(self, lengths: Sequence[Sequence[int]]) -> None:
         """The lengths of a batch that will come: see ``BatchPlans.announce``.

@@ -39,6 +39,8 @@ _NO_ENGINE = (
     "attention is not fused and takes more time and memory"
 )
 
+BUCKETS = "the gradients of a chunk are reduced in {buckets}, as planned; {setting} sets another size"
+
 _WHEN = {
     "measured": "synchronous steps first, to measure their cost; then steps ahead while they pay",
     "always": "every step is taken ahead, unless something other than the next iteration follows it",

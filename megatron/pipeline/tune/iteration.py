@@ -207,8 +207,7 @@ def between_pipelines(cluster: Cluster, candidate: Candidate, costs: Costs, sche
 def _steady(cluster: Cluster, candidate: Candidate, costs: Costs, microbatches: int) -> Problem:
     """The problem with what ranks do between two iterations."""
     args, links = candidate.args, links_of(cluster.device, cluster.per_node, candidate.args)
-    fused = families.named(candidate.variant.name).fused
-    whole = with_replicas(args, costs, candidate.placement, candidate.layers, links, cluster.device, fused)
+    whole = with_replicas(args, costs, candidate.placement, candidate.layers, links, cluster.device)
     return Problem(candidate.placement, microbatches, whole, objective=candidate.objective, vocabulary=candidate.vocabulary)
 
 

@@ -6,9 +6,14 @@ first RS on, then the first passes of the next one up to the last OPT or AG, wit
     RS0.1 W6.0 W7.0 RS0.0 OPT0.0 AG0.0 F0.0 OPT0.1 AG0.1
 
 A rank computes in the order of its row. RS and AG run on a lane of their own, in their order there: their place is where the rank
-starts them, once what it computes before them is over. An OPT waits for its RS, an AG for its OPT, and the first pass that uses a
-chunk's parameters for all AG of the chunk. What stands behind the first pass of an iteration belongs to the boundary before that
-iteration; in the very first iteration there is nothing of it to do, and after the very last it is all that is left to do.
+starts them, once what it computes before them is over. An OPT waits for its RS, an AG for its OPT. What stands behind the first
+pass of an iteration belongs to the boundary before that iteration; in the very first iteration there is nothing of it to do, and
+after the very last it is all that is left to do.
+
+A pass goes through the buckets of its chunk, and takes as long for each: a forward from bucket 0 on, which is of the chunk's
+first layers, a backward up to bucket 0. So the first pass that uses a chunk's parameters waits for each AG only when it is there.
+RS directly before the last pass that adds to its chunk's gradients begins within it, when its bucket is complete; AG directly
+behind the first pass that uses its chunk begins with it, as gathers that a forward asks for.
 """
 
 from __future__ import annotations
@@ -73,6 +78,25 @@ def without_buckets(passes: Iterable[Pass]) -> tuple[Pass, ...]:
 def buckets(row: Iterable[Pass]) -> Counter[int]:
     """By chunk, the number of buckets that a rank's row has of it."""
     return Counter(work.chunk for work in row if work.kind is Kind.RS)
+
+
+def first_and_last(passes: Sequence[Pass]) -> tuple[dict[int, int], dict[int, int]]:
+    """By chunk, the places of the first pass that uses its parameters and of the last one that adds to its gradients."""
+    first = {work.chunk: slot for slot, work in reversed(list(enumerate(passes))) if work.kind.is_forward}
+    return first, {work.chunk: slot for slot, work in enumerate(passes) if completes(work.kind)}
+
+
+def within(passes: Sequence[Pass]) -> set[Pass]:
+    """RS and AG of a turn that begin within the pass beside them: see above."""
+    found = set[Pass]()
+    places = {Kind.AG: (1, first_and_last(passes)[0]), Kind.RS: (-1, first_and_last(passes)[1])}
+    for kind, (step, place) in places.items():
+        for chunk, slot in place.items():
+            beside = slot + step
+            while 0 <= beside < len(passes) and passes[beside].kind.row.bucket:
+                found |= {passes[beside]} if passes[beside][::2] == (kind, chunk) else set()
+                beside += step
+    return found
 
 
 def completes(kind: Kind) -> bool:

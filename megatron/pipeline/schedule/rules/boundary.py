@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron.pipeline.schedule.core.boundary import Turn, buckets, completes, turn, without_buckets
+from megatron.pipeline.schedule.core.boundary import Turn, buckets, first_and_last, turn, within, without_buckets
 from megatron.pipeline.schedule.core.kinds import BUCKET_KINDS
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
@@ -68,21 +68,23 @@ def passes_of_a_bucket_are_in_order(rank: int, row: Sequence[Pass]) -> None:
 
 def chunks_are_complete_and_there(rank: int, repeated: Turn) -> None:
     """RS follows the last pass that adds to its chunk's gradients, in the same iteration, and AG precedes the first pass that
-    uses its chunk's parameters."""
-    last = {work.chunk: slot for slot, work in enumerate(repeated.passes) if completes(work.kind)}
-    first = {work.chunk: slot for slot, work in reversed(list(enumerate(repeated.passes))) if work.kind.is_forward}
-    for slot, work in enumerate(repeated.passes):
+    uses its chunk's parameters; or they stand beside that pass, and begin within it."""
+    passes = repeated.passes
+    (first, last), beside = first_and_last(passes), within(passes)
+    for slot, work in enumerate(passes):
+        if work in beside:
+            continue
         if work.kind is Kind.RS and slot < last.get(work.chunk, -1):
             raise ScheduleError(
-                f"rank {rank}: {work} runs before {repeated.passes[last[work.chunk]]}, which adds to its gradients; it must run "
-                "after the last one that does"
+                f"rank {rank}: {work} runs before {passes[last[work.chunk]]}, which adds to its gradients; it must run "
+                "directly before the last one that does, or after it"
                 if slot >= repeated.late
-                else f"rank {rank}: {work} runs in the next iteration; it must run before {without_buckets(repeated.passes)[0]}"
+                else f"rank {rank}: {work} runs in the next iteration; it must run before {without_buckets(passes)[0]}"
             )
         if work.kind is Kind.AG and slot < repeated.late and slot > first.get(work.chunk, slot):
             raise ScheduleError(
-                f"rank {rank}: {work} runs after {repeated.passes[first[work.chunk]]}, which uses its parameters; it must run "
-                "before the first one that does"
+                f"rank {rank}: {work} runs after {passes[first[work.chunk]]}, which uses its parameters; it must run "
+                "before the first one that does, or directly after it"
             )
 
 

@@ -32,6 +32,7 @@ def verify(
     costs: Costs | None = None,
     memory_limit: float | Sequence[float] | None = None,
     forward_only: bool = False,
+    waits_for_norm: bool = False,
 ) -> None:
     """Check a schedule against every rule below.
 
@@ -40,6 +41,7 @@ def verify(
         costs: for the memory limit; by default every microbatch takes 1 on a rank, held until W.
         memory_limit: the most activation memory a rank may hold, in the costs' unit; one number, or one per rank.
         forward_only: the schedule is for evaluation, so that it has every F (S and IF) and nothing else.
+        waits_for_norm: see ``verify_boundary``.
 
     Raises:
         ScheduleError: a rule is broken; the message names the rank and the first pass that breaks it.
@@ -47,7 +49,7 @@ def verify(
     verify_passes(schedule, forward_only)
     passes_of_a_chunk_are_in_microbatch_order(schedule)
     dependencies_can_be_met(schedule)
-    verify_boundary(schedule)
+    verify_boundary(schedule, waits_for_norm)
     if memory_limit is not None:
         memory_stays_within(schedule, costs or uniform(schedule.placement), memory_limit)
 

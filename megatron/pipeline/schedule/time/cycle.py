@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.schedule.core.boundary import Turn, buckets
+from megatron.pipeline.schedule.core.boundary import Turn, buckets, first_and_last, within
 from megatron.pipeline.schedule.core.compiled import compiled
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import BUCKET_KINDS
@@ -83,9 +84,10 @@ class Cycle:
         begin = float(found[1][0][0][:ranks, 0].min())
         for starts, ends in found[1]:
             for row, (_, works) in enumerate(rows):
-                for slot, work in enumerate(works):
+                for work, steps in groupby(range(len(works)), works.__getitem__):
                     if work is not None:
-                        timed[row].append(Timed(work, float(starts[row, slot] - begin), float(ends[row, slot] - begin)))
+                        slots = list(steps)
+                        timed[row].append(Timed(work, float(starts[row, slots[0]] - begin), float(ends[row, slots[-1]] - begin)))
         lanes: list[list[Timed]] = timed[ranks : 2 * ranks]
         for lane, copies in zip(self._rows.lanes, timed[2 * ranks :], strict=True):
             lanes[lane.rank] = sorted(lanes[lane.rank] + copies, key=lambda each: each.start)
@@ -154,8 +156,9 @@ class Cycle:
         OPT."""
         passes = RankPasses(tuple(work for work in own.passes if not work.kind.row.bucket))
         base = iter(zip(*keyed(passes, passes.passes, passes.awaited if self._rows.lanes else {}), strict=True))
-        gathers = {work.chunk: (work, int(slot >= own.late)) for slot, work in _in_row(own) if work.kind is Kind.AG}
-        first_step = next((work for _, work in _in_row(own) if work.kind is Kind.OPT), None)
+        lags = {work: int(slot >= own.late) for slot, work in _in_row(own) if work.kind.row.bucket}
+        first_step = next((work for work in lags if work.kind is Kind.OPT), None)
+        whole, beside = {slot for places in first_and_last(own.passes) for slot in places.values()}, within(own.passes)
         nodes: list[tuple[_Node, Pass | None]] = []
         seconds = self._seconds(rank, own)
         for slot, work in enumerate(own.passes):
@@ -166,15 +169,36 @@ class Cycle:
                 reduced = self._number(rank, work._replace(kind=Kind.RS))
                 nodes.append((_Node(reduced, late, seconds=seconds[work.kind, work.chunk]), work))
             elif work.kind.row.bucket:
-                nodes.append((_Node(made=self._number("start", rank, work)), None))
+                nodes += [(_Node(made=self._number("start", rank, work)), None)] if work not in beside else []
             else:
-                if work.kind.is_forward and (gather := gathers.pop(work.chunk, None)):
-                    nodes.append((_Node(self._number(rank, gather[0]), gather[1]), None))
                 for key, each in base:
                     nodes.append((self._link(rank, key), each))
                     if each == work:
                         break
+                if slot in whole:
+                    nodes[-1:] = [(node, work) for node in self._by_bucket(rank, work, nodes[-1][0], lags, beside)]
         return nodes
+
+    def _by_bucket(self, rank: int, work: Pass, whole: _Node, lags: dict[Pass, int], beside: set[Pass]) -> Iterator[_Node]:
+        """The steps of a pass that takes the buckets of its chunk as they are gathered, or completes one after another.
+
+        Args:
+            whole: the pass as one step.
+            lags: of all RS, OPT and AG of the rank, whether they are of the iteration before.
+            beside: those that begin within a pass.
+        """
+        kind, step = (Kind.AG, 1) if work.kind.is_forward else (Kind.RS, -1)
+        of_chunk = sorted(each for each in lags if each[::2] == (kind, work.chunk))[::step]
+        begins = [_Node(made=self._number("start", rank, each)) if each in beside else _Node() for each in of_chunk]
+        share = _Node(seconds=whole.seconds / max(1, len(of_chunk)))
+        yield whole._replace(seconds=0.0 if of_chunk else whole.seconds, made=-1)
+        if kind is Kind.AG:
+            yield from begins
+            yield from (share._replace(need=self._number(rank, each), lag=lags[each]) for each in of_chunk)
+        else:
+            for begin in begins:
+                yield from (share, begin)
+        yield _Node(made=whole.made, part=whole.part)
 
     def _lane(self, rank: int, own: Turn) -> list[tuple[_Node, Pass | None]]:
         """The steps of a rank's lane; the rank's part of the norm follows its last RS."""

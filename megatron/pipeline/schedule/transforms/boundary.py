@@ -1,17 +1,18 @@
 """Boundaries of iterations: by Megatron-LM's rules, and planned so that the period is short.
 
-A plan of a rank is the order of its passes and a number of buckets. RS follow the last pass that fills their bucket. Behind all
+A plan of a rank is the order of its passes and a number of buckets. RS begin within the last pass that fills them. Behind all
 passes the rank steps its buckets in the order of their use, and each AG follows its step: a training loop's optimizer takes its
 step between two iterations (``patches/distrib_optimizer.py``).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from megatron.pipeline.schedule.core.boundary import Turn, completes, with_turns
+from megatron.pipeline.schedule.core.boundary import Turn, first_and_last, with_turns
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import SLACK, Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -21,28 +22,33 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks
 BUCKETS = (1, 2, 4)  # of a chunk, to try
 _TRIALS = 1000  # simulations of changes
 _COUNTS = (1, 2, 3, 4, 6, 8, 12)  # of last W of a chunk that are moved at a time
-_NEAR = 6  # last passes among which single W are moved
 
 Passes = tuple[Pass, ...]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Megatron-LM's rules.
+    """Megatron-LM's rules (megatron-core 0.16 to 0.19: ``schedules.py``, ``distributed_data_parallel.py``).
+
+    The first chunk of the first rank has several buckets, every other chunk one.
 
     Attributes:
-        overlap_grad_reduce: RS of a chunk starts behind the last pass that fills its buckets; otherwise behind all passes.
-        align_grad_reduce: that holds for the first rank, and all others reduce behind all of their passes.
-        overlap_param_gather: AG of a chunk starts with the first pass that uses the chunk before it, in the order of their use;
-            otherwise all of them run before the first pass.
+        overlap_grad_reduce: RS begin within the last pass that fills their buckets; otherwise behind all passes.
+        overlap_param_gather: AG begin with the first pass that uses their chunk, which takes one bucket after another; otherwise
+            all run before the first pass.
+        aligned: both start at about the same time on all ranks: a chunk's RS as many backwards after its last one as there are
+            ranks before; with one chunk, behind all passes on all ranks but the first. The AG of the first two chunks before the
+            first pass, that of another one as many forwards before the first forward of the chunk before it; that of one chunk
+            begins as without. The last layers' bucket is gathered first, and so the pass waits for all.
     """
 
     overlap_grad_reduce: bool = True
-    align_grad_reduce: bool = False
     overlap_param_gather: bool = True
+    aligned: bool = False
 
 
-MEGATRON = (Rules(), Rules(align_grad_reduce=True))  # with both of its overlaps, aligned or not
+# Gathers that forwards ask for run one rank after another: without their overlap one chunk per rank is faster.
+MEGATRON = tuple(Rules(overlap_param_gather=gathers, aligned=aligned) for gathers in (True, False) for aligned in (False, True))
 NO_OVERLAP = Rules(overlap_grad_reduce=False, overlap_param_gather=False)
 
 
@@ -52,24 +58,47 @@ def waits_for_norm(problem: Problem) -> bool:
 
 
 def by_rules(schedule: Schedule, rules: Rules, buckets: int) -> list[Turn]:
-    """Turns of all ranks under Megatron-LM's rules; it steps once all of a rank's gradients are reduced."""
-    return [_by_rules(_Completed(passes), rules, buckets, rank > 0) for rank, passes in enumerate(schedule.passes)]
+    """Turns of all ranks under Megatron-LM's rules; it steps once all of a rank's gradients are reduced.
+
+    Args:
+        buckets: of the first chunk of the first rank.
+    """
+    return [_by_rules(_Completed(passes), rules, buckets, rank) for rank, passes in enumerate(schedule.passes)]
 
 
-def _by_rules(rank: _Completed, rules: Rules, buckets: int, is_later: bool) -> Turn:
-    late = not rules.overlap_grad_reduce or (rules.align_grad_reduce and is_later)
-    behind: dict[int, list[Pass]] = {}  # by number of passes before
-    for chunk in rank.by_completion:
-        place = len(rank.passes) if late else rank.complete[chunk] + 1
-        behind.setdefault(place, []).extend(_of(Kind.RS, chunk, buckets))
-    end = behind.setdefault(len(rank.passes), [])
-    for chunk in rank.by_use:
-        end += _of(Kind.OPT, chunk, buckets)
-    early: dict[int, list[Pass]] = {}
-    for before, chunk in zip([None, *rank.by_use], rank.by_use, strict=False):
-        place = rank.first[before] if before is not None and rules.overlap_param_gather else 0
-        (early.setdefault(place, []) if place else end).extend(_of(Kind.AG, chunk, buckets))
-    return _merged(rank.passes, early, behind)
+def _by_rules(own: _Completed, rules: Rules, buckets: int, rank: int) -> Turn:
+    count, one = len(own.passes), len(own.by_use) == 1
+    counts = {chunk: buckets if (rank, chunk) == (0, 0) else 1 for chunk in own.by_use}
+    backwards = [slot for slot, work in enumerate(own.passes) if work.kind.finishes_weights]
+    forwards = [slot for slot, work in enumerate(own.passes) if work.kind is Kind.F]
+    early, behind = dict[int, list[Pass]](), dict[int, list[Pass]]()  # by number of passes before
+    for chunk in own.by_completion:
+        made = _of(Kind.RS, chunk, counts[chunk])[::-1]
+        if rules.overlap_grad_reduce and (not rules.aligned or (one and not rank)):
+            _reduced_within(behind, own, chunk, made)
+            continue
+        later = [slot + 1 for slot in backwards if slot >= own.last[chunk]][rank : rank + 1]
+        behind.setdefault(later[0] if later and rules.overlap_grad_reduce and not one else count, []).extend(made)
+    end = behind.setdefault(count, [])
+    for chunk in own.by_use:
+        end += _of(Kind.OPT, chunk, counts[chunk])
+    for use, chunk in enumerate(own.by_use):
+        place = 0
+        if rules.overlap_param_gather and (one or not rules.aligned):
+            place = own.first[chunk] + 1
+        elif rules.overlap_param_gather and use > 1:
+            before = sum(slot < own.first[own.by_use[use - 1]] for slot in forwards)
+            place = forwards[max(0, before - rank)]
+        gathers = _of(Kind.AG, chunk, counts[chunk])
+        asked = rules.overlap_param_gather and not rules.aligned
+        (early.setdefault(place, []) if place else end).extend(gathers if asked else gathers[::-1])
+    return _merged(own.passes, early, behind)
+
+
+def _reduced_within(behind: dict[int, list[Pass]], own: _Completed, chunk: int, reductions: list[Pass]) -> None:
+    """Have a chunk's RS, of which the last is of the bucket that is complete last, begin within its last pass."""
+    behind.setdefault(own.last[chunk], []).extend(reductions[:-1])
+    behind.setdefault(own.last[chunk] + 1, []).extend(reductions[-1:])
 
 
 def _of(kind: Kind, chunk: int, buckets: int) -> list[Pass]:
@@ -98,12 +127,11 @@ class _Completed:
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
-        self.complete = {work.chunk: slot for slot, work in enumerate(passes) if completes(work.kind)}
-        self.first = {work.chunk: slot for slot, work in reversed(list(enumerate(passes))) if work.kind.is_forward}
+        self.first, self.last = first_and_last(passes)
 
     @cached_property
     def by_completion(self) -> list[int]:
-        return sorted(self.complete, key=self.complete.__getitem__)
+        return sorted(self.last, key=self.last.__getitem__)
 
     @cached_property
     def by_use(self) -> list[int]:
@@ -122,7 +150,7 @@ class _Placed:
         rank = self.rank
         behind: dict[int, list[Pass]] = {}
         for chunk in rank.by_completion:
-            behind.setdefault(rank.complete[chunk] + 1, []).extend(_of(Kind.RS, chunk, self.buckets))
+            _reduced_within(behind, rank, chunk, _of(Kind.RS, chunk, self.buckets)[::-1])
         end = behind.setdefault(len(rank.passes), [])
         for chunk in rank.by_use:
             for step, gather in zip(*(_of(kind, chunk, self.buckets) for kind in (Kind.OPT, Kind.AG)), strict=True):
@@ -131,8 +159,18 @@ class _Placed:
 
 
 def megatron(schedule: Schedule, problem: Problem, rules: Iterable[Rules] = MEGATRON) -> tuple[Schedule, Steady]:
-    """The schedule with the boundary of Megatron-LM's rules that has the shortest period, with the best number of buckets."""
+    """The schedule with the boundary of Megatron-LM's rules that has the shortest period, with the best number of buckets.
+
+    Raises:
+        ValueError: a chunk has no passes.
+    """
     plain = replace(schedule, boundary=())
+    for rank, row in enumerate(plain.passes):
+        if idle := set(range(plain.placement.chunks)) - {work.chunk for work in row}:
+            raise ValueError(
+                f"{plain.name} of {plain.microbatches} microbatch(es) runs nothing on chunk {min(idle)} of rank {rank}, so that "
+                "it has no gradients to reduce between iterations: give more microbatches, or leave out --replicas, RS, OPT, AG"
+            )
     cycle = Cycle(plain, problem.costs, waits_for_norm(problem))
     made = [by_rules(plain, rule, buckets) for rule in rules for buckets in BUCKETS]
     found = [(steady, each) for each in made if (steady := cycle.steady(each)) is not None]
@@ -173,16 +211,14 @@ class _Search:
         return with_turns(self._original, [plan.turn for plan in self._plans])
 
     def improve(self) -> None:
-        """Change one rank after another, and all ranks at once, until nothing helps."""
+        """Change all ranks at once, and then one after another, until nothing helps."""
         ranks, before = range(len(self._plans)), None
         for move in self._moves():
-            self._try({rank: self._reordered(rank, move(self._plans[rank].rank.passes)) for rank in ranks})
+            self._try(move, ranks)
         while before != self.steady and self._left > 0:
             before = self.steady
-            for rank in ranks:
-                for change in self._changes(rank):
-                    if self._left > 0:
-                        self._try({rank: change})
+            for rank, move in itertools.product(ranks, self._moves()):
+                self._try(move, [rank])
 
     def _moves(self) -> Iterator[Callable[[Passes], Passes]]:
         """Moves of a chunk's W in a rank's passes: with one chunk none matters."""
@@ -192,27 +228,17 @@ class _Search:
             for count in _COUNTS:
                 if count <= self._original.slices:
                     yield partial(at_once, chunk=chunk, count=count)
-                    yield partial(postponed, chunk=chunk, count=count)
 
-    def _changes(self, rank: int) -> Iterator[_Placed]:
-        passes = self._plans[rank].rank.passes
-        for slot in range(max(1, len(passes) - _NEAR), len(passes)):
-            passes = self._plans[rank].rank.passes
-            if can_swap(passes, slot):
-                yield self._reordered(rank, (*passes[: slot - 1], passes[slot], passes[slot - 1], *passes[slot + 1 :]))
-        for change in self._moves():
-            own = self._plans[rank].rank.passes
-            if (passes := change(own)) != own:
-                yield self._reordered(rank, passes)
-
-    def _reordered(self, rank: int, passes: Passes) -> _Placed:
-        return replace(self._plans[rank], rank=_Completed(passes))
-
-    def _try(self, changed: dict[int, _Placed]) -> None:
-        plans = [changed.get(rank, plan) for rank, plan in enumerate(self._plans)]
-        self._left -= 1
-        if (steady := self._of(plans)) is not None and steady < self.steady and self._fits(plans):
-            self.steady, self._plans = steady, plans
+    def _try(self, move: Callable[[Passes], Passes], ranks: Iterable[int]) -> None:
+        plans = list(self._plans)
+        for rank in ranks:
+            own = plans[rank].rank.passes
+            if not _fuses(own) and (passes := move(own)) != own:
+                plans[rank] = replace(plans[rank], rank=_Completed(passes))
+        if plans != self._plans and self._left > 0:
+            self._left -= 1
+            if (steady := self._of(plans)) is not None and steady < self.steady and self._fits(plans):
+                self.steady, self._plans = steady, plans
 
     def _fits(self, plans: Sequence[_Placed]) -> bool:
         schedule = replace(self._original, passes=tuple(plan.rank.passes for plan in plans))
@@ -226,8 +252,6 @@ class _Search:
 def hurried(passes: Passes, chunk: int) -> Passes:
     """A rank's passes with every W of a chunk as early, among the places of all W, as its B allows."""
     slots = [slot for slot, work in enumerate(passes) if work.kind is Kind.W]
-    if _fuses(passes):
-        return passes
     waiting = [passes[slot] for slot in slots]
     ready, made, begin = set[tuple[int, int]](), list(passes), 0
     for slot in slots:
@@ -239,38 +263,19 @@ def hurried(passes: Passes, chunk: int) -> Passes:
     return tuple(made)
 
 
-def postponed(passes: Passes, chunk: int, count: int) -> Passes:
-    """A rank's passes with the last W of a chunk behind all others."""
-    last = _last(passes, chunk, count)
-    return (*(work for work in passes if work not in last), *last)
-
-
 def at_once(passes: Passes, chunk: int, count: int) -> Passes:
     """A rank's passes with the places of the last W of a chunk directly behind their B; all W of it keep their order."""
-    last = {work[1:]: work for work in _last(passes, chunk, count)}
+    of_chunk = [work for work in passes if work.kind is Kind.W and work.chunk == chunk]
+    last = {work[1:]: work for work in of_chunk[-count:]}
     made: list[Pass] = []
     for work in passes:
         if last.get(work[1:]) != work:
             made.append(work)
             made += [last[work[1:]]] if work.kind.sends_gradient and work[1:] in last else []
-    in_order = iter(_last(passes, chunk, len(passes)))
+    in_order = iter(of_chunk)
     return tuple(next(in_order, work) if work.kind is Kind.W and work.chunk == chunk else work for work in made)
-
-
-def _last(passes: Passes, chunk: int, count: int) -> Passes:
-    return () if _fuses(passes) else tuple(work for work in passes if work.kind is Kind.W and work.chunk == chunk)[-count:]
 
 
 def _fuses(passes: Passes) -> bool:
     """Tell whether there is any BW: W and BW of a chunk keep their order."""
     return any(work.kind.finishes_weights and work.kind is not Kind.W for work in passes)
-
-
-def can_swap(passes: Passes, slot: int) -> bool:
-    """Tell whether a pass and the one before it can change places: one is a W, and neither needs the other."""
-    before, work = passes[slot - 1 : slot + 1]
-    if Kind.W not in (before.kind, work.kind) or before.kind.is_copy or work.kind.is_copy:
-        return False
-    braided = any(each.kind.row.braided for each in passes[slot - 1 : slot + 2])
-    both = before.kind.finishes_weights and work.kind.finishes_weights and before.chunk == work.chunk
-    return not (braided or both or before[1:] == work[1:])
