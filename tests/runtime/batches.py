@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import tiny_gpt
 import torch
 from example_runs import example, optimizer_of
+from megatron.core.utils import get_model_config
 
 from megatron.pipeline.planning.aside import PlanningProcess, plan_batch
 
@@ -194,3 +196,38 @@ def announces_in_vain() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+class _Unequal(tiny_gpt.Run):
+    """Microbatches of lengths that tensor and context parallel ranks can cut; every replica has its own."""
+
+    def lengths(self, iteration: int) -> list[int]:
+        from megatron.core import parallel_state
+
+        draw = random.Random(100 * iteration + parallel_state.get_data_parallel_rank())
+        return [draw.choice((4, 4, 8, 16)) for _ in range(self.microbatches)]
+
+    def _tokens(self, iteration: int) -> Iterator[torch.Tensor]:
+        for length, tokens in zip(self.lengths(iteration), super()._tokens(iteration), strict=True):
+            yield tokens[:, : length + 1]
+
+
+def in_parallel(schedule: str, flags: str, plans: bool, **sizes: Any) -> tuple[list[tiny_gpt.Step], dict[str, int], int]:
+    """Three iterations, with a plan for each where asked for: steps, ``BatchPlans.counts``, and how many orders have run."""
+    real, PlanningProcess.plan = PlanningProcess.plan, on_time  # type: ignore[method-assign, assignment]
+    try:
+        more = "--pipeline-plan every-batch" if plans else ""
+        run = _Unequal(schedule, flags=tuple(f"{flags} {more}".split()), microbatches=6, **sizes)
+        for chunk in run.chunks:
+            get_model_config(chunk).variable_seq_lengths = True
+        steps, orders = [], set()
+        for iteration in range(-1, 3):
+            if plans and iteration < 2:  # one iteration before
+                run.pipeline.batches.announce([[length] * 2 for length in run.lengths(iteration + 1)])  # type: ignore[union-attr]
+            if iteration >= 0:
+                steps.append(run.step(iteration))
+            if plans and iteration >= 0:
+                orders.add(run.pipeline._iteration.plan.schedule.passes)  # type: ignore[union-attr]
+        return steps, dict(run.pipeline.batches.counts) if run.pipeline.batches else {}, len(orders)
+    finally:
+        PlanningProcess.plan = real  # type: ignore[method-assign]

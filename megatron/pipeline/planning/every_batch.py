@@ -38,12 +38,12 @@ Order: TypeAlias = tuple[int, ...]  # which of the given microbatches is in ever
 def _with_loads(request: Request, change: Callable[[tuple[Load, ...]], tuple[Load, ...]]) -> Request:
     """The request with other loads."""
     if isinstance(request.costs, Costs):
-        return replace(request, costs=replace(request.costs, loads=change(request.costs.loads)))
+        return replace(request, costs=request.costs.with_loads(change(request.costs.loads)))
 
     def costs(placement: Placement) -> Costs:
         given = request.costs(placement) if callable(request.costs) else request.costs
         given = given or request.equal_costs(placement)
-        return replace(given, loads=change(given.loads))
+        return given.with_loads(change(given.loads))
 
     return replace(request, costs=costs)
 
