@@ -80,6 +80,24 @@ def test_losses_are_those_of_stock_in_every_layout(pool: Pool, schedule: str, si
     assert all(orders > 1 for *_, orders in ours), "batches have orders of their own"
 
 
+@pytest.mark.parametrize(("schedule", "padded"), [("zb-v", False), ("zb-auto", True)])
+def test_packed_batches_have_the_losses_of_stock_and_every_sequence(pool: Pool, schedule: str, padded: bool) -> None:
+    stock = pool.run(4, batches.packs, "stock", padded, timeout=300)
+    ours = pool.run(4, batches.packs, schedule, padded, plans=True, timeout=300)
+
+    def reports(found: list[Any]) -> list[Any]:
+        return [report for report, *_ in found if report[0]]
+
+    assert reports(ours) == reports(stock)
+    for iteration in range(3):
+        trained = [one for replica in reports(ours) for _, sequences in replica[iteration] for one in sequences if any(one)]
+        given = [one for replica in range(2) for one in batches.sequences_of(replica, iteration + 1)[len(
+            batches.sequences_of(replica, iteration)) :]]  # fmt: skip
+        assert sorted(trained) == sorted(given)
+    assert all(numbers == ours[0][1] and max(numbers) < 6 for _, numbers, _ in ours), "fewer than the data set's"
+    assert all(counts == {"planned": 3} for *_, counts in ours)
+
+
 @pytest.mark.parametrize("evaluates", ["other", "same"])
 def test_evaluations_come_in_between(pool: Pool, evaluates: str) -> None:
     stock = pool.run(4, batches.train, "stock", evaluates=evaluates, timeout=300)

@@ -1,0 +1,191 @@
+"""Sequences of a global batch packed anew, over all data-parallel replicas, in place of how the data set has packed them.
+
+    packing = Packing(tokens=8192, ranks=8, attention=0.1)
+    reports = get_forward_backward_func()(**packing.packed(keywords))
+
+Every replica reads the items that it would read anyway, takes their sequences apart, and learns how long those of the others are.
+All find the same packing, and send each sequence to the replica that trains it. That is done one batch ahead, so that
+``EveryBatch`` knows the lengths.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.pipeline.patches import rerun_state_machine
+
+from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.planning.every_batch import pack_at_once
+from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.every_batch import lengths_of
+
+Sequence_ = Mapping[str, torch.Tensor]  # tokens of one sequence, [s], and what else there is of each
+_MADE = ("cu_seqlens", "max_seqlen")
+
+
+class Packing:
+    """Packing of the batches of one loop.
+
+    Items are dicts as Megatron-LM's ``--sft`` gives them: ``tokens`` [1, s] and other tensors of that shape, ``cu_seqlens`` and
+    ``max_seqlen``. Behind the last token of a sequence with a loss all are left out. A microbatch has ``tokens`` tokens, the last
+    of which are a sequence of padding without loss; with ``variable_seq_lengths`` it has as many as its sequences.
+
+    Args:
+        tokens: that a microbatch holds.
+        ranks: of the pipeline.
+        attention: see ``planning.loads_of``.
+        announce: is called with the lengths of the next batch's microbatches, such as ``BatchPlans.announce``.
+    """
+
+    def __init__(
+        self, tokens: int, ranks: int, attention: float = 0.0, announce: Callable[[list[Sequence[int]]], None] | None = None
+    ) -> None:
+        self._tokens, self._ranks, self._attention, self._announce = tokens, ranks, attention, announce
+        self._replicas: torch.distributed.ProcessGroup | None = None
+        self._model: torch.distributed.ProcessGroup | None = None
+        self._readers: dict[int, _Packed] = {}  # by the place of the chunk
+        self._count = 0  # of the last batch's microbatches
+
+    def packed(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of an iteration with the packed microbatches, and how many there are; collective over the world at first,
+        then over replicas and the ranks of a model.
+
+        Forwards alone, an iteration that is run again, and data that end within a batch stay as they are.
+
+        Raises:
+            ValueError: items are no packed sequences.
+        """
+        call = Call(**keywords)
+        if call.forward_only:
+            return dict(keywords)
+        if self._model is None:
+            self._replicas = new_group(torch.distributed.get_process_group_ranks(call.groups.dp), backend="gloo")
+            model = parallel_state.get_model_parallel_group(check_initialized=False)
+            self._model = new_group(torch.distributed.get_process_group_ranks(model), backend="gloo")
+        again = any(getattr(items, "replaying", False) for items in call.iterators)
+        if not again:
+            made: list[list[Any]] = []
+            self._count = 0
+            for place, items in enumerate(call.iterators):
+                if items is not None:
+                    self._count, made = self._reader(place, items).begin(lambda source: self._make(source, call))
+            shared = torch.tensor([self._count])  # some ranks read no data
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self._model)
+            self._count = int(shared)
+            for batch in filter(None, made if self._announce else ()):
+                self._announce([lengths_of(item) for item in batch])  # type: ignore[misc]
+        return {**keywords, "num_microbatches": self._count or call.num_microbatches}
+
+    def _reader(self, place: int, items: Any) -> _Packed:
+        def read(source: Any) -> Any:
+            if not isinstance(source, _Packed):
+                self._readers[place] = _Packed(source)
+            return self._readers[place]
+
+        rerun_state_machine.beneath(items, read)
+        return self._readers[place]
+
+    def _make(self, source: Iterator[Any], call: Call) -> list[dict[str, torch.Tensor]]:
+        """The packed items of the next batch; none where the data end within it."""
+        items = list(islice(source, call.num_microbatches))
+        if len(items) < call.num_microbatches:
+            return []
+        context = call.groups.cp.size()
+        step = 2 * context if context > 1 else 1  # tokens that context-parallel ranks can share
+        own = [sequence for item in items for sequence in _sequences(item, step)]
+        lengths = self._of_all([len(one["tokens"]) for one in own])
+        places = [(replica, at) for replica, of_one in enumerate(lengths) for at in range(len(of_one))]
+        whole = not call.config.variable_seq_lengths
+        flat = [length for of_one in lengths for length in of_one]
+        packed = pack_at_once(flat, self._tokens, self._ranks, len(lengths), self._attention, whole)
+        arrived = self._sent(own, packed, places)
+        here = self._replicas.rank() if self._replicas else 0
+        microbatches = [[arrived[place] for place in microbatch] for microbatch in packed[here]]
+        step *= call.groups.tp.size()
+        return [
+            _item(one, self._tokens if whole else -(-sum(len(s["tokens"]) for s in one) // step) * step) for one in microbatches
+        ]
+
+    def _of_all(self, own: Any) -> list[Any]:
+        """What every replica has."""
+        if self._replicas is None:
+            return [own]
+        found: list[Any] = [None] * self._replicas.size()
+        torch.distributed.all_gather_object(found, own, group=self._replicas)
+        return found
+
+    def _sent(
+        self, own: Sequence[Sequence_], packed: Sequence[Sequence[Sequence[int]]], places: Sequence[tuple[int, int]]
+    ) -> dict[int, Sequence_]:
+        """Sequences that this replica trains, by their place in the global batch, once each has sent the others theirs."""
+        here = self._replicas.rank() if self._replicas else 0
+        parcels = []
+        for microbatches in packed:
+            mine = [place for microbatch in microbatches for place in microbatch if places[place][0] == here]
+            parcels.append({place: own[places[place][1]] for place in mine})
+        if self._replicas is None:
+            return parcels[0]
+        sent = [pickle.dumps(parcel) for parcel in parcels]
+        sizes = self._of_all([len(one) for one in sent])
+        arriving = [of_one[here] for of_one in sizes]
+        buffer = torch.empty(sum(arriving), dtype=torch.uint8)
+        given = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
+        torch.distributed.all_to_all_single(buffer, given, arriving, [len(one) for one in sent], group=self._replicas)
+        found: dict[int, Sequence_] = {}
+        for part in buffer.split(arriving):
+            found |= pickle.loads(part.numpy().tobytes())
+        return found
+
+
+class _Packed:
+    """An iterator of packed items in place of a data set's own, one batch ahead."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        self._items: deque[Any] = deque()
+        self._next: list[Any] | None = None  # of the next batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._items.popleft() if self._items else next(self._source)
+
+    def begin(self, make: Callable[[Iterator[Any]], list[Any]]) -> tuple[int, list[list[Any]]]:
+        """Begin a batch, and make the one behind it; returns its number of items, and the batches that are made now."""
+        made = [make(self._source)] if self._next is None else []
+        batch = made[0] if self._next is None else self._next
+        self._items.extend(batch)
+        self._next = make(self._source)
+        return len(batch), [*made, self._next]
+
+
+def _sequences(item: Any, step: int) -> Iterator[Sequence_]:
+    """The sequences of an item, each up to its last token with a loss, in whole steps of tokens."""
+    if not (isinstance(item, Mapping) and {"tokens", "loss_mask", "cu_seqlens"} <= item.keys() and len(item["tokens"]) == 1):
+        raise ValueError(
+            "packing takes sequences apart, and the data has no items of one row with tokens, loss_mask and cu_seqlens: give "
+            "--sft and --micro-batch-size 1, or leave packing out"
+        )
+    for begin, end in pairwise(int(bound) for bound in item["cu_seqlens"].flatten()):
+        if end > begin:
+            counted = [0, *item["loss_mask"][0, begin:end].nonzero().flatten().tolist()]
+            last = min(begin + -(-(counted[-1] + 1) // step) * step, end)
+            yield {name: each[0, begin:last].clone() for name, each in item.items() if name not in _MADE}
+
+
+def _item(sequences: Sequence[Sequence_], tokens: int) -> dict[str, torch.Tensor]:
+    """The item of a microbatch."""
+    lengths = [len(one["tokens"]) for one in sequences]
+    if padding := tokens - sum(lengths):
+        sequences = [*sequences, {name: each.new_zeros(padding) for name, each in sequences[0].items()}]
+        lengths.append(padding)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    whole = {name: torch.cat([one[name] for one in sequences])[None] for name in sequences[0]}
+    return whole | {"cu_seqlens": bounds[None], "max_seqlen": torch.tensor([max(lengths)], dtype=torch.int32)}
