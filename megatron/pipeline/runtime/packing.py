@@ -13,7 +13,8 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Packing:
     """
 
     def __init__(
-        self, tokens: int, ranks: int, attention: float = 0.0, announce: Callable[[list[Sequence[int]]], None] | None = None
+        self, tokens: int, ranks: int, attention: float = 0.0, announce: Callable[[Sequence[Sequence[int]]], None] | None = None
     ) -> None:
         self._tokens, self._ranks, self._attention, self._announce = tokens, ranks, attention, announce
         self._replicas: torch.distributed.ProcessGroup | None = None
@@ -56,7 +57,7 @@ class Packing:
         """The keywords of an iteration with the packed microbatches, and how many there are; collective over the world at first,
         then over replicas and the ranks of a model.
 
-        Forwards alone, an iteration that is run again, and data that end within a batch stay as they are.
+        Forwards alone, and an iteration that is run again, stay as they are.
 
         Raises:
             ValueError: items are no packed sequences.
@@ -68,32 +69,39 @@ class Packing:
             self._replicas = new_group(torch.distributed.get_process_group_ranks(call.groups.dp), backend="gloo")
             model = parallel_state.get_model_parallel_group(check_initialized=False)
             self._model = new_group(torch.distributed.get_process_group_ranks(model), backend="gloo")
-        again = any(getattr(items, "replaying", False) for items in call.iterators)
-        if not again:
+        iterators = list(call.iterators)
+        if not any(getattr(items, "replaying", False) for items in iterators):
             made: list[list[Any]] = []
             self._count = 0
-            for place, items in enumerate(call.iterators):
+            for place, items in enumerate(iterators):
                 if items is not None:
-                    self._count, made = self._reader(place, items).begin(lambda source: self._make(source, call))
+                    iterators[place] = self._beneath(place, items)
+                    self._count, made = self._readers[place].begin(lambda source: self._make(source, call))
             shared = torch.tensor([self._count])  # some ranks read no data
             torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self._model)
             self._count = int(shared)
             for batch in filter(None, made if self._announce else ()):
                 self._announce([lengths_of(item) for item in batch])  # type: ignore[misc]
-        return {**keywords, "num_microbatches": self._count or call.num_microbatches}
+        data = iterators if isinstance(call.data_iterator, list) else iterators[0]
+        return {**keywords, "data_iterator": data, "num_microbatches": self._count or call.num_microbatches}
 
-    def _reader(self, place: int, items: Any) -> _Packed:
-        def read(source: Any) -> Any:
-            if not isinstance(source, _Packed):
-                self._readers[place] = _Packed(source)
-            return self._readers[place]
+    def _beneath(self, place: int, items: Any) -> Any:
+        """The iterator of a chunk, which gives packed items."""
 
-        rerun_state_machine.beneath(items, read)
-        return self._readers[place]
+        def read(source: Any) -> _Packed:
+            reader = self._readers.get(place)
+            if reader is None or source not in (reader, reader.source):
+                self._readers[place] = reader = _Packed(source)
+            return reader
+
+        return rerun_state_machine.beneath(items, read)
 
     def _make(self, source: Iterator[Any], call: Call) -> list[dict[str, torch.Tensor]]:
         """The packed items of the next batch; none where the data end within it."""
-        items = list(islice(source, call.num_microbatches))
+        items: list[Any] = []
+        with suppress(StopIteration):  # upstream's have no __iter__
+            while len(items) < call.num_microbatches:
+                items.append(next(source))
         if len(items) < call.num_microbatches:
             return []
         context = call.groups.cp.size()
@@ -147,7 +155,7 @@ class _Packed:
     """An iterator of packed items in place of a data set's own, one batch ahead."""
 
     def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
+        self.source = source
         self._items: deque[Any] = deque()
         self._next: list[Any] | None = None  # of the next batch
 
@@ -155,14 +163,14 @@ class _Packed:
         return self
 
     def __next__(self) -> Any:
-        return self._items.popleft() if self._items else next(self._source)
+        return self._items.popleft() if self._items else next(self.source)
 
     def begin(self, make: Callable[[Iterator[Any]], list[Any]]) -> tuple[int, list[list[Any]]]:
         """Begin a batch, and make the one behind it; returns its number of items, and the batches that are made now."""
-        made = [make(self._source)] if self._next is None else []
+        made = [make(self.source)] if self._next is None else []
         batch = made[0] if self._next is None else self._next
         self._items.extend(batch)
-        self._next = make(self._source)
+        self._next = make(self.source)
         return len(batch), [*made, self._next]
 
 
