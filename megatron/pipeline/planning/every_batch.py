@@ -227,15 +227,17 @@ def pack_at_once(
         ]
         return sum(work) + (ranks - 1) * max(work)
 
-    return min(_packings(sequences, tokens, replicas, attention), key=lambda packed: max(map(seconds, packed)))
+    return min(_packings(sequences, tokens, replicas, attention, most=1), key=lambda packed: max(map(seconds, packed)))
 
 
-def _packings(sequences: Sequence[int], tokens: int, replicas: int, attention: float) -> list[list[list[list[int]]]]:
-    """Packings to choose from; at least one."""
+def _packings(
+    sequences: Sequence[int], tokens: int, replicas: int, attention: float, most: int = _MORE
+) -> list[list[list[list[int]]]]:
+    """Packings to choose from, at least one; with more microbatches while there are fewer than ``most``."""
     work = [sum(load[:3]) for load in loads_of([[length] for length in sequences], tokens, attention)]
     found: list[list[list[list[int]]]] = []
     count = -(-sum(sequences) // (tokens * replicas))
-    while len(found) < _MORE and replicas * count <= len(sequences):
+    while len(found) < most and replicas * count <= len(sequences):
         for by_work, balanced in ((True, True), (True, False), (False, False)):
             if bins := _bins(sequences, work, tokens, count * replicas, by_work, balanced):
                 found.append(_shared(bins, work, replicas))
@@ -253,17 +255,17 @@ def _bins(
 ) -> list[list[int]] | None:
     """Sequences in a number of microbatches, none of them empty; None where they do not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    room, done = [tokens] * count, [0.0] * count
+    room, done, empty = np.full(count, tokens), np.zeros(count), np.full(count, True)
     places = sorted(range(len(sequences)), key=lambda at: -work[at] if by_work else at)
     for left, place in zip(range(len(sequences), 0, -1), places, strict=True):
-        empty = [at for at in range(count) if not bins[at]]
-        fits = empty if len(empty) >= left else [at for at in range(count) if room[at] >= sequences[place]]
-        if not fits:
+        fits = (room >= sequences[place]) & (empty if empty.sum() >= left else True)
+        at = int(np.where(fits, done, np.inf).argmin() if balanced else fits.argmax())
+        if not fits[at]:
             return None
-        at = min(fits, key=done.__getitem__) if balanced else fits[0]
         bins[at].append(place)
         room[at] -= sequences[place]
         done[at] += work[place]
+        empty[at] = False
     return bins
 
 

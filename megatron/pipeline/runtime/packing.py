@@ -14,6 +14,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron.pipeline.runtime.every_batch import lengths_of
 
 Sequence_ = Mapping[str, torch.Tensor]  # tokens of one sequence, [s], and what else there is of each
 _MADE = ("cu_seqlens", "max_seqlen")
+_pack = lru_cache(maxsize=2)(pack_at_once)  # the iterators of a rank's chunks have the same data
 
 
 class Packing:
@@ -110,8 +112,8 @@ class Packing:
         lengths = self._of_all([len(one["tokens"]) for one in own])
         places = [(replica, at) for replica, of_one in enumerate(lengths) for at in range(len(of_one))]
         whole = not call.config.variable_seq_lengths
-        flat = [length for of_one in lengths for length in of_one]
-        packed = pack_at_once(flat, self._tokens, self._ranks, len(lengths), self._attention, whole)
+        flat = tuple(length for of_one in lengths for length in of_one)
+        packed = _pack(flat, self._tokens, self._ranks, len(lengths), self._attention, whole)
         arrived = self._sent(own, packed, places)
         here = self._replicas.rank() if self._replicas else 0
         microbatches = [[arrived[place] for place in microbatch] for microbatch in packed[here]]
