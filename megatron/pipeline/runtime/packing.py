@@ -68,7 +68,8 @@ class Packing:
         if call.forward_only:
             return dict(keywords)
         if self._model is None:
-            self._replicas = new_group(torch.distributed.get_process_group_ranks(call.groups.dp), backend="gloo")
+            replicas = torch.distributed.get_process_group_ranks(call.groups.dp)
+            self._replicas = new_group(replicas if len(replicas) > 1 else (), backend="gloo")
             model = parallel_state.get_model_parallel_group(check_initialized=False)
             self._model = new_group(torch.distributed.get_process_group_ranks(model), backend="gloo")
         iterators = list(call.iterators)
@@ -106,17 +107,20 @@ class Packing:
                 items.append(next(source))
         if len(items) < call.num_microbatches:
             return []
-        context = call.groups.cp.size()
-        step = 2 * context if context > 1 else 1  # tokens that context-parallel ranks can share
+        step = 2 * call.groups.cp.size() if call.groups.cp.size() > 1 else 1  # tokens that context-parallel ranks can share
         own = [sequence for item in items for sequence in _sequences(item, step)]
         lengths = self._of_all([len(one["tokens"]) for one in own])
-        places = [(replica, at) for replica, of_one in enumerate(lengths) for at in range(len(of_one))]
+        here = self._replicas.rank() if self._replicas else 0
+        first = sum(map(len, lengths[:here]))  # of this replica's sequences, counted over all
         whole = not call.config.variable_seq_lengths
         flat = tuple(length for of_one in lengths for length in of_one)
         packed = _pack(flat, self._tokens, self._ranks, len(lengths), self._attention, whole)
-        arrived = self._sent(own, packed, places)
-        here = self._replicas.rank() if self._replicas else 0
-        microbatches = [[arrived[place] for place in microbatch] for microbatch in packed[here]]
+        parcels = [
+            {place: own[place - first] for one in microbatches for place in one if first <= place < first + len(own)}
+            for microbatches in packed
+        ]
+        arrived = {place: one for parcel in self._to_all(parcels) for place, one in parcel.items()}
+        microbatches = [[arrived[place] for place in one] for one in packed[here]]
         step *= call.groups.tp.size()
         return [
             _item(one, self._tokens if whole else -(-sum(len(s["tokens"]) for s in one) // step) * step) for one in microbatches
@@ -124,33 +128,21 @@ class Packing:
 
     def _of_all(self, own: Any) -> list[Any]:
         """What every replica has."""
-        if self._replicas is None:
-            return [own]
-        found: list[Any] = [None] * self._replicas.size()
-        torch.distributed.all_gather_object(found, own, group=self._replicas)
+        found: list[Any] = [own] * (self._replicas.size() if self._replicas else 1)
+        if self._replicas:
+            torch.distributed.all_gather_object(found, own, group=self._replicas)
         return found
 
-    def _sent(
-        self, own: Sequence[Sequence_], packed: Sequence[Sequence[Sequence[int]]], places: Sequence[tuple[int, int]]
-    ) -> dict[int, Sequence_]:
-        """Sequences that this replica trains, by their place in the global batch, once each has sent the others theirs."""
-        here = self._replicas.rank() if self._replicas else 0
-        parcels = []
-        for microbatches in packed:
-            mine = [place for microbatch in microbatches for place in microbatch if places[place][0] == here]
-            parcels.append({place: own[places[place][1]] for place in mine})
-        if self._replicas is None:
-            return parcels[0]
+    def _to_all(self, parcels: list[Any]) -> list[Any]:
+        """What the replicas have for this one; each gets one of the parcels."""
+        if not self._replicas:
+            return parcels
         sent = [pickle.dumps(parcel) for parcel in parcels]
-        sizes = self._of_all([len(one) for one in sent])
-        arriving = [of_one[here] for of_one in sizes]
+        arriving = [sizes[self._replicas.rank()] for sizes in self._of_all([len(one) for one in sent])]
         buffer = torch.empty(sum(arriving), dtype=torch.uint8)
         given = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
         torch.distributed.all_to_all_single(buffer, given, arriving, [len(one) for one in sent], group=self._replicas)
-        found: dict[int, Sequence_] = {}
-        for part in buffer.split(arriving):
-            found |= pickle.loads(part.numpy().tobytes())
-        return found
+        return [pickle.loads(part.numpy().tobytes()) for part in buffer.split(arriving)]
 
 
 class _Packed:
