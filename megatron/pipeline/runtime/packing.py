@@ -127,14 +127,14 @@ class Packing:
         ]
 
     def _of_all(self, own: Any) -> list[Any]:
-        """What every replica has."""
+        """The values of all replicas."""
         found: list[Any] = [own] * (self._replicas.size() if self._replicas else 1)
         if self._replicas:
             torch.distributed.all_gather_object(found, own, group=self._replicas)
         return found
 
     def _to_all(self, parcels: list[Any]) -> list[Any]:
-        """What the replicas have for this one; each gets one of the parcels."""
+        """The parcels of all replicas for this one, which has one for each."""
         if not self._replicas:
             return parcels
         sent = [pickle.dumps(parcel) for parcel in parcels]

@@ -137,7 +137,7 @@ class Costs:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: nothing that follows from the rest."""
+        """Its fields: nothing is pickled that follows from them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
