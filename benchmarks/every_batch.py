@@ -84,7 +84,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--lengths", choices=LENGTHS, default="roll-outs", help="histogram of lengths.json")
     parser.add_argument("--tokens", type=int, default=8192, help="that fit into a microbatch")
-    parser.add_argument("--longest", type=int, default=32768, help="sequences are cut to as many tokens")
+    parser.add_argument("--longest", type=int, default=262144, help="sequences are cut to as many tokens")
     parser.add_argument("--attention", type=float, default=0.1, help="see planning.loads_of")
     parser.add_argument("--stock", nargs="*", type=int, default=(1, 2), metavar="CHUNKS", help="of megatron-core's schedules")
     parser.add_argument("--ours", nargs="*", default=("zb-auto", "zb-v"), metavar="NAME", help="planned once, then every batch")

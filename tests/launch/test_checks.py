@@ -16,7 +16,7 @@ from packaging.version import Version
 from releases import reduces_experts_wrong
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.combinations.rows import MODELS, QUANTIZED, WRONG
+from megatron.pipeline.combinations.rows import FLAGS, MODELS, QUANTIZED, WRONG
 from megatron.pipeline.combinations.table import refuse, sentences
 from megatron.pipeline.dist import processes
 from megatron.pipeline.flags.arguments import parse
@@ -71,6 +71,24 @@ def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
         args = as_read(pipeline_schedule="stock", expert_tensor_parallel_size=parts, **sizes)
         run.validate(lambda given: given, args)
         assert ("WARNING: --expert-tensor-parallel-size 1" in capsys.readouterr().out) == (parts == 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"pipeline_schedule": "stock"}, "--pipeline-packing packs for schedules of ours: take one, or leave"),
+        ({"sft": False}, "packs sequences of --sft, which is not given"),
+        ({"sft": False, "dataloader_inter_document_masking": True}, None),
+        ({"micro_batch_size": 2}, "makes microbatches of one row: give --micro-batch-size 1"),
+        ({"post_validation": True}, "and --post-validation begins it"),
+        ({"rampup_batch_size": [1, 1, 8]}, "and --rampup-batch-size"),
+        ({}, None),
+    ],
+)
+def test_packing_needs_packed_sequences_that_are_read_batch_by_batch(given: dict[str, object], words: str | None) -> None:
+    flags = {"sft": True, "micro_batch_size": 1, "pipeline_schedule": "zb-v", "pipeline_packing": True} | given
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        refuse(of_flags(as_read(**flags)), FLAGS)
 
 
 def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:

@@ -58,6 +58,14 @@ def test_the_log_says_what_plans_for_every_batch_gain(tmp_path: Path) -> None:
     )
 
 
+def test_packing_loses_no_sequence(tmp_path: Path) -> None:
+    flags = f"{SIZES} --train-iters 2 --micro-batch-size 1 --sft --calculate-per-token-loss --position-embedding-type none "
+    given = launch(tmp_path / "stock", STAND_IN, flags, ranks=4)
+    ours = "--pipeline-schedule zb-v --pipeline-packing --pipeline-plan every-batch"
+    packed = launch(tmp_path / "ours", STAND_IN, flags + ours, ranks=4)
+    assert [loss for loss, _ in packed] == pytest.approx([loss for loss, _ in given], rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def on_one_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
     """Losses without a pipeline, of flags that end with the tensor-parallel size."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import Future
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
+import tiny_gpt
 import torch
 from example_runs import example, optimizer_of
+from megatron.core.utils import get_model_config
 
 from megatron.pipeline.planning.aside import PlanningProcess, plan_batch
 
@@ -194,3 +197,100 @@ def announces_in_vain() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+class _Unequal(tiny_gpt.Run):
+    """Microbatches of lengths that tensor and context parallel ranks can cut; every replica has its own."""
+
+    def lengths(self, iteration: int) -> list[int]:
+        from megatron.core import parallel_state
+
+        draw = random.Random(100 * iteration + parallel_state.get_data_parallel_rank())
+        return [draw.choice((4, 4, 8, 16)) for _ in range(self.microbatches)]
+
+    def _tokens(self, iteration: int) -> Iterator[torch.Tensor]:
+        for length, tokens in zip(self.lengths(iteration), super()._tokens(iteration), strict=True):
+            yield tokens[:, : length + 1]
+
+
+def in_parallel(schedule: str, flags: str, plans: bool, **sizes: Any) -> tuple[list[tiny_gpt.Step], dict[str, int], int]:
+    """Three iterations, with a plan for each where asked for: steps, ``BatchPlans.counts``, and how many orders have run."""
+    real, PlanningProcess.plan = PlanningProcess.plan, on_time  # type: ignore[method-assign, assignment]
+    try:
+        more = "--pipeline-plan every-batch" if plans else ""
+        run = _Unequal(schedule, flags=tuple(f"{flags} {more}".split()), microbatches=6, **sizes)
+        for chunk in run.chunks:
+            get_model_config(chunk).variable_seq_lengths = True
+        steps, orders = [], set()
+        for iteration in range(-1, 3):
+            if plans and iteration < 2:  # one iteration before
+                run.pipeline.batches.announce([[length] * 2 for length in run.lengths(iteration + 1)])  # type: ignore[union-attr]
+            if iteration >= 0:
+                steps.append(run.step(iteration))
+            if plans and iteration >= 0:
+                orders.add(run.pipeline._iteration.plan.schedule.passes)  # type: ignore[union-attr]
+        return steps, dict(run.pipeline.batches.counts) if run.pipeline.batches else {}, len(orders)
+    finally:
+        PlanningProcess.plan = real  # type: ignore[method-assign]
+
+
+def _packed_items(seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Items of 16 tokens as ``--sft`` gives them: one to three sequences, the last of which is padded."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    while True:
+        lengths = [draw.choice((2, 4, 5)) for _ in range(draw.choice((1, 1, 2, 3)))]
+        tokens = torch.randint(1, 60, (1, 17), generator=generator)
+        positions = torch.cat([torch.arange(length) for length in (*lengths[:-1], 16 - sum(lengths[:-1]))])[None]
+        counted = (torch.arange(16) < sum(lengths)).float()[None]
+        bounds = torch.tensor([[0, *accumulate(lengths[:-1]), 16]], dtype=torch.int32)
+        item = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": counted, "position_ids": positions}
+        yield item | {"cu_seqlens": bounds, "max_seqlen": bounds.diff().max().reshape(1)}
+
+
+def _packed_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    item = next(data)
+    bounds, counted = item["cu_seqlens"][0], item["loss_mask"]
+    document = torch.bucketize(torch.arange(item["tokens"].shape[1]), bounds[1:], right=True)
+    hidden = (document[:, None] != document[None]) | torch.ones(len(document), len(document), dtype=torch.bool).triu(1)
+    output = model(item["tokens"], item["position_ids"], hidden[None, None], labels=item["labels"])
+    sequences = [tuple(item["tokens"][0, begin:end].tolist()) for begin, end in pairwise(bounds.tolist())]
+    return output, lambda losses: ((losses * counted).sum() / counted.sum(), (float((losses * counted).sum()), sequences))
+
+
+def packs(schedule: str, padded: bool, plans: bool = False) -> tuple[list[Any], list[int], dict[str, int]]:
+    """Three iterations on packings of 6 items for each of 2 replicas: reports, numbers of microbatches, ``BatchPlans.counts``."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    from megatron.pipeline.runtime.packing import Packing
+
+    real, PlanningProcess.plan = PlanningProcess.plan, on_time  # type: ignore[method-assign, assignment]
+    try:
+        flags = "--micro-batch-size 1 --global-batch-size 12 --clip-grad 0" + " --pipeline-plan every-batch" * plans
+        run = tiny_gpt.Run(schedule, pp=2, microbatches=6, flags=tuple(flags.split()))
+        get_model_config(run.chunks[0]).variable_seq_lengths = not padded
+        batches = run.pipeline.batches
+        packing = Packing(16, 2, 0.1, batches.announce if batches else None)
+        data: list[Any] = [RerunDataIterator(_packed_items(parallel_state.get_data_parallel_rank())) for _ in run.chunks]
+        sizes = {"num_microbatches": 6, "seq_length": 16, "micro_batch_size": 1}
+        found, numbers = [], []
+        for _ in range(3):
+            _zero(run.optimizer, run.chunks)
+            keywords = packing.packed({"forward_step_func": _packed_step, "data_iterator": data, "model": run.chunks, **sizes})
+            single = keywords if len(run.chunks) > 1 else keywords | {"data_iterator": data[0], "model": run.chunks[0]}
+            found.append(get_forward_backward_func()(**single))
+            numbers.append(keywords["num_microbatches"])
+            run.optimizer.step()
+        return found, numbers, dict(batches.counts) if batches else {}
+    finally:
+        PlanningProcess.plan = real  # type: ignore[method-assign]
+
+
+def sequences_of(replica: int, iterations: int) -> list[tuple[int, ...]]:
+    """What a replica's items of these iterations have, without padding."""
+    found = []
+    for item in islice(_packed_items(replica), 6 * iterations):
+        for begin, end in pairwise(item["cu_seqlens"][0].tolist()):
+            found.append(tuple(item["tokens"][0, begin : min(end, int(item["loss_mask"].sum()))].tolist()))
+    return found

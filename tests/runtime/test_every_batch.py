@@ -53,6 +53,51 @@ def test_a_late_plan_stops_nothing(pool: Pool) -> None:
     assert [rank.counts for rank in ours] == [{"planned": 2, "late": 3, "unknown": 5}] * 4
 
 
+EXPERTS = (
+    "--untie-embeddings-and-output-weights --disable-bias-linear --num-experts 4 --expert-model-parallel-size 2 "
+    "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --overlap-grad-reduce --use-distributed-optimizer"
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes", "flags"),
+    [
+        ("zb-auto", {"pp": 2, "tp": 2}, "--sequence-parallel"),
+        ("zb-v", {"pp": 2, "cp": 2}, ""),
+        ("zb-v", {"pp": 2}, EXPERTS),
+        pytest.param("zb-auto", {"pp": 4}, "", marks=pytest.mark.whole),
+    ],
+    ids=["tensors", "contexts", "experts and replicas", "four stages"],
+)
+def test_losses_are_those_of_stock_in_every_layout(pool: Pool, schedule: str, sizes: dict[str, int], flags: str) -> None:
+    flags += " --clip-grad 0"
+    stock = pool.run(4, batches.in_parallel, "stock", flags, plans=False, timeout=300, **sizes)
+    ours = pool.run(4, batches.in_parallel, schedule, flags, plans=True, timeout=300, **sizes)
+    assert sorted(loss for steps, *_ in ours for loss, _ in steps if loss is not None) == sorted(
+        loss for steps, *_ in stock for loss, _ in steps if loss is not None
+    )
+    assert [counts for _, counts, _ in ours] == [{"planned": 3}] * 4
+    assert all(orders > 1 for *_, orders in ours), "batches have orders of their own"
+
+
+@pytest.mark.parametrize(("schedule", "padded"), [("zb-v", False), ("zb-auto", True)])
+def test_packed_batches_have_the_losses_of_stock_and_every_sequence(pool: Pool, schedule: str, padded: bool) -> None:
+    stock = pool.run(4, batches.packs, "stock", padded, timeout=300)
+    ours = pool.run(4, batches.packs, schedule, padded, plans=True, timeout=300)
+
+    def reports(found: list[Any]) -> list[Any]:
+        return [report for report, *_ in found if report[0]]
+
+    assert reports(ours) == reports(stock)
+    for iteration in range(3):
+        trained = [one for replica in reports(ours) for _, sequences in replica[iteration] for one in sequences if any(one)]
+        given = [one for replica in range(2) for one in batches.sequences_of(replica, iteration + 1)[len(
+            batches.sequences_of(replica, iteration)) :]]  # fmt: skip
+        assert sorted(trained) == sorted(given)
+    assert all(numbers == ours[0][1] and max(numbers) < 6 for _, numbers, _ in ours), "fewer than the data set's"
+    assert all(counts == {"planned": 3} for *_, counts in ours)
+
+
 @pytest.mark.parametrize("evaluates", ["other", "same"])
 def test_evaluations_come_in_between(pool: Pool, evaluates: str) -> None:
     stock = pool.run(4, batches.train, "stock", evaluates=evaluates, timeout=300)

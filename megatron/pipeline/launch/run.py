@@ -55,12 +55,14 @@ from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
+from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import STOCK, counted
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import as_planned, plan_pipeline
 from megatron.pipeline.session.startup_lines import BUCKETS, plan_in_words
+from megatron.pipeline.shape.gpt import Shape, attention_share
 
 _NOT_OF_A_STAGE = (  # flags that the layout of a placement stands for, or that upstream's own order of passes would need
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "delay_wgrad_compute",
@@ -86,6 +88,7 @@ class Run:
         self._progress: LaunchProgress | None = None
         self._last_rank: LastRank | None = None
         self._ahead: StepsAhead | None = None
+        self._packing: Packing | None = None
         self._config: Any = None  # of the training, once it has begun
 
     @property
@@ -108,6 +111,11 @@ class Run:
         parser.add_argument(
             "--adapt", action="store_true", help="leave out the flags that do not go with the schedule, and say at what price"
         )
+        parser.add_argument(
+            "--pipeline-packing", action="store_true",
+            help="pack the sequences of every batch of --sft anew, over all replicas, into as few microbatches as hold them and "
+            "of as equal work as can be",
+        )  # fmt: skip
         parser.set_defaults(pipeline_schedule=STOCK)
         known = {action.dest for action in parser._actions}
         parser.set_defaults(**{name: value for name, value in defaults_without_gpu().items() if name in known})
@@ -310,6 +318,10 @@ class Run:
             release = partial(save_lock.release, ours.save)
             guard = Watchdog(lambda: pipeline.situation, ours.pipeline.timeout, stuck, at_end=release)
         self._progress = LaunchProgress(ours, pipeline)
+        if ours.pipeline_packing:
+            batches, shape = pipeline.batches, Shape.of(ours)
+            announce = batches.announce if batches else None
+            self._packing = Packing(shape.tokens, pipeline.placement.ranks, attention_share(shape), announce)
         if ours.steps.ahead:
             self._ahead = StepsAhead(ours, training, pipeline, rest[2], measures=self._progress.measures)
         with guard, self._progress:
@@ -322,6 +334,8 @@ class Run:
         ahead = self._ahead if trains else None
         if ahead:
             ahead.begins(options)
+        if self._packing:
+            options = self._packing.packed(options)
         reports = pipeline.forward_backward(**options)
         if not trains:
             self._last_rank.bring(reports, parallel_state.get_pipeline_model_parallel_group())

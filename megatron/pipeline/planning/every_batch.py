@@ -26,7 +26,7 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 if TYPE_CHECKING:
     from megatron.pipeline.schedule.time.orders import Reordered
 
-__all__ = ["batch_fields", "ordered", "pack", "read_lengths"]
+__all__ = ["batch_fields", "ordered", "pack", "pack_at_once", "read_lengths"]
 
 _EFFORT, _FEWEST = 150_000, 50  # passes that the orders which are tried may replay; orders at least
 _MORE = 7  # packings from which on no more microbatches are tried
@@ -38,12 +38,12 @@ Order: TypeAlias = tuple[int, ...]  # which of the given microbatches is in ever
 def _with_loads(request: Request, change: Callable[[tuple[Load, ...]], tuple[Load, ...]]) -> Request:
     """The request with other loads."""
     if isinstance(request.costs, Costs):
-        return replace(request, costs=replace(request.costs, loads=change(request.costs.loads)))
+        return replace(request, costs=request.costs.with_loads(change(request.costs.loads)))
 
     def costs(placement: Placement) -> Costs:
         given = request.costs(placement) if callable(request.costs) else request.costs
         given = given or request.equal_costs(placement)
-        return replace(given, loads=change(given.loads))
+        return given.with_loads(change(given.loads))
 
     return replace(request, costs=costs)
 
@@ -191,36 +191,63 @@ def pack(
         By replica and microbatch, the places of its sequences in ``sequences``.
 
     Raises:
-        ValueError: a sequence is longer than ``tokens``, there are fewer sequences than replicas, or as ``Request.plan``.
+        ValueError: a sequence is longer than ``tokens``, there are too few sequences for as many microbatches in all replicas, or
+            as ``Request.plan``.
     """
-    loads = loads_of([[length] for length in sequences], tokens, attention)
-    if (longest := max(sequences)) > tokens or len(sequences) < replicas:
-        raise ValueError(
-            f"{len(sequences)} sequences of up to {longest} tokens for {replicas} replicas with {tokens} tokens a microbatch: "
-            f"give at least a sequence for each replica, and room for {longest} tokens"
-        )
-    work = [load.forward + load.backward + load.weight for load in loads]
 
     def asked(own: list[list[int]]) -> Request:
         its = loads_of([[sequences[place] for place in microbatch] for microbatch in own], tokens, attention)
         return _with_loads(replace(request, microbatches=len(own), quick=True), lambda _: its)
 
-    def slowest(packed: list[list[list[int]]]) -> float:
-        return max(asked(own).plan().value for own in packed)
-
     def in_order(own: list[list[int]]) -> list[list[int]]:
         order = ordered(asked(own)).order or ()
         return [own[place] for place in order]
 
+    found = _packings(sequences, tokens, replicas, attention)
+    best = min(found, key=lambda packed: max(asked(own).plan().value for own in packed))
+    return list(map(in_order, best)) if _can_be_ordered(asked(best[0]).plan()) else best
+
+
+def pack_at_once(
+    sequences: Sequence[int], tokens: int, ranks: int, replicas: int = 1, attention: float = 0.0, padded: bool = False
+) -> list[list[list[int]]]:
+    """The same within milliseconds, without a plan: a replica takes the work of its microbatches, and on the way of the longest
+    one through the other pipeline ranks waits for it. Of equal F, B and W.
+
+    Args:
+        padded: every microbatch has ``tokens`` tokens, of which those that it lacks are a sequence of padding.
+    """
+
+    def seconds(own: list[list[int]]) -> float:
+        packed = [[sequences[place] for place in microbatch] for microbatch in own]
+        lacks = [[tokens - sum(one)] if padded and sum(one) < tokens else [] for one in packed]
+        work = [
+            sum(load[:3])
+            for load in loads_of([[*one, *more] for one, more in zip(packed, lacks, strict=True)], tokens, attention)
+        ]
+        return sum(work) + (ranks - 1) * max(work)
+
+    return min(_packings(sequences, tokens, replicas, attention, most=1), key=lambda packed: max(map(seconds, packed)))
+
+
+def _packings(
+    sequences: Sequence[int], tokens: int, replicas: int, attention: float, most: int = _MORE
+) -> list[list[list[list[int]]]]:
+    """Packings to choose from, at least one; with more microbatches while there are fewer than ``most``."""
+    work = [sum(load[:3]) for load in loads_of([[length] for length in sequences], tokens, attention)]
     found: list[list[list[list[int]]]] = []
     count = -(-sum(sequences) // (tokens * replicas))
-    while len(found) < _MORE and replicas * count <= len(sequences):
+    while len(found) < most and replicas * count <= len(sequences):
         for by_work, balanced in ((True, True), (True, False), (False, False)):
             if bins := _bins(sequences, work, tokens, count * replicas, by_work, balanced):
                 found.append(_shared(bins, work, replicas))
         count += 1
-    best = min(found, key=slowest)
-    return list(map(in_order, best)) if _can_be_ordered(asked(best[0]).plan()) else best
+    if not found:
+        raise ValueError(
+            f"{len(sequences)} sequences of up to {max(sequences)} tokens for {replicas} replicas with {tokens} tokens a "
+            f"microbatch: give at least a sequence for each microbatch of each replica, and room for {max(sequences)} tokens"
+        )
+    return found
 
 
 def _bins(
@@ -228,17 +255,17 @@ def _bins(
 ) -> list[list[int]] | None:
     """Sequences in a number of microbatches, none of them empty; None where they do not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    room, done = [tokens] * count, [0.0] * count
+    room, done, empty = np.full(count, tokens), np.zeros(count), np.full(count, True)
     places = sorted(range(len(sequences)), key=lambda at: -work[at] if by_work else at)
     for left, place in zip(range(len(sequences), 0, -1), places, strict=True):
-        empty = [at for at in range(count) if not bins[at]]
-        fits = empty if len(empty) >= left else [at for at in range(count) if room[at] >= sequences[place]]
-        if not fits:
+        fits = (room >= sequences[place]) & (empty if empty.sum() >= left else True)
+        at = int(np.where(fits, done, np.inf).argmin() if balanced else fits.argmax())
+        if not fits[at]:
             return None
-        at = min(fits, key=done.__getitem__) if balanced else fits[0]
         bins[at].append(place)
         room[at] -= sequences[place]
         done[at] += work[place]
+        empty[at] = False
     return bins
 
 

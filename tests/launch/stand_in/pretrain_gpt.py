@@ -64,7 +64,19 @@ class Samples:
         if args.reset_attention_mask:  # documents that end with a token below 8: some two in a sequence
             document = (tokens < 8).cumsum(dim=1) - (tokens < 8).long()
             hidden |= (document[:, :, None] != document[:, None, :])[:, None]
+        if args.sft:  # two sequences, and tokens without loss behind the second
+            ends = torch.randint(1, args.seq_length // 2, (2,), generator=self._random)
+            mask = (torch.arange(args.seq_length) < ends.sum()).float()[None]
+            bounds = torch.tensor([[0, int(ends[0]), args.seq_length]], dtype=torch.int32)
+            given = dict(zip(NAMES, (tokens, labels, mask, positions), strict=False))
+            return given | {"cu_seqlens": bounds, "max_seqlen": bounds.diff().max().reshape(1)}
         return dict(zip(NAMES, (tokens, labels, mask, positions, hidden), strict=True))
+
+
+def apart(bounds, length):
+    """Hides what is later, or of another sequence."""
+    document = torch.bucketize(torch.arange(length), bounds[0, 1:], right=True)
+    return (torch.ones(length, length).triu(1).bool() | (document[:, None] != document[None]))[None, None]
 
 
 def datasets_provider(vp_stage=None):
@@ -84,7 +96,9 @@ def loss_func(loss_mask, output_tensor, model=None):
 def forward_step(data_iterator, model, return_schedule_plan=False):
     chunk = get_attr_wrapped_model(model, "vp_stage")
     batch = get_batch_on_this_tp_rank(data_iterator) if is_first_or_last_pipeline_stage(chunk) else dict.fromkeys(NAMES)
-    tokens, labels, loss_mask, positions, hidden = (batch[name] for name in NAMES)
+    tokens, labels, loss_mask, positions, hidden = (batch.get(name) for name in NAMES)
+    if get_args().sft and "cu_seqlens" in batch:
+        hidden = apart(batch["cu_seqlens"], get_args().seq_length)
     run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
     output = run(tokens, positions, hidden, labels=labels, loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask, model=model)

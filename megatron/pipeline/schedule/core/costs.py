@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Set
+from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import lcm
@@ -123,22 +124,39 @@ class Costs:
 
     def of(self, microbatch: int) -> Costs:
         """The costs of one microbatch (or slice)."""
-        if not self.loads:
-            return self
-        load = self.loads[microbatch]
-        if load not in self._of:
-            made = {stage: stage.times(load) for stage in dict.fromkeys(self.stages)}  # most are alike
-            stages, vocabulary = tuple(made[stage] for stage in self.stages), self.vocabulary.times(load)
-            self._of[load] = replace(self, stages=stages, hop=self.hop * load.tokens, vocabulary=vocabulary, loads=())
-        return self._of[load]
+        return self._each[microbatch] if self.loads else self
 
     def each(self, value: Callable[[Costs], float], count: int) -> list[float]:
         """A value of the costs of every microbatch (or slice), of which there are ``count``."""
-        return [value(self.of(number)) for number in range(count)] if self.loads else [value(self)] * count
+        return [value(one) for one in self._each[:count]] if self.loads else [value(self)] * count
+
+    def with_loads(self, loads: tuple[Load, ...]) -> Costs:
+        """The costs of microbatches with other loads; those of a load that both have are made once."""
+        made = replace(self, loads=loads)
+        vars(made)["_of"] = self._of
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields: nothing is pickled that follows from them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def _each(self) -> list[Costs]:
+        return [self._of.get(load) or self._times(load) for load in self.loads]
 
     @cached_property
     def _of(self) -> dict[Load, Costs]:
         return {}
+
+    def _times(self, load: Load) -> Costs:
+        """The costs of a load. They are not checked: these have been, and a load changes no sign and no part's share."""
+        made = {stage: stage.times(load) for stage in dict.fromkeys(self.stages)}  # most are alike
+        times = self._of[load] = copy(self)
+        for name in ("_of", "_each"):
+            vars(times).pop(name, None)
+        stages = tuple(made[stage] for stage in self.stages)
+        vars(times).update(stages=stages, hop=self.hop * load.tokens, vocabulary=self.vocabulary.times(load), loads=())
+        return times
 
     @property
     def largest(self) -> Load:

@@ -16,7 +16,8 @@ from megatron.pipeline.schedule.core.kinds import BRAIDED, Flow
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.optimum.earliest import SLACK, Earliest, Times, backwards_in_time, lines, usable
+from megatron.pipeline.schedule.optimum.earliest import SLACK, Earliest, usable
+from megatron.pipeline.schedule.optimum.lines import Times, backwards_in_time, lines
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.schedule.transforms.transform import without_copies
 
@@ -48,8 +49,8 @@ def lower_bound(problem: Problem) -> float:
 
     At equal costs this is the span of ZB-H1 and ZB-V, and with their memory that of V-Half and, unless p = 2 modulo 3, of
     V-Min (Qi et al., "Zero Bubble Pipeline Parallelism" and "Pipeline Parallelism with Controllable Memory"): these are
-    optimal. It is loose where the limits hardly sustain the rate (``sustain``), and where microbatches are unequal: of memory
-    only its area then counts. It is of the order of the microbatches that the problem has.
+    optimal. It is loose where the limits hardly sustain the rate (``sustain``). It is of the order of the microbatches that the
+    problem has.
 
     With a spread vocabulary it is the larger of the bound without and of the work of the busiest rank. With braids it is that of
     every order with any braids: each pass computes on one lane of its rank, and communicates on another.

@@ -3,143 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.kinds import sources, stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import Problem
-
-Times = NDArray[np.float64]
+from megatron.pipeline.schedule.optimum.lines import Line, Times, leanest, of_passes
 
 SLACK = 1e-9  # sums of floats stray in their last bits: a limit this much larger, relatively, keeps every bound valid
-
-
-@dataclass(frozen=True)
-class Line:
-    """All passes of one kind on one stage. They run in the order of their microbatches, so that one can count them.
-
-    Attributes:
-        stage, rank: where they run.
-        kind: F, R, B (also for BW) or W.
-        seconds: of one pass; of every pass, where microbatches are unequal.
-        change: the memory that a pass allocates when it starts (positive) or frees when it ends (negative), where its load is 1.
-        count: how many passes there are.
-        memory: the loads of all passes together, or of every pass where microbatches are unequal.
-        before: the lines of which the k-th pass precedes the k-th of this one, as (index, seconds of the hop between).
-    """
-
-    stage: int
-    rank: int
-    kind: Kind
-    seconds: float | Times
-    change: float
-    count: int
-    memory: float | Times
-    before: tuple[tuple[int, float | Times], ...] = ()
-
-    @property
-    def unequal(self) -> bool:
-        return isinstance(self.seconds, np.ndarray)
-
-    def between(self, low: Any, high: Any) -> Any:
-        """Seconds of the passes from number ``low`` on that are before number ``high``."""
-        if not self.unequal:
-            return (high - low) * self.seconds
-        return self._sums[np.minimum(high, self.count)] - self._sums[np.minimum(low, self.count)]
-
-    @cached_property
-    def _sums(self) -> Times:
-        return np.cumsum(np.append(0.0, self.seconds))
-
-
-def _at(each: float | Times, numbers: NDArray[np.int64]) -> float | Times:
-    """Values of passes: the same of all, or of those with these numbers, and 0 where there is none."""
-    return np.append(each, 0.0)[np.minimum(numbers, len(each))] if isinstance(each, np.ndarray) else each
-
-
-def lines(problem: Problem) -> tuple[Line, ...]:
-    """Every line of a problem, each after those that precede it.
-
-    A backward may be split or fused, whichever a schedule likes, where the problem does not say that it is fused. Let b be
-    the shorter of B and BW, and w what the shorter of B + W and BW takes beyond b. A B that takes b and a W that takes w
-    stand for both: no pass becomes longer and nothing is held longer if B and W, or BW, are replaced by these. Nor does that B
-    allocate, since BW does not.
-
-    Slices of a microbatch count like microbatches.
-    """
-    return _lines(replace(problem, limits=None))
-
-
-@lru_cache(maxsize=8)  # a search asks for the bounds of one problem within many limits
-def _lines(problem: Problem) -> tuple[Line, ...]:
-    placement, costs = problem.placement, problem.costs.sliced(problem.splits)
-    total = problem.microbatches * problem.splits
-    stages = range(placement.last_stage + 1)
-    chains = [stage_kinds(stage in problem.recompute, stage in problem.fused) for stage in stages]
-    known: dict[tuple[int, Kind], int] = {}
-    made: list[Line] = []
-    forwards = ((stage, kind) for stage in stages for kind in chains[stage] if kind.is_forward)
-    backwards = ((stage, kind) for stage in reversed(stages) for kind in chains[stage] if not kind.is_forward)
-    for stage, kind in chain(forwards, backwards):
-        (rank, chunk), replica = placement.home(stage), placement.replica(stage)
-        count = len(range(replica, total, placement.replicas))
-
-        def each(value: Callable[[Costs], float], replica: int = replica) -> float | Times:
-            if not costs.loads:
-                return float(value(costs))
-            return np.array(costs.each(value, total), float)[replica :: placement.replicas]
-
-        def least_seconds(costs: Costs, stage: int = stage, kind: Kind = kind) -> float:
-            return _least_seconds(_leanest(costs.stages[stage]), kind)
-
-        before: list[tuple[int, float | Times]] = []
-        for source in sources(placement, None)[kind, rank, chunk]:
-            its_stage = placement.stage(*source.homes[0])
-            needed = next(known[its_stage, other] for other in source.kinds if (its_stage, other) in known)
-            before.append((needed, source.hops * each(lambda costs: costs.hop)))
-        change = _leanest(costs.stages[stage]).allocated(kind, stage in problem.recompute)
-        own = Kind(kind.row.replaces[0]) if kind.row.replaces else kind
-        known[stage, own] = len(made)
-        memory = np.array([load.memory for load in costs.loads[replica :: placement.replicas]]) if costs.loads else count
-        made.append(Line(stage, rank, own, each(least_seconds), float(change), count, memory, tuple(before)))
-    return tuple(made)
-
-
-def _leanest(cost: StageCosts) -> StageCosts:
-    return replace(cost, retained=cost.activation) if cost.grows else cost
-
-
-def _least_seconds(cost: StageCosts, kind: Kind) -> float:
-    """Seconds of a pass; of one that another kind can replace, its share of the shorter way (see ``lines``)."""
-    for whole in (other for other in Kind if kind in other.row.replaces):
-        at, together = whole.row.replaces.index(kind), cost.seconds(whole)
-        parts = [cost.seconds(Kind(part)) for part in whole.row.replaces]
-        return min(sum(parts[: at + 1]), together) - (min(sum(parts[:at]), together) if at else 0)
-    return cost.seconds(kind)
-
-
-def backwards_in_time(forward: Sequence[Line]) -> list[Line]:
-    """The same lines, of schedules that run from the end to the start: what was freed is allocated."""
-
-    def turned(each: float | Times) -> float | Times:
-        return each[::-1] if isinstance(each, np.ndarray) else each
-
-    after: list[list[tuple[int, float | Times]]] = [[] for _ in forward]
-    for index, line in enumerate(forward):
-        for other, hop in line.before:
-            after[other].append((len(forward) - 1 - index, turned(hop)))
-    return [
-        replace(line, seconds=turned(line.seconds), change=-line.change, before=tuple(next_))
-        for line, next_ in zip(forward[::-1], after[::-1], strict=True)
-    ]
 
 
 class _StartNeed(NamedTuple):
@@ -173,8 +47,7 @@ class Earliest:
       lines before it and, if memory has to be freed, the cheapest passes that free it.
     * T is the origin, where U = 0, or the earliest moment when a stage frees memory for the first time.
 
-    These are facts about numbers of passes, so they hold for every schedule that runs lines in order. Where microbatches are
-    unequal, memory tells nothing here: passes that free it are not counted by one size.
+    These are facts about numbers of passes, and of their loads, so they hold for every schedule that runs lines in order.
 
     Args:
         problem: what is planned.
@@ -190,8 +63,7 @@ class Earliest:
         for index, line in enumerate(lines):
             self.of_rank[line.rank].append(index)
             self._of_stage.setdefault(line.stage, []).append(index)
-        unequal = any(line.unequal for line in lines)
-        self._limits = [math.inf if unequal else usable(problem, rank) for rank in range(problem.ranks)]
+        self._limits = [usable(problem, rank) for rank in range(problem.ranks)]
         self._zero = [np.array([0.0 if o in (None, rank) else -np.inf for o in origins]) for rank in range(problem.ranks)]
         self._numbers = np.array(numbers)
         self._counts = np.append(self._numbers, max(line.count for line in lines))
@@ -222,25 +94,27 @@ class Earliest:
         if line.change <= 0 or limit == math.inf:
             return _StartNeed(work, None, ())
         done = {*ancestors, index}
-        held, cheapest = 0.0, math.inf
+        held, cheapest = np.zeros(len(numbers)), math.inf
         frees: list[tuple[int, float]] = []
         for stage in {self.lines[other].stage for other in done}:
+            first = self.lines[self._of_stage[stage][0]]
             # One microbatch holds this on the stage once all that is done is done. From then on it may allocate before it
             # frees: it has freed at least what it holds less than ever before.
             least = sum(self.lines[other].change for other in self._of_stage[stage] if other in done)
-            held += least
-            level, seconds, freed = least, 0.0, 0.0
+            held = held + first.held(numbers + 1) * least
+            level, freed, seconds = least, 0.0, np.zeros(1)
             for other in self._of_stage[stage]:
                 if other not in done:
                     level += self.lines[other].change
-                    seconds += self.lines[other].between(0, 1)
-                    if level < least - SLACK * held:
+                    seconds = seconds + self.lines[other].seconds
+                    if level < least - SLACK * abs(first.change):
                         frees.append((other, least - level))
                         freed += least - level
-                        cheapest = min(cheapest, seconds / freed)
+                        each = first.memory if first.unequal else 1.0
+                        cheapest = min(cheapest, float(np.min(seconds / (freed * each), initial=math.inf)))
                         least = level
-        memory = (numbers + 1) * held - limit
-        memory[memory <= SLACK * max(limit, held)] = 0
+        memory = held - limit
+        memory[memory <= SLACK * np.maximum(limit, held)] = 0
         if not frees or not memory.any():
             return _StartNeed(work, None, ())
         return _StartNeed(work + memory * cheapest, memory, tuple(frees))
@@ -251,7 +125,7 @@ class Earliest:
         for index, (line, need, absent) in enumerate(zip(self.lines, self._needs, self._absent, strict=True)):
             start = self.starts[index]
             for other, hop in line.before:
-                ready = self.starts[other] + (_at(self.lines[other].seconds, self._numbers) + _at(hop, self._numbers))
+                ready = self.starts[other] + (of_passes(self.lines[other].seconds, self._numbers) + of_passes(hop, self._numbers))
                 if self._splits > 1 and (self.lines[other].kind is Kind.F) != (line.kind is Kind.F):
                     ready = ready[:, self._turned]
                 np.maximum(start, ready, out=start)
@@ -290,12 +164,16 @@ class Earliest:
 
     def _freed(self, memory: Times, frees: Sequence[tuple[int, float]]) -> Times:
         """The earliest moments when that much can have been freed."""
-        ends = np.concatenate([self.starts[other] + self.lines[other].seconds for other, _ in frees], axis=1)
+        lines = [self.lines[other] for other, _ in frees]
+        starts = [self.starts[other] for other, _ in frees]
+        ends = np.concatenate(
+            [own + of_passes(line.seconds, self._numbers) for own, line in zip(starts, lines, strict=True)], axis=1
+        )
         wanted = memory * (1 - SLACK)
-        if len(frees) == 1:
+        if len(frees) == 1 and not lines[0].unequal:
             moments = ends[:, self._position(np.ceil(wanted / frees[0][1]).astype(int) - 1)]
         else:
-            sizes = np.concatenate([np.diff(self._counts) * size for _, size in frees])
+            sizes = np.concatenate([np.diff(self.lines[other].held(self._counts)) * size for other, size in frees])
             order = np.argsort(ends, axis=1, kind="stable")
             freed = np.cumsum(sizes[order], axis=1)
             row = np.arange(len(ends))[:, None] * (2 * freed[0, -1])  # one search over all rows, each above the one before
@@ -308,28 +186,51 @@ class Earliest:
     def _most_work(self, rank: int, counts: dict[int, NDArray[np.int64]]) -> Times:
         """The most seconds of work in passes that have started, if no more than ``counts`` of every line have.
 
-        Passes that free memory make room. What allocates has to fit: the best use of the room, parts of a pass allowed.
+        Passes that free memory make room. What allocates has to fit: the best use of the room, parts of a pass allowed. Of
+        unequal microbatches that is what F allocates.
         """
         seconds: Times = np.zeros(next(iter(counts.values())).shape)
         room = seconds + self._limits[rank]
         loads: list[tuple[float, float, NDArray[np.int64]]] = []
+        unequal: list[int] = []
         for stage in {self.lines[index].stage: None for index in self.of_rank[rank]}:
             stack: list[int] = []
             freeing = False
             for index in self._of_stage[stage]:
                 line = self.lines[index]
-                freeing = freeing or line.change < 0 or line.unequal
-                if freeing:
-                    seconds = seconds + line.between(0, counts[index])
-                    room = room - counts[index] * line.change
-                else:
+                freeing = freeing or line.change < 0
+                if not freeing and not line.unequal:
                     stack.append(index)
+                elif not freeing and line.change and index == self._of_stage[stage][0]:
+                    unequal.append(index)
+                else:
+                    seconds = seconds + line.between(0, counts[index])
+                    room = room - line.held(counts[index]) * min(line.change, 0.0 if line.unequal else line.change)
             loads += self._loads(stack, counts)
         for size, work, number in sorted(loads, key=lambda load: load[1] / load[0] if load[0] else math.inf, reverse=True):
             taken = np.minimum(number, np.maximum(room, 0) / size) if size else number
             room = room - taken * size
             seconds = seconds + taken * work
-        return seconds
+        return seconds + self._most_of_unequal(unequal, counts, room * (1 + SLACK)) if unequal else seconds
+
+    def _most_of_unequal(self, lines: Sequence[int], counts: dict[int, NDArray[np.int64]], room: Times) -> Times:
+        """The most seconds of passes that fit into some room: the first ones of one line, or parts of any of several."""
+        if len(lines) == 1:
+            line = self.lines[lines[0]]
+            fit = np.searchsorted(line.held(np.arange(line.count + 1)) * line.change, room, side="right") - 1
+            most: Times = line.between(0, np.clip(fit, 0, counts[lines[0]]))
+            return most
+        own = [self.lines[index] for index in lines]
+        sizes, work = (
+            np.concatenate(each) for each in zip(*((one.memory * one.change, one.seconds) for one in own), strict=True)
+        )
+        order = np.argsort(-work / sizes, kind="stable")
+        there = np.concatenate(
+            [np.arange(one.count) < counts[index][..., None] for one, index in zip(own, lines, strict=True)], -1
+        )
+        taken = np.where(there[..., order], sizes[order], 0.0)
+        share = np.clip((room[..., None] - taken.cumsum(axis=-1) + taken) / sizes[order], 0, 1)
+        return (share * np.where(there[..., order], work[order], 0.0)).sum(axis=-1)
 
     def _loads(self, stack: list[int], counts: dict[int, NDArray[np.int64]]) -> Iterable[tuple[float, float, NDArray[np.int64]]]:
         """Items with which a stage can fill memory, as (size, seconds, how many): passes of one microbatch in their order, those
@@ -380,7 +281,7 @@ def unit(problem: Problem, rank: int) -> float:
         return 0.0
     sizes = []
     for stage in problem.placement.stages[rank]:
-        cost = _leanest(problem.costs.stages[stage])
+        cost = leanest(problem.costs.stages[stage])
         kept = [cost.checkpoint] if stage in problem.recompute else []
         sizes += [float(size) / problem.splits for size in (cost.activation, cost.retained, *kept) if size > 0]
     least = min(sizes, default=0.0)

@@ -10,7 +10,7 @@ from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.bound import lifespans, own_bound, rank_seconds, with_own_passes
-from megatron.pipeline.schedule.optimum.earliest import lines
+from megatron.pipeline.schedule.optimum.lines import lines
 from megatron.pipeline.schedule.transforms.boundary import BUCKETS, waits_for_norm
 
 

@@ -12,6 +12,7 @@ from megatron.training.global_vars import set_global_variables
 from megatron.pipeline.flags import flags
 
 SWITCHES = (
+    "--sft "
     "--use-mup --delay-wgrad-compute --tp-comm-overlap --overlap-param-gather-with-optimizer-step --defer-embedding-wgrad-compute"
 ).split()
 
