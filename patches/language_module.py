@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.pipeline.patches import compat, loops
+from megatron.pipeline.patches import compat, loops, model_bridge
 
 _PATH = "megatron.core.models.common.language_module.language_module"
 
@@ -27,6 +27,7 @@ def install_loop() -> None:
 
 def _configured(build: Any, model: Any, config: Any, *rest: Any, **options: Any) -> None:
     if loops.current is not None:
+        model_bridge.install()
         loops.current.configure(config)
     build(model, config, *rest, **options)
 

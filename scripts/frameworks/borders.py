@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ def start(engine: str, *absent: str) -> None:
         engine: folder with Transformer Engine's own Python, whose kernels are the stand-in's of the tests.
         absent: modules that are not there, any name of which can be imported.
     """
+    if not hasattr(typing, "override"):  # of Python 3.12, which these packages ask for
+        from typing_extensions import override
+
+        typing.override = override  # type: ignore[attr-defined]
     from engine import stand_in
 
     stand_in.load(Path(engine))

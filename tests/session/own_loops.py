@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import reductions
@@ -100,6 +104,28 @@ def train(schedule: str, pipeline: int = 4, frozen: str = "", overlap: bool = Fa
     return Trained(
         losses, norms, [float(weight.sum()) for weight in model.parameters()], planned, sum(buckets[-1].reduced) if buckets else 0
     )
+
+
+def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
+    """One of 4 processes without a launcher. Rank 2 calls that many times and then no more; the others go on."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    with stderr.open("a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    install("zb-h1", watchdog=2.0).pipeline(4).plans.plan(4)  # ranks may plan one after the other
+    parallel_state.initialize_model_parallel(1, 4)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    model = _model("")
+    chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    time.sleep(3.0)  # in its own code a loop may stay longer
+    for call in range(2):
+        if rank != 2 or call < calls:
+            _iterate(chunk, 4, example("own_training_loop").batches(4, seed=call))
+    time.sleep(60)
 
 
 def in_turn(*schedules: str) -> list[Trained]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import Pool
+from pool import Pool, forked, free_port
 from session import own_loops
 
 from megatron.pipeline import install
@@ -87,6 +88,29 @@ def test_costs_that_cannot_be_read_are_refused_at_once(tmp_path: Path) -> None:
         install("zb-h1", tmp_path / "nowhere.json")
 
 
+@pytest.mark.parametrize("seconds", [0.0, float("inf")])
+def test_a_watchdog_that_never_bites_is_refused_at_once(seconds: float) -> None:
+    with pytest.raises(ValueError, match="give seconds above 0"):
+        install("zb-h1", watchdog=seconds)
+
+
 def test_an_option_that_no_pipeline_has_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="mesure"):
         install("zb-h1", mesure=True)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls: int) -> None:
+    """The first waits in what all ranks compare, another in a message."""
+    port, stderr = free_port(), tmp_path / "stderr"
+    ranks = [forked(own_loops.stays_away, rank, port, stderr, calls) for rank in range(4)]
+    for process in ranks:
+        process.join(timeout=50)
+        process.kill()
+        process.join()
+    said = stderr.read_text()
+    assert [process.exitcode for process in ranks] == [1] * 4, said
+    [verdict] = re.findall(r"^Pipeline stopped: (.*)$", said, re.MULTILINE)
+    assert verdict.startswith("global rank 2 (pipeline rank 2 of 4, ")
+    assert "is slow or stuck in its own code: it has not called forward_backward (at " in verdict and "own_loops.py" in verdict
+    assert "global ranks 0, 1, 3 wait for it. No pass has finished for " in verdict
