@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
 )
+from runtime import batches
 
 from megatron.pipeline import install
+from megatron.pipeline.planning.aside import PlanningProcess
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 
@@ -31,6 +34,7 @@ class Trained(NamedTuple):
         weights: all of them, at the end.
         planned: which share of B the W of every stage is planned to take; empty under megatron-core's own schedule.
         early: of all buckets, how many were being reduced when the last pass of the last iteration ended; not under stock.
+        orders: of all passes, of every iteration; not under stock.
     """
 
     losses: list[list[float]]
@@ -38,6 +42,7 @@ class Trained(NamedTuple):
     weights: list[float]
     planned: list[float]
     early: int
+    orders: list[Any]
 
 
 def _model(frozen: str) -> Any:
@@ -64,19 +69,46 @@ def _iterate(chunk: Any, pipeline: int, data: list[torch.Tensor], forward_only: 
     return [float(one.mean()) for one in reports]
 
 
-def train(schedule: str, pipeline: int = 4, frozen: str = "", overlap: bool = False) -> Trained:
+def later(costs: str, fails: bool) -> Trained:
+    """``train`` where a search ends, or fails, while the first iteration of a number of microbatches runs."""
+    real, PlanningProcess.plan = PlanningProcess.plan, broken if fails else batches.on_time  # type: ignore[method-assign, assignment]
+    try:
+        return train("zb-auto", costs=costs, counts=LATER)
+    finally:
+        PlanningProcess.plan = real  # type: ignore[method-assign]
+
+
+LATER = (6, 6, 4, 6)  # microbatches of the iterations of ``later``
+
+
+def broken(*_: Any) -> Future[bytes]:
+    answer: Future[bytes] = Future()
+    answer.set_exception(ChildProcessError("it has ended"))
+    return answer
+
+
+def train(
+    schedule: str,
+    pipeline: int = 4,
+    frozen: str = "",
+    overlap: bool = False,
+    costs: str | None = None,
+    counts: tuple[int, ...] = (4, 6, 3),
+) -> Trained:
     """Some iterations of a loop that gives one module, and not a list.
 
     Args:
         frozen: weights with this in their names do not train.
         overlap: DDP reduces gradients within the backward, aligned between pipeline ranks, as megatron-core's default is.
+        costs: a file.
+        counts: microbatches of every iteration.
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     own = example("own_training_loop")
-    loop = install(schedule)
+    loop = install(schedule, costs)
     parallel_state.initialize_model_parallel(1, pipeline)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     model = _model(frozen)
@@ -90,20 +122,24 @@ def train(schedule: str, pipeline: int = 4, frozen: str = "", overlap: bool = Fa
     )
     # A model for log-probabilities, in no DDP, comes first.
     losses, norms = [_iterate(_model(""), pipeline, own.batches(5, seed=9), forward_only=True)], []
+    orders: list[Any] = []
     with reductions.noted() as buckets:
-        for seed, microbatches in enumerate((4, 6, 3)):
+        for seed, microbatches in enumerate(counts):
             data = own.batches(microbatches, seed=seed + 10 * parallel_state.get_data_parallel_rank())
             optimizer.zero_grad()
             chunk.zero_grad_buffer()
             losses.append(_iterate(chunk, pipeline, data))
             norms.append(float(optimizer.step()[1]))
+            if schedule != "stock":
+                iteration = loop.pipeline(pipeline)._iteration
+                assert iteration is not None
+                orders.append(iteration.plan.schedule.passes)
     planned = []
     if schedule != "stock":
         assert loop.pipeline(pipeline).microbatches == microbatches, "another function has run"
         planned = [stage.weight / stage.backward for stage in loop.pipeline(pipeline).plans.planned_costs.stages]
-    return Trained(
-        losses, norms, [float(weight.sum()) for weight in model.parameters()], planned, sum(buckets[-1].reduced) if buckets else 0
-    )
+    early = sum(buckets[-1].reduced) if buckets else 0
+    return Trained(losses, norms, [float(weight.sum()) for weight in model.parameters()], planned, early, orders)
 
 
 def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from pool import Pool, forked, free_port
 from session import own_loops
 
 from megatron.pipeline import install
+from megatron.pipeline.planning.request import Request
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.core.problem import Objective
 
 
 def bits(found: list[own_loops.Trained]) -> list[Any]:
@@ -40,6 +45,23 @@ def test_the_w_of_what_is_frozen_is_planned_to_take_no_time(pool: Pool) -> None:
     # A layer has 12 h^2 elements, 8 of them in the MLP; the output layer's are the embedding's, which is fused.
     assert [rank.planned for rank in ours] == [ours[0].planned] * 4
     assert ours[0].planned[1:3] == pytest.approx([1 / 3] * 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_searched_plans_take_the_place_of_quick_ones(pool: Pool, tmp_path: Path, fails: bool) -> None:
+    equal, unequal = uniform(linear(4)), ((1, 3, 0.5), (2, 1, 1), (2, 2, 2), (2, 1, 0.5))
+    stages = [replace(equal.stages[0], forward=f, backward=b, weight=w) for f, b, w in unequal]
+    costs = replace(equal, hop=0.1, stages=tuple(stages))
+    (tmp_path / "costs.json").write_text(costs.to_json(), encoding="utf-8")
+    stock = pool.run(4, own_loops.train, "stock", counts=own_loops.LATER)
+    ours = pool.run(4, own_loops.later, str(tmp_path / "costs.json"), fails)
+    assert bits(ours) == bits(stock)
+    request = Request("zb-auto", 4, 6, costs=costs, objective=Objective.MAKESPAN)
+    quick, searched = (replace(request, quick=quick).plan().schedule.passes for quick in (True, False))
+    assert quick != searched
+    for rank in ours:
+        six = [order for order, count in zip(rank.orders, own_loops.LATER, strict=True) if count == 6]
+        assert six == ([quick] * 3 if fails else [quick, searched, searched])
 
 
 def test_the_last_that_is_installed_counts(pool: Pool) -> None:

@@ -113,9 +113,9 @@ class PlanCache:
             self.made[key] = self._make(microbatches, forward_only)
         return self.made[key]
 
-    def of_batch(self, loads: Sequence[Load]) -> Request:
-        """The request for microbatches with these loads, which another process can read; to be planned quickly."""
-        request, placement = self._at(len(loads), self.costs, self._request.memory_limit), self.placement
+    def of_batch(self, microbatches: int, loads: Sequence[Load] = ()) -> Request:
+        """The request for microbatches, with these loads or equal ones, which another process can read; to be planned quickly."""
+        request, placement = self._at(microbatches, self.costs, self._request.memory_limit), self.placement
         costs = replace(self.planned_costs, loads=tuple(loads))
         recompute, fused = (
             tuple(stages(placement) if callable(stages) else stages) for stages in (request.recompute, request.fused)

@@ -276,7 +276,7 @@ class BatchPlans:
 
     def _start(self, sizes: Sequence[Extent]) -> None:
         tokens = self._settings.tokens or sum(size.tokens for size in sizes) / len(sizes)
-        request = self._plans.of_batch([size.load(tokens, self._settings.attention) for size in sizes])
+        request = self._plans.of_batch(len(sizes), [size.load(tokens, self._settings.attention) for size in sizes])
         plan = self._process.plan(request, self._posting, self._settings.order == "any")
         plan.add_done_callback(self._warn)
         self._pending.append(_Pending(tuple(sizes), plan))
@@ -343,20 +343,23 @@ def refuse(request: Request) -> None:
     Raises:
         ValueError: its order does not follow from lengths, or it has what no plan for a batch has yet.
     """
-    planned = [name for name, family in families.FAMILIES.items() if family.searches]
+    if reason := fixed_because(request):
+        raise ValueError(f"plans for every batch are orders of whole microbatches by their lengths, and {reason}, or plan once")
+
+
+def fixed_because(request: Request) -> str | None:
+    """Say why a ``PlanningProcess`` finds no other order for a request; None where it may."""
+    searching = [name for name, family in families.FAMILIES.items() if family.searches]
     has = {
         "slices": (request.splits or 1) > 1,
         "a spread vocabulary": request.vocabulary,
         "copies to host memory": request.offload,
         "overlapped passes": request.overlap,
     }
-    if request.schedule not in planned:
-        reason = f"{request.schedule} has an order that no lengths change: take {', '.join(planned)}"
-    elif found := [name for name, given in has.items() if given]:
-        reason = f"{request.schedule} has {found[0]} here: leave that out"
-    else:
-        return
-    raise ValueError(f"plans for every batch are orders of whole microbatches by their lengths, and {reason}, or plan once")
+    if request.schedule not in searching:
+        return f"{request.schedule} has an order that no lengths change: take {', '.join(searching)}"
+    found = [name for name, given in has.items() if given]
+    return f"{request.schedule} has {found[0]} here: leave that out" if found else None
 
 
 def _in_one_order(call: Call) -> list[int]:

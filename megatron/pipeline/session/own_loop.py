@@ -37,7 +37,7 @@ from megatron.pipeline.planning.document import naming, read_costs
 from megatron.pipeline.planning.plan_cache import FILE
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.every_batch import refuse
+from megatron.pipeline.runtime.every_batch import fixed_because, refuse
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
@@ -79,6 +79,8 @@ class OwnLoop:
             naming(request.schedule.removeprefix(FILE), Schedule.from_json)
         if costs is not None:
             request = replace(request, costs=read_costs(str(costs)))
+        if request.costs is not None and not options.get("every_batch"):  # with equal ones a search takes no longer than a pass
+            request = replace(request, quick=fixed_because(request) is None)
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(FILE):
             request = replace(request, equal=self._equal)
         inspect.signature(Pipeline).bind(request, **options)
