@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -162,6 +163,95 @@ def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
         if rank != 2 or call < calls:
             _iterate(chunk, 4, example("own_training_loop").batches(4, seed=call))
     time.sleep(60)
+
+
+class Adapted(torch.nn.Module):
+    """A frozen linear with adapters beside it that are torch's own linears, as peft's are."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        outputs, inputs = linear.weight.shape
+        self.base_layer = linear.requires_grad_(False)
+        self.lora_A = torch.nn.Linear(inputs, 4, bias=False)
+        self.lora_B = torch.nn.Linear(4, outputs, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = self.base_layer(hidden)
+        return output + 2.0 * self.lora_B(self.lora_A(hidden)), bias
+
+
+class LowRank(NamedTuple):
+    """Of a rank: losses by iteration and microbatch, norms before clipping, trained weights by name, planned W of stages."""
+
+    losses: list[list[float]]
+    norms: list[float]
+    weights: dict[str, list[float]]
+    planned: list[float]
+
+
+def adapters(schedule: str, pipeline: int) -> LowRank:
+    """Steps of a model of 8 layers in which adapters of layers 3 and 4 train alone, on 4 ranks, with clipping; replicas have a
+    distributed optimizer, and reduce gradients within the backward."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    own, distributed = example("own_training_loop"), pipeline < 4
+    chunks = 2 if schedule == "zb-v" else None
+    loop = install(schedule)
+    parallel_state.initialize_model_parallel(1, pipeline, chunks)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    models = own.build()
+    for model in models:
+        model.requires_grad_(False)
+        for layer in model.decoder.layers:
+            for module in list(layer.modules()) if layer.layer_number in (3, 4) else []:
+                for name, child in list(module.named_children()):
+                    if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
+                        setattr(module, name, Adapted(child))
+    example("random_tokens").draw(models)
+    wrapped = own.wrap(models, use_distributed_optimizer=distributed, overlap_grad_reduce=distributed)
+    syncs = [chunk.no_sync for chunk in wrapped]
+    models[0].config.no_sync_func = syncs[0] if len(syncs) == 1 else syncs
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1e-3, use_distributed_optimizer=distributed)
+    optimizer, losses, norms = get_megatron_optimizer(settings, wrapped), [], []
+    for seed, microbatches in enumerate((4, 6, 3)):
+        found, norm = own.run(wrapped, own.batches(microbatches, seed + 10 * parallel_state.get_data_parallel_rank()), optimizer)
+        losses.append([float(one.mean()) for one in found])
+        norms.append(float(norm))
+    weights = {
+        f"{layer.layer_number}.{name}": weight.flatten().tolist()
+        for model in models
+        for layer in model.decoder.layers
+        for name, weight in layer.named_parameters()
+        if weight.requires_grad
+    }
+    stages = () if schedule == "stock" else loop.pipeline(pipeline).plans.planned_costs.stages
+    return LowRank(losses, norms, weights, [stage.weight / stage.backward for stage in stages])
+
+
+def warned(gathered: bool) -> tuple[list[float], list[str]]:
+    """Losses of one token with label smoothing, if not ``gathered`` on the model's own way, on 2 tensor-parallel ranks; what is logged."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    install("zb-h1")
+    parallel_state.initialize_model_parallel(2)
+    logger = logging.getLogger("megatron.pipeline.session.own_loop")
+    logger.addHandler(handler)
+    try:
+        logits = torch.arange(8.0).reshape(1, 1, 8)
+        part = logits if gathered else logits.chunk(2, -1)[torch.distributed.get_rank()]
+        target = torch.tensor([[1]])
+        losses = [
+            float(tensor_parallel.vocab_parallel_cross_entropy(part.clone(), target, *smoothing))
+            for smoothing in ((), (0.1,), (0.1,))
+        ]
+    finally:
+        logger.removeHandler(handler)
+    return losses, said
 
 
 def in_turn(*schedules: str) -> list[Trained]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from pool import Pool, forked, free_port
 from session import own_loops
 
 from megatron.pipeline import install
+from megatron.pipeline.combinations.table import Facts
+from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.placement import linear
@@ -47,6 +50,31 @@ def test_the_w_of_what_is_frozen_is_planned_to_take_no_time(pool: Pool) -> None:
     assert ours[0].planned[1:3] == pytest.approx([1 / 3] * 2)
 
 
+@pytest.mark.parametrize("pipeline", [4, 2])
+def test_adapters_like_those_of_peft_train_as_under_stock(pool: Pool, pipeline: int) -> None:
+    """With clipping, and ranks on which nothing trains; with 2 ranks with replicas and a distributed optimizer."""
+    stock, fused, on_a_v = (pool.run(4, own_loops.adapters, name, pipeline) for name in ("stock", "zb-h1", "zb-v"))
+    assert [bool(rank.weights) for rank in stock].count(False) == 4 - 4 // pipeline
+    assert all(norm > 1e-2 for rank in stock for norm in rank.norms), "clipping changes them"
+    exact = [(rank.losses, rank.weights) for rank in stock]
+    assert [(rank.losses, rank.weights) for rank in fused] == exact if pipeline == 4 else close(fused, stock)
+    assert close(on_a_v, stock)
+    assert all(set(rank.planned) == {0.0} for rank in (*fused, *on_a_v)), "B computes all that trains"
+
+
+def close(ours: list[own_loops.LowRank], stock: list[own_loops.LowRank]) -> bool:
+    """Norms of gradients are sums in another order, and clipping carries them into the weights, which a V has elsewhere."""
+    mine, theirs = (dict(pair for rank in found for pair in rank.weights.items()) for found in (ours, stock))
+    assert len(theirs) == 16 and mine.keys() == theirs.keys()
+    assert all(mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6) for name in theirs)
+    return numbers(ours) == pytest.approx(numbers(stock), rel=1e-5)
+
+
+def numbers(found: list[own_loops.LowRank]) -> list[float]:
+    """Norms, and losses of the last rank, where loops look for them."""
+    return [*(norm for rank in found for norm in rank.norms), *(loss for losses in found[-1].losses for loss in losses)]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_searched_plans_take_the_place_of_quick_ones(pool: Pool, tmp_path: Path, fails: bool) -> None:
     equal, unequal = uniform(linear(4)), ((1, 3, 0.5), (2, 1, 1), (2, 2, 2), (2, 1, 0.5))
@@ -62,6 +90,21 @@ def test_searched_plans_take_the_place_of_quick_ones(pool: Pool, tmp_path: Path,
     for rank in ours:
         six = [order for order, count in zip(rank.orders, own_loops.LATER, strict=True) if count == 6]
         assert six == ([quick] * 3 if fails else [quick, searched, searched])
+
+
+def test_a_loss_that_megatron_core_gets_wrong_is_named(pool: Pool) -> None:
+    """The loss without smoothing is right of logits in parts, and of gathered ones too high by log 2."""
+    right = math.log(sum(map(math.exp, range(8)))) - 1
+    (parts, said), (others, also) = pool.run(2, own_loops.warned, False)
+    assert parts[0] == others[0] == pytest.approx(right) and parts[1] != others[1]
+    assert (
+        said == also and len(said) == 1 and said[0].startswith("vocab_parallel_cross_entropy with label_smoothing with --tensor")
+    )
+    assert pool.run(2, own_loops.warned, True)[0][0][0] == pytest.approx(right + math.log(2))
+    facts = {"tensor_model_parallel_size": 2, "gathered_logits": True}
+    assert [text.partition(":")[0] for text in cautions_of(Facts(facts))] == [
+        "parallel_output=False with --tensor-model-parallel-size 2"
+    ]
 
 
 def test_the_last_that_is_installed_counts(pool: Pool) -> None:

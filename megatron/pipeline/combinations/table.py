@@ -35,12 +35,14 @@ _WORDS = {  # of what no flag says
     "chunks": "several chunks per rank",
     "collect_non_loss_data": "collect_non_loss_data",
     "copies": "a schedule with copies to host memory",
+    "gathered_logits": "parallel_output=False",
     "launch": "mpipe launch",
     "no grouped": "a schedule without groups of microbatches",
     "no ours": "--pipeline-schedule stock",
     "ours": "schedules of ours",
     "models": "a schedule that holds the model several times",
     "reruns": "a schedule that runs forwards again (R)",
+    "smoothed_loss": "vocab_parallel_cross_entropy with label_smoothing",
     "splits": "a schedule with slices",
 }
 

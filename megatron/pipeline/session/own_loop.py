@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,12 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
-from megatron.pipeline.patches import distributed_data_parallel, loops
+from megatron.core.utils import unwrap_model
+from megatron.pipeline.patches import compat, distributed_data_parallel, loops
 
 from megatron.pipeline import patches
+from megatron.pipeline.combinations.table import Facts, of_config
+from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.health.watchdog import Watchdog
 from megatron.pipeline.model import te_linear
@@ -91,6 +95,7 @@ class OwnLoop:
         self._request, self._options, self._patience = request, options, watchdog
         self._watchdog: Watchdog | None = None
         self._runs: Pipeline | None = None  # whose iteration has been called
+        self._said: set[str] = set()
         self._calls = 0  # grows where a call begins to wait for other ranks, and ends to
         self._pipelines: dict[int, Pipeline] = {}
         self._trained: tuple[float, ...] | None = None  # of every stage, which share of its weights trains
@@ -302,9 +307,20 @@ class OwnLoop:
             if not distributed_data_parallel.is_marked(chunk):
                 raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
         if self._trained is None:
+            gathered = any(getattr(chunk, "parallel_output", True) is False for chunk in unwrap_model(list(call.chunks)))
+            self.warn(of_config(call.config, gathered_logits=gathered, replicas=parallel_state.get_data_parallel_world_size()))
             if placement is not None:
                 _check_tied(call, self.boundary(placement))
             self._trained = _trained(call, pipeline.placement)
+
+    def warn(self, facts: Mapping[str, Any] = {}, **known: Any) -> None:
+        """Log once, on the first data-parallel rank, each error of megatron-core's own that settings of this loop meet."""
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        known |= {"core": compat.version(), "tensor_model_parallel_size": size}
+        for text in cautions_of(Facts(facts, **known)):
+            if text not in self._said and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+                self._said.add(text)
+                logging.getLogger(__name__).warning("%s", text)
 
     def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
         stage = EQUAL_PASSES.share(placement.chunks_per_replica)
