@@ -22,10 +22,11 @@ def start(engine: str, *absent: str) -> None:
         engine: folder with Transformer Engine's own Python, whose kernels are the stand-in's of the tests.
         absent: modules that are not there, any name of which can be imported.
     """
-    if not hasattr(typing, "override"):  # of Python 3.12, which these packages ask for
-        from typing_extensions import override
+    if sys.version_info < (3, 12):  # which these packages ask for
+        import typing_extensions
 
-        typing.override = override  # type: ignore[attr-defined]
+        for name in ("override", "TypedDict"):
+            setattr(typing, name, getattr(typing_extensions, name))
     from engine import stand_in
 
     stand_in.load(Path(engine))

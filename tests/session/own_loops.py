@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+import types
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,6 +20,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
 )
+from megatron.pipeline.patches import model_bridge
 from runtime import batches
 
 from megatron.pipeline import install
@@ -400,20 +402,34 @@ def chunks_planned(schedule: str, given: int) -> int:
     return loop.pipeline(2).placement.chunks
 
 
-def tied(schedule: str, into_one_end: bool = False) -> Any:
-    """Steps of a model whose output layer is tied to the embedding; the refusal where one of both has got other weights."""
-    own = example("own_training_loop")
+def tied(schedule: str, into_one_end: bool = False, by_bridge: bool = False) -> Any:
+    """Steps of a model whose output layer is tied to the embedding; the refusal where one of both has got other weights.
+
+    Args:
+        by_bridge: Megatron Bridge loads the embedding, and then sends it to the last rank.
+    """
+    own, bridge = example("own_training_loop"), types.ModuleType(model_bridge._PATH)
+    bridge.MegatronModelBridge = type("Bridge", (), {model_bridge._NAME: sends})  # type: ignore[attr-defined]
+    sys.modules |= {bridge.__name__: bridge} if by_bridge else {}
     own.plan(schedule)
     models = own.build(share_embeddings_and_output_weights=True)
     ends = [model.shared_embedding_or_output_weight() for model in models if model.pre_process or model.post_process]
-    for weight in ends:
+    sys.modules.pop(bridge.__name__, None)
+    for weight in ends[:1] if by_bridge else ends:
         weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
     chunks = own.wrap(models)
+    if by_bridge:
+        getattr(bridge.MegatronModelBridge(), model_bridge._NAME)(chunks)
     if not into_one_end:
         return steps(chunks)
     for weight in ends[:1]:
         weight.data.add_(1)
     return refused(lambda: own.run(chunks, own.batches(4, seed=0), optimizer_of(chunks)))
+
+
+def sends(_bridge: Any, _model: Any) -> None:
+    """As Megatron Bridge's method, which looks for the last stage on the last rank."""
+    raise AssertionError("Output layer not found")
 
 
 def with_chunks(schedule: str, chunks: int | None) -> str:
