@@ -19,6 +19,8 @@ from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.session.own_loop import OwnLoop
 
 
 def bits(found: list[own_loops.Trained]) -> list[Any]:
@@ -75,16 +77,30 @@ def numbers(found: list[own_loops.LowRank]) -> list[float]:
     return [*(norm for rank in found for norm in rank.norms), *(loss for losses in found[-1].losses for loss in losses)]
 
 
+UNEQUAL = replace(
+    uniform(linear(4)),
+    hop=0.1,
+    stages=tuple(
+        replace(uniform(linear(4)).stages[0], forward=f, backward=b, weight=w)
+        for f, b, w in ((1, 3, 0.5), (2, 1, 1), (2, 2, 2), (2, 1, 0.5))
+    ),
+)
+
+
+def test_a_loop_that_plans_again_gets_searched_plans(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(UNEQUAL.to_json(), encoding="utf-8")
+    plans = OwnLoop("zb-auto", tmp_path / "costs.json").pipeline(4).plans
+    quick = plans.plan(6).schedule
+    assert simulate(plans.plan_again(UNEQUAL, None)[6], UNEQUAL).makespan < simulate(quick, UNEQUAL).makespan
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_searched_plans_take_the_place_of_quick_ones(pool: Pool, tmp_path: Path, fails: bool) -> None:
-    equal, unequal = uniform(linear(4)), ((1, 3, 0.5), (2, 1, 1), (2, 2, 2), (2, 1, 0.5))
-    stages = [replace(equal.stages[0], forward=f, backward=b, weight=w) for f, b, w in unequal]
-    costs = replace(equal, hop=0.1, stages=tuple(stages))
-    (tmp_path / "costs.json").write_text(costs.to_json(), encoding="utf-8")
+    (tmp_path / "costs.json").write_text(UNEQUAL.to_json(), encoding="utf-8")
     stock = pool.run(4, own_loops.train, "stock", counts=own_loops.LATER)
     ours = pool.run(4, own_loops.later, str(tmp_path / "costs.json"), fails)
     assert bits(ours) == bits(stock)
-    request = Request("zb-auto", 4, 6, costs=costs, objective=Objective.MAKESPAN)
+    request = Request("zb-auto", 4, 6, costs=UNEQUAL, objective=Objective.MAKESPAN)
     quick, searched = (replace(request, quick=quick).plan().schedule.passes for quick in (True, False))
     assert quick != searched
     for rank in ours:

@@ -14,6 +14,7 @@ import torch
 from megatron.pipeline.dist.groups import once_rank_0_has
 from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess
 from megatron.pipeline.planning.plan_cache import PlanCache
+from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.schedule.lower.posting import Posting
 
 _LOG = logging.getLogger(__name__)
@@ -30,27 +31,29 @@ class LaterPlans:
         self._plans, self._posting = plans, posting
         self._process = PlanningProcess()
         self._begun: set[int] = set()
-        self._missing: dict[int, Future[bytes] | None] = {}  # in the order of their search; None where another rank searches
+        # By number of microbatches, in the order of their search: the quick plan, and on the first rank what will come.
+        self._missing: dict[int, tuple[Planned, Future[bytes] | None]] = {}
 
     def search(self, microbatches: int) -> None:
         """Begin the search for a number of microbatches, once."""
         if microbatches not in self._begun:
             self._begun.add(microbatches)
             here = torch.distributed.get_rank() == 0
-            request = self._plans.of_batch(microbatches)
-            self._missing[microbatches] = self._process.plan(request, self._posting, False) if here else None
+            coming = self._process.plan(self._plans.of_batch(microbatches), self._posting, False) if here else None
+            self._missing[microbatches] = self._plans.plan(microbatches), coming
 
     def take(self) -> None:
         """Take the next plan if it is there. A small collective over the world for as long as one is missing."""
         if not self._missing:
             return
-        microbatches, plan = next(iter(self._missing.items()))
+        microbatches, (quick, coming) = next(iter(self._missing.items()))
         try:
-            message = once_rank_0_has(plan)
+            message = once_rank_0_has(coming)
         except (ValueError, ChildProcessError) as error:
             _LOG.warning("%d microbatches keep the plan that was made without a search: %s", microbatches, error)
         else:
             if message is None:
                 return
-            self._plans.made[microbatches, False] = PlannedBatch.unpacked(message).planned
+            if self._plans.plan(microbatches) is quick:  # no other was adopted meanwhile
+                self._plans.made[microbatches, False] = PlannedBatch.unpacked(message).planned
         del self._missing[microbatches]
