@@ -39,6 +39,7 @@ def cautions(args: Namespace) -> list[str]:
 
 
 def cautions_of(facts: Facts) -> list[str]:
+    """The same of facts, as of a loop that has no flags."""
     return [f"{one}{_release(one)}" for one in found(facts, CAUTIONS)]
 
 
