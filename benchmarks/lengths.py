@@ -49,7 +49,7 @@ def plans(options: argparse.Namespace) -> None:
             stock = request("1f1b", options.ranks, options.microbatches, loads).plan().value
             ratios.setdefault("longest", []).append(max(max(one.lengths) for one in batch))
             for name in ("zb-auto", "zb-v"):
-                asked = PlanCache(request(name, options.ranks, options.microbatches)).of_batch(loads)
+                asked = PlanCache(request(name, options.ranks, options.microbatches)).of_batch(len(loads), loads)
                 given, free = plan_batch(asked), plan_batch(asked, any_order=True).planned
                 ratios.setdefault(f"{name} once", []).append(stock / given.of_equal)
                 ratios.setdefault(f"{name} every batch", []).append(stock / given.planned.value)
@@ -137,7 +137,7 @@ def planning(options: argparse.Namespace) -> None:
         for name in ("zb-auto", "zb-v"):
             cache = PlanCache(request(name, ranks, microbatches))
             drawn = islice(batches("roll-outs", microbatches, TOKENS, options.longest, ATTENTION), options.batches + 1)
-            asked = [cache.of_batch([microbatch.load for microbatch in batch]) for batch in drawn]
+            asked = [cache.of_batch(microbatches, [microbatch.load for microbatch in batch]) for batch in drawn]
             taken = []
             for way in (
                 Request.plan,

@@ -51,9 +51,10 @@ def install_loop(hooks: Any) -> None:
         RuntimeError: see ``install``, which comes first.
     """
     install()
-    from megatron.pipeline.patches import language_module, loops, schedules
+    from megatron.pipeline.patches import cross_entropy, language_module, loops, schedules
 
     loops.install(hooks)
+    cross_entropy.install_loop()
     language_module.install_loop()
     if hooks:
         schedules.use(hooks.forward_backward)

@@ -56,6 +56,9 @@ NAMES: dict[str, dict[str, Name]] = {
         "_get_cuda_rng_state": Name("CPU backend: replaced"),
         "_set_cuda_rng_state": Name("CPU backend: replaced"),
     },
+    "megatron.core.tensor_parallel.cross_entropy": {
+        "vocab_parallel_cross_entropy": Name("wrapped: own loops that smooth labels"),
+    },
     "megatron.core.tensor_parallel.layers": {
         "_initialize_affine_weight_cpu": Name("initial weights of the output layer on a CPU"),
         "LinearWithGradAccumulationAndAsyncCommunication.backward": Name("replaced by SplitLinear"),

@@ -6,7 +6,7 @@ weights; ``model/boundary.py`` then makes copies equal, on any ranks. Our own mo
 the patch is for Megatron-LM's scripts, which build GPTModel.
 In a loop that has called ``megatron.pipeline.install`` (``loops``) both ends of a V are on one rank: its output layer takes the
 weights of its embedding there. ``LanguageModule.__init__``: such a loop completes the configuration of a model before any layer
-is built.
+is built, and by then Megatron Bridge is imported, if it builds the model (``model_bridge``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.pipeline.patches import compat, loops
+from megatron.pipeline.patches import compat, loops, model_bridge
 
 _PATH = "megatron.core.models.common.language_module.language_module"
 
@@ -27,6 +27,7 @@ def install_loop() -> None:
 
 def _configured(build: Any, model: Any, config: Any, *rest: Any, **options: Any) -> None:
     if loops.current is not None:
+        model_bridge.install()
         loops.current.configure(config)
     build(model, config, *rest, **options)
 

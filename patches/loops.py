@@ -28,6 +28,8 @@ current: Any = None  # ``session/own_loop.py`` ``OwnLoop``
 def install(loop: Any) -> None:
     """Have upstream's functions ask a loop from here on; None: they are as they were."""
     global current
+    if current not in (None, loop):
+        current.close()
     current = loop
     state, utils = compat.module("megatron.core.parallel_state"), compat.module(_UTILS)
     for end in ("first", "last"):

@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,16 +38,14 @@ class Framework(NamedTuple):
         wheels: what these import.
         program: in ``scripts/frameworks``.
         pipelines: numbers of pipeline ranks to train on.
-        trains: what: "" for all weights, or a word of the program's.
-        schedules: those that it can train under.
+        trains: what, and under which schedules: "" for all weights, or a word of the program's.
     """
 
     unpacked: Sequence[str]
     wheels: Sequence[str]
     program: str
     pipelines: tuple[int, ...]
-    trains: tuple[str, ...] = ("",)
-    schedules: tuple[str, ...] = SCHEDULES[1:]
+    trains: Mapping[str, tuple[str, ...]] = {"": SCHEDULES[1:]}
 
 
 _TRANSFORMERS = (
@@ -62,7 +60,11 @@ _DATASETS = "datasets==4.4.1 pyarrow pandas python-dateutil six tzdata multiproc
 
 FRAMEWORKS = {
     "Megatron Bridge 0.6.2": Framework(
-        ("megatron-bridge==0.6.2",), (*_TRANSFORMERS, *_BRIDGE), "bridge_loop.py", (4, 2), ("", "lora", "weights")
+        ("megatron-bridge==0.6.2",),
+        (*_TRANSFORMERS, *_BRIDGE),
+        "bridge_loop.py",
+        (4, 2),
+        {"": SCHEDULES[1:]} | dict.fromkeys(("lora", "weights", "tied", "experts"), ("zb-h1", "zb-v")),
     ),
     "verl 0.9.1": Framework(
         ("verl==0.9.1", "megatron-bridge==0.6.2"),
@@ -85,8 +87,8 @@ FRAMEWORKS = {
             *"pydantic==2.12.5 pydantic_core==2.41.5 annotated-types typing_inspection cloudpathlib hf_transfer".split(),
         ),
         "skyrl_loop.py",
-        (4,),
-        schedules=SCHEDULES[1:4],  # it asks for the ends of the model by rank
+        (4, 2),
+        {"": SCHEDULES[1:4]},  # it asks for the ends of the model by rank
     ),
     "mcore-bridge 1.6.5": Framework(
         ("mcore-bridge==1.6.5",),
@@ -112,10 +114,10 @@ def main(chosen: Sequence[str]) -> int:
     for name in names:
         framework = FRAMEWORKS[name]
         python, packages = environment(CORE), _fetched(name, framework)
-        for ranks, trains in itertools.product(framework.pipelines, framework.trains):
+        for ranks, (trains, able) in itertools.product(framework.pipelines, framework.trains.items()):
             given = [str(ranks), str(fetch_transformer_engine.FOLDER / engine), *trains.split()]
             stock = _train(python, packages, framework.program, SCHEDULES[0], *given)
-            for schedule in (name for name in framework.schedules if name in schedules):
+            for schedule in (name for name in able if name in schedules):
                 found = _train(python, packages, framework.program, schedule, *given)
                 equal = bool(stock) and _same(found, stock, exact=ranks == RANKS and schedule in SCHEDULES[:4])
                 failed |= not equal

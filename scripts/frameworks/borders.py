@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ def start(engine: str, *absent: str) -> None:
         engine: folder with Transformer Engine's own Python, whose kernels are the stand-in's of the tests.
         absent: modules that are not there, any name of which can be imported.
     """
+    if sys.version_info < (3, 12):  # which these packages ask for
+        import typing_extensions
+
+        for name in ("override", "TypedDict"):
+            setattr(typing, name, getattr(typing_extensions, name))
     from engine import stand_in
 
     stand_in.load(Path(engine))

@@ -1,11 +1,11 @@
-"""Megatron Bridge's model and calls under a schedule: a tiny Llama of transformers, on this rank's part of 4 ranks.
+"""Megatron Bridge's model and calls under a schedule: a tiny model of transformers, on this rank's part of 4 ranks.
 
-``bridge_loop.py SCHEDULE PIPELINE_RANKS ENGINE [lora | weights]``. AutoBridge makes the provider, which builds the chunks and
-wraps them in DDP. With ``lora`` Megatron Bridge's adapters are what trains. With ``weights`` those of a checkpoint of
-transformers train; exported before the first iteration, they must be what the checkpoint has. The function of megatron-core is
-taken once, before the loop, and called as Megatron Bridge's ``train_step`` calls it. The folder ENGINE has Transformer Engine's
-own Python, whose kernels are the stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` and
-``patches/training_cpu.py``.
+``bridge_loop.py SCHEDULE PIPELINE_RANKS ENGINE [lora | weights | tied | experts]``. AutoBridge makes the provider, which builds
+the chunks and wraps them in DDP. With ``lora`` Megatron Bridge's adapters are what trains. With ``weights`` those of a checkpoint
+of transformers train: of a Llama; ``tied``, with its output layer tied to the embedding; ``experts``, of a Qwen3-MoE. Exported
+before the first iteration, they must be what the checkpoint has. The function of megatron-core is taken once, before the loop,
+and called as Megatron Bridge's ``train_step`` calls it. The folder ENGINE has Transformer Engine's own Python, whose kernels are
+the stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` and ``patches/training_cpu.py``.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import borders
 import torch
 
-LENGTH, VOCABULARY, BATCH = 32, 128, 2
-MICROBATCHES = (4, 8, 3, 5)  # of each iteration
+VOCABULARY, BATCH = 128, 2
+STEPS = ((4, 32), (8, 24), (3, 40), (5, 32))  # microbatches, and the length of their sequences
+LOADED = ("weights", "tied", "experts")
 ON_A_V = ("zb-v", "v-half")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
-FUSIONS = ("masked_softmax", "bias_activation", "bias_dropout", "apply_rope")  # of Transformer Engine and apex
+FUSIONS = ("masked_softmax", "bias_activation", "bias_dropout", "apply_rope", "moe_permute")  # of Transformer Engine and apex
 
 
 def build(schedule: str, ranks: int, trains: str) -> tuple[Any, Any, Any]:
@@ -30,21 +32,19 @@ def build(schedule: str, ranks: int, trains: str) -> tuple[Any, Any, Any]:
     from megatron.bridge import AutoBridge  # type: ignore[import-untyped]
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
+    from safetensors.torch import load_file  # type: ignore[import-not-found]
 
     from megatron.pipeline import install
 
     loop = install(schedule)
-    llama = LlamaConfig(**SIZES, vocab_size=VOCABULARY, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
-    torch.manual_seed(11)
-    theirs = LlamaForCausalLM(llama)
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
+        _theirs(trains).save_pretrained(folder)
         bridge = AutoBridge.from_hf_pretrained(folder)
         model = _chunks(bridge, schedule, ranks, trains)
-        if trains == "weights":
+        if trains in LOADED:
             bridge.load_hf_weights(model)
-            _compare(dict(bridge.export_hf_weights(model, cpu=True, show_progress=False)), theirs.state_dict())
+            exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+            _compare(exported, load_file(Path(folder) / "model.safetensors"))
     config = model[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if model[0].ddp_config.overlap_grad_reduce:
@@ -56,6 +56,23 @@ def build(schedule: str, ranks: int, trains: str) -> tuple[Any, Any, Any]:
     return loop, model, get_megatron_optimizer(options, model)
 
 
+def _theirs(trains: str) -> Any:
+    """The model of transformers, with random weights."""
+    from transformers import (  # type: ignore[import-not-found]
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    torch.manual_seed(11)
+    sizes = {**SIZES, "vocab_size": VOCABULARY, "tie_word_embeddings": trains == "tied"}
+    if trains != "experts":
+        return LlamaForCausalLM(LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, architectures=["Qwen3MoeForCausalLM"]))
+
+
 def _chunks(bridge: Any, schedule: str, ranks: int, trains: str) -> list[Any]:
     """This rank's chunks in DDP, with weights that follow from the layer alone."""
     from megatron.bridge.peft.lora import LoRA  # type: ignore[import-untyped]
@@ -63,12 +80,19 @@ def _chunks(bridge: Any, schedule: str, ranks: int, trains: str) -> list[Any]:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     provider = bridge.to_megatron_provider(load_weights=False)
-    provider.pipeline_model_parallel_size, provider.seq_length = ranks, LENGTH
+    provider.pipeline_model_parallel_size, provider.seq_length = ranks, STEPS[0][1]
     if schedule in ON_A_V:
         provider.virtual_pipeline_model_parallel_size = 2
     provider.pipeline_dtype = provider.params_dtype = torch.float32
     provider.use_cpu_initialization = True
-    for name in ("bf16", "fp16", "gradient_accumulation_fusion", *(f"{fusion}_fusion" for fusion in FUSIONS)):
+    for name in (
+        "bf16",
+        "fp16",
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+        "gradient_accumulation_fusion",
+        *(f"{fusion}_fusion" for fusion in FUSIONS),
+    ):
         setattr(provider, name, False)
     if trains == "lora":
         provider.register_pre_wrap_hook(LoRA(dim=4, alpha=4))
@@ -89,8 +113,8 @@ def _compare(exported: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     tokens = next(data)
-    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+    inputs = tokens[:, :-1]
+    losses = model(inputs, torch.arange(inputs.shape[1]).expand(inputs.shape), None, labels=tokens[:, 1:])
     return losses, lambda losses: (losses.mean(), {"lm loss": losses.detach().mean().clone()})
 
 
@@ -105,9 +129,9 @@ def main(schedule: str, ranks: int, trains: str) -> None:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     function, communicator = get_forward_backward_func(), P2PCommunicator(groups.pp, model[0].config)
     found = []
-    for iteration, microbatches in enumerate(MICROBATCHES):
+    for iteration, (microbatches, length) in enumerate(STEPS):
         seed = 10 * parallel_state.get_data_parallel_rank() + iteration
-        drawn = torch.randint(VOCABULARY, (microbatches, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+        drawn = torch.randint(VOCABULARY, (microbatches, BATCH, length + 1), generator=torch.Generator().manual_seed(seed))
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -116,9 +140,9 @@ def main(schedule: str, ranks: int, trains: str) -> None:
             data_iterator=[iter(drawn) for _ in model] if len(model) > 1 else iter(drawn),
             model=model,
             num_microbatches=microbatches,
-            seq_length=LENGTH,
+            seq_length=length,
             micro_batch_size=BATCH,
-            decoder_seq_length=LENGTH,
+            decoder_seq_length=length,
             forward_only=False,
             adjust_tensor_shapes_fn=None,
             p2p_communicator=communicator,
@@ -127,7 +151,7 @@ def main(schedule: str, ranks: int, trains: str) -> None:
         _, norm, _ = optimizer.step()
         if parallel_state.is_pipeline_last_stage():
             found.append((float(torch.stack([report["lm loss"] for report in reports]).mean()), float(norm)))
-    assert schedule == "stock" or loop.pipeline(ranks).microbatches == MICROBATCHES[-1], "another function has run"
+    assert schedule == "stock" or loop.pipeline(ranks).microbatches == STEPS[-1][0], "another function has run"
     if found and parallel_state.get_data_parallel_rank() == 0:
         print(f"found {json.dumps(found)}", flush=True)
 

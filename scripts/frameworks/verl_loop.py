@@ -48,7 +48,7 @@ def build(schedule: str, ranks: int) -> tuple[Any, Any]:
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=2 if schedule in ON_A_V else None,
         override_transformer_config=settings,
-        override_ddp_config={"overlap_grad_reduce": ranks < 4},
+        override_ddp_config={"overlap_grad_reduce": ranks < 4 and schedule not in ON_A_V},  # verl refuses it of several chunks
     )
     object.__setattr__(engine, "dtype", "float32")  # it refuses what is compared bit for bit
     model = HFModelConfig(path=folder, load_tokenizer=False, override_config={"attn_implementation": "eager"})

@@ -129,7 +129,7 @@ def generic_gemm(
             result = result + bias.float()
     dtype = TORCH[DType(out_dtype)] if out_dtype is not None else b.dtype
     if not transposed_b:
-        result = result.view(*b.shape[:-1], -1)
+        result = result.view(*b.shape[:-1], result.shape[-1])
     return _store(result, out, dtype, accumulate), bias_gradient, None, None
 
 

@@ -50,7 +50,7 @@ def test_the_limit_is_kept_in_every_batch_or_refused(schedule: str, limit: float
     """1,000 batches in all, in which the longest microbatch may need more than there is."""
     plans, kept = cache(schedule, limit), 0
     for loads in batches(250, seed=len(schedule)):
-        request = plans.of_batch(loads)
+        request = plans.of_batch(len(loads), loads)
         try:
             batch = plan_batch(request)
         except LimitTooLow as refused:
@@ -68,7 +68,7 @@ def test_the_limit_is_kept_in_every_batch_or_refused(schedule: str, limit: float
 def test_no_plan_is_longer_than_the_order_for_equal_microbatches_where_that_fits() -> None:
     plans, gains = cache("v-auto", limit=8.0), []
     for loads in batches(60, seed=5):
-        batch, equal = plan_batch(plans.of_batch(loads)), plans.plan(len(loads)).schedule
+        batch, equal = plan_batch(plans.of_batch(len(loads), loads)), plans.plan(len(loads)).schedule
         costs = batch.planned.problem.costs
         assert batch.of_equal == simulate(equal, costs).makespan
         limits = batch.planned.problem.limits
@@ -81,7 +81,11 @@ def test_no_plan_is_longer_than_the_order_for_equal_microbatches_where_that_fits
 def test_a_process_answers_as_this_one_does_and_goes_on_after_a_refusal() -> None:
     plans, process = cache("zb-v", limit=8.0), PlanningProcess()
     good, *_ = batches(1, seed=1)
-    asked = [plans.of_batch(good), plans.of_batch([*good, load_of([100], 1)]), plans.of_batch(good)]
+    asked = [
+        plans.of_batch(len(good), good),
+        plans.of_batch(len(good) + 1, [*good, load_of([100], 1)]),
+        plans.of_batch(len(good), good),
+    ]
     first, refused, again = (process.plan(request, Posting.SINGLE, False) for request in asked)
     here = plan_batch(asked[0])
     for answer in (first, again):
@@ -98,7 +102,7 @@ def test_a_request_of_functions_can_be_read_by_another_process() -> None:
 
     request = Request("zb-auto", 4, 1, equal=costs_nobody_can_pickle, recompute=lambda placement: (0,))
     loads, *_ = batches(1, seed=2)
-    answer = PlanningProcess().plan(PlanCache(request).of_batch(loads), Posting.SINGLE, True).result(timeout=120)
+    answer = PlanningProcess().plan(PlanCache(request).of_batch(len(loads), loads), Posting.SINGLE, True).result(timeout=120)
     planned = PlannedBatch.unpacked(answer).planned
     assert planned.schedule.reruns and planned.problem.costs.stages[3].weight == 0.5
 
@@ -106,7 +110,7 @@ def test_a_request_of_functions_can_be_read_by_another_process() -> None:
 @pytest.mark.parametrize(("number", "patience"), [(signal.SIGKILL, 100), (signal.SIGSTOP, 1)])
 def test_a_process_that_is_killed_or_stopped_says_so_and_is_replaced(number: signal.Signals, patience: float) -> None:
     loads, *_ = batches(1, seed=3)
-    request, process = cache("zb-v").of_batch(loads), PlanningProcess()
+    request, process = cache("zb-v").of_batch(len(loads), loads), PlanningProcess()
     first = process.plan(request, Posting.SINGLE, False).result(timeout=120)
     assert process._process is not None
     process._patience = patience
@@ -131,7 +135,7 @@ from megatron.pipeline.planning.aside import PlanningProcess
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.schedule.lower.posting import Posting
 process, loads = PlanningProcess(), loads_of([[number % 7 + 1] for number in range(8)])
-request = PlanCache(Request("zb-auto", 4, 1)).of_batch(loads)
+request = PlanCache(Request("zb-auto", 4, 1)).of_batch(len(loads), loads)
 process.plan(request, Posting.SINGLE, False).result(timeout=100)
 if {stopped}:
     process._process.send_signal(signal.SIGSTOP)

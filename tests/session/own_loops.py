@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import time
+import types
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import reductions
@@ -13,8 +20,11 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
 )
+from megatron.pipeline.patches import model_bridge
+from runtime import batches
 
 from megatron.pipeline import install
+from megatron.pipeline.planning.aside import PlanningProcess
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 
@@ -28,6 +38,7 @@ class Trained(NamedTuple):
         planned: which share of B the W of every stage is planned to take; empty under megatron-core's own schedule.
         early: of all buckets, how many were being reduced when the last pass of the last iteration ended; not under stock.
         buckets: of the chunk.
+        orders: of all passes, of every iteration; not under stock.
     """
 
     losses: list[list[float]]
@@ -36,6 +47,7 @@ class Trained(NamedTuple):
     planned: list[float]
     early: int
     buckets: int
+    orders: list[Any]
 
 
 def _model(frozen: str) -> Any:
@@ -62,21 +74,47 @@ def _iterate(chunk: Any, pipeline: int, data: list[torch.Tensor], forward_only: 
     return [float(one.mean()) for one in reports]
 
 
-def train(schedule: str, pipeline: int = 4, frozen: str = "", overlap: bool = False, costs: str | None = None) -> Trained:
+def later(costs: str, fails: bool) -> Trained:
+    """``train`` where a search ends, or fails, while the first iteration of a number of microbatches runs."""
+    real, PlanningProcess.plan = PlanningProcess.plan, broken if fails else batches.on_time  # type: ignore[method-assign, assignment]
+    try:
+        return train("zb-auto", costs=costs, counts=LATER)
+    finally:
+        PlanningProcess.plan = real  # type: ignore[method-assign]
+
+
+LATER = (6, 6, 4, 6)  # microbatches of the iterations of ``later``
+
+
+def broken(*_: Any) -> Future[bytes]:
+    answer: Future[bytes] = Future()
+    answer.set_exception(ChildProcessError("it has ended"))
+    return answer
+
+
+def train(
+    schedule: str,
+    pipeline: int = 4,
+    frozen: str = "",
+    overlap: bool = False,
+    costs: str | None = None,
+    counts: tuple[int, ...] = (4, 6, 3),
+) -> Trained:
     """Some iterations of a loop that gives one module, and not a list.
 
     Args:
         frozen: weights with this in their names do not train.
         overlap: DDP reduces gradients within the backward, aligned between pipeline ranks, as megatron-core's default is, and
             gathers weights within the forward.
-        costs: a file, by which buckets are planned.
+        costs: a file, by which buckets are planned, too.
+        counts: microbatches of every iteration.
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     own = example("own_training_loop")
-    loop = install(schedule, costs=costs)
+    loop = install(schedule, costs)
     parallel_state.initialize_model_parallel(1, pipeline)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     model = _model(frozen)
@@ -89,21 +127,134 @@ def train(schedule: str, pipeline: int = 4, frozen: str = "", overlap: bool = Fa
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, **shared), [chunk])
     # A model for log-probabilities, in no DDP, comes first.
     losses, norms = [_iterate(_model(""), pipeline, own.batches(5, seed=9), forward_only=True)], []
+    orders: list[Any] = []
     with reductions.noted() as buckets:
-        for seed, microbatches in enumerate((4, 6, 3)):
+        for seed, microbatches in enumerate(counts):
             data = own.batches(microbatches, seed=seed + 10 * parallel_state.get_data_parallel_rank())
             optimizer.zero_grad()
             chunk.zero_grad_buffer()
             losses.append(_iterate(chunk, pipeline, data))
             norms.append(float(optimizer.step()[1]))
+            if schedule != "stock":
+                iteration = loop.pipeline(pipeline)._iteration
+                assert iteration is not None
+                orders.append(iteration.plan.schedule.passes)
     planned = []
     if schedule != "stock":
         assert loop.pipeline(pipeline).microbatches == microbatches, "another function has run"
         planned = [stage.weight / stage.backward for stage in loop.pipeline(pipeline).plans.planned_costs.stages]
     if overlap:
         chunk.start_param_sync(force_sync=True)
-    weights = [float(weight.sum()) for weight in model.parameters()]
-    return Trained(losses, norms, weights, planned, sum(buckets[-1].reduced) if buckets else 0, len(chunk.bucket_groups))
+    early, weights = sum(buckets[-1].reduced) if buckets else 0, [float(weight.sum()) for weight in model.parameters()]
+    return Trained(losses, norms, weights, planned, early, len(chunk.bucket_groups), orders)
+
+
+def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
+    """One of 4 processes without a launcher. Rank 2 calls that many times and then no more; the others go on."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    with stderr.open("a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    install("zb-h1", watchdog=2.0).pipeline(4).plans.plan(4)  # ranks may plan one after the other
+    parallel_state.initialize_model_parallel(1, 4)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    model = _model("")
+    chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    time.sleep(3.0)  # in its own code a loop may stay longer
+    for call in range(2):
+        if rank != 2 or call < calls:
+            _iterate(chunk, 4, example("own_training_loop").batches(4, seed=call))
+    time.sleep(60)
+
+
+class Adapted(torch.nn.Module):
+    """A frozen linear with adapters beside it that are torch's own linears, as peft's are."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        outputs, inputs = linear.weight.shape
+        self.base_layer = linear.requires_grad_(False)
+        self.lora_A = torch.nn.Linear(inputs, 4, bias=False)
+        self.lora_B = torch.nn.Linear(4, outputs, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = self.base_layer(hidden)
+        return output + 2.0 * self.lora_B(self.lora_A(hidden)), bias
+
+
+class LowRank(NamedTuple):
+    """Of a rank: losses by iteration and microbatch, norms before clipping, trained weights by name, planned W of stages."""
+
+    losses: list[list[float]]
+    norms: list[float]
+    weights: dict[str, list[float]]
+    planned: list[float]
+
+
+def adapters(schedule: str, pipeline: int) -> LowRank:
+    """Steps of a model of 8 layers in which adapters of layers 3 and 4 train alone, on 4 ranks, with clipping; replicas have a
+    distributed optimizer, and reduce gradients within the backward."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    own, distributed = example("own_training_loop"), pipeline < 4
+    chunks = 2 if schedule == "zb-v" else None
+    loop = install(schedule)
+    parallel_state.initialize_model_parallel(1, pipeline, chunks)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    models = own.build()
+    for model in models:
+        model.requires_grad_(False)
+        for layer in model.decoder.layers:
+            for module in list(layer.modules()) if layer.layer_number in (3, 4) else []:
+                for name, child in list(module.named_children()):
+                    if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
+                        setattr(module, name, Adapted(child))
+    example("random_tokens").draw(models)
+    wrapped = own.wrap(models, use_distributed_optimizer=distributed, overlap_grad_reduce=distributed)
+    syncs = [chunk.no_sync for chunk in wrapped]
+    models[0].config.no_sync_func = syncs[0] if len(syncs) == 1 else syncs
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1e-3, use_distributed_optimizer=distributed)
+    optimizer, losses, norms = get_megatron_optimizer(settings, wrapped), [], []
+    for seed, microbatches in enumerate((4, 6, 3)):
+        found, norm = own.run(wrapped, own.batches(microbatches, seed + 10 * parallel_state.get_data_parallel_rank()), optimizer)
+        losses.append([float(one.mean()) for one in found])
+        norms.append(float(norm))
+    weights = {
+        f"{layer.layer_number}.{name}": weight.flatten().tolist()
+        for model in models
+        for layer in model.decoder.layers
+        for name, weight in layer.named_parameters()
+        if weight.requires_grad
+    }
+    stages = () if schedule == "stock" else loop.pipeline(pipeline).plans.planned_costs.stages
+    return LowRank(losses, norms, weights, [stage.weight / stage.backward for stage in stages])
+
+
+def warned(gathered: bool) -> tuple[list[float], list[str]]:
+    """Losses of one token on 2 tensor-parallel ranks, without and twice with label smoothing; what is logged."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    install("zb-h1")
+    parallel_state.initialize_model_parallel(2)
+    logger = logging.getLogger("megatron.pipeline.session.own_loop")
+    logger.addHandler(handler)
+    try:
+        logits = torch.arange(8.0).reshape(1, 1, 8)
+        part = logits if gathered else logits.chunk(2, -1)[torch.distributed.get_rank()]
+        compute, target = tensor_parallel.vocab_parallel_cross_entropy, torch.tensor([[1]])
+        losses = [float(compute(part.clone(), target, *smoothing)) for smoothing in ((), (0.1,), (0.1,))]
+    finally:
+        logger.removeHandler(handler)
+    return losses, said
 
 
 def in_turn(*schedules: str) -> list[Trained]:
@@ -255,20 +406,34 @@ def chunks_planned(schedule: str, given: int) -> int:
     return loop.pipeline(2).placement.chunks
 
 
-def tied(schedule: str, into_one_end: bool = False) -> Any:
-    """Steps of a model whose output layer is tied to the embedding; the refusal where one of both has got other weights."""
-    own = example("own_training_loop")
+def tied(schedule: str, into_one_end: bool = False, by_bridge: bool = False) -> Any:
+    """Steps of a model whose output layer is tied to the embedding; the refusal where one of both has got other weights.
+
+    Args:
+        by_bridge: Megatron Bridge loads the embedding, and then sends it to the last rank.
+    """
+    own, bridge = example("own_training_loop"), types.ModuleType(model_bridge._PATH)
+    bridge.MegatronModelBridge = type("Bridge", (), {model_bridge._NAME: sends})  # type: ignore[attr-defined]
+    sys.modules |= {bridge.__name__: bridge} if by_bridge else {}
     own.plan(schedule)
     models = own.build(share_embeddings_and_output_weights=True)
     ends = [model.shared_embedding_or_output_weight() for model in models if model.pre_process or model.post_process]
-    for weight in ends:
+    sys.modules.pop(bridge.__name__, None)
+    for weight in ends[:1] if by_bridge else ends:
         weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
     chunks = own.wrap(models)
+    if by_bridge:
+        getattr(bridge.MegatronModelBridge(), model_bridge._NAME)(chunks)
     if not into_one_end:
         return steps(chunks)
     for weight in ends[:1]:
         weight.data.add_(1)
     return refused(lambda: own.run(chunks, own.batches(4, seed=0), optimizer_of(chunks)))
+
+
+def sends(_bridge: Any, _model: Any) -> None:
+    """As Megatron Bridge's method, which looks for the last stage on the last rank."""
+    raise AssertionError("Output layer not found")
 
 
 def with_chunks(schedule: str, chunks: int | None) -> str:

@@ -70,6 +70,11 @@ def test_tied_ends_train_as_under_stock(pool: Pool, schedule: str) -> None:
     assert [norm for _, norm in ours[-1]] == pytest.approx([norm for _, norm in stock[-1]], rel=1e-6)
 
 
+def test_a_load_by_megatron_bridge_reaches_both_ends(pool: Pool) -> None:
+    both, one = (pool.run(4, own_loops.tied, "zb-v", False, by_bridge) for by_bridge in (False, True))
+    assert one == both
+
+
 def test_tied_ends_that_differ_are_refused_on_every_rank(pool: Pool) -> None:
     messages = pool.run(4, own_loops.tied, "zb-v", True)
     assert len(set(messages)) == 1 and "tied to the embedding, and their weights differ" in messages[0]

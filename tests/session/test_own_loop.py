@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import Pool
+from pool import Pool, forked, free_port
 from session import own_loops
 
 from megatron.pipeline import install
+from megatron.pipeline.combinations.table import Facts
+from megatron.pipeline.flags.facts import cautions_of
+from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.session.own_loop import OwnLoop
 
 
 def with_boundary(name: str, ranks: int) -> Costs:
@@ -55,6 +64,77 @@ def test_the_w_of_what_is_frozen_is_planned_to_take_no_time(pool: Pool) -> None:
     # A layer has 12 h^2 elements, 8 of them in the MLP; the output layer's are the embedding's, which is fused.
     assert [rank.planned for rank in ours] == [ours[0].planned] * 4
     assert ours[0].planned[1:3] == pytest.approx([1 / 3] * 2)
+
+
+@pytest.mark.parametrize("pipeline", [4, 2])
+def test_adapters_like_those_of_peft_train_as_under_stock(pool: Pool, pipeline: int) -> None:
+    """With clipping, and ranks on which nothing trains; with 2 ranks with replicas and a distributed optimizer."""
+    stock, fused, on_a_v = (pool.run(4, own_loops.adapters, name, pipeline) for name in ("stock", "zb-h1", "zb-v"))
+    assert [bool(rank.weights) for rank in stock].count(False) == 4 - 4 // pipeline
+    assert all(norm > 1e-2 for rank in stock for norm in rank.norms), "clipping changes them"
+    exact = [(rank.losses, rank.weights) for rank in stock]
+    assert [(rank.losses, rank.weights) for rank in fused] == exact if pipeline == 4 else close(fused, stock)
+    assert close(on_a_v, stock)
+    assert all(set(rank.planned) == {0.0} for rank in (*fused, *on_a_v)), "B computes all that trains"
+
+
+def close(ours: list[own_loops.LowRank], stock: list[own_loops.LowRank]) -> bool:
+    """Norms of gradients are sums in another order, and clipping carries them into the weights, which a V has elsewhere."""
+    mine, theirs = (dict(pair for rank in found for pair in rank.weights.items()) for found in (ours, stock))
+    assert len(theirs) == 16 and mine.keys() == theirs.keys()
+    assert all(mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6) for name in theirs)
+    return numbers(ours) == pytest.approx(numbers(stock), rel=1e-5)
+
+
+def numbers(found: list[own_loops.LowRank]) -> list[float]:
+    """Norms, and losses of the last rank, where loops look for them."""
+    return [*(norm for rank in found for norm in rank.norms), *(loss for losses in found[-1].losses for loss in losses)]
+
+
+UNEQUAL = replace(
+    uniform(linear(4)),
+    hop=0.1,
+    stages=tuple(
+        replace(uniform(linear(4)).stages[0], forward=f, backward=b, weight=w)
+        for f, b, w in ((1, 3, 0.5), (2, 1, 1), (2, 2, 2), (2, 1, 0.5))
+    ),
+)
+
+
+def test_a_loop_that_plans_again_gets_searched_plans(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(UNEQUAL.to_json(), encoding="utf-8")
+    plans = OwnLoop("zb-auto", tmp_path / "costs.json").pipeline(4).plans
+    quick = plans.plan(6).schedule
+    assert simulate(plans.plan_again(UNEQUAL, None)[6], UNEQUAL).makespan < simulate(quick, UNEQUAL).makespan
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_searched_plans_take_the_place_of_quick_ones(pool: Pool, tmp_path: Path, fails: bool) -> None:
+    (tmp_path / "costs.json").write_text(UNEQUAL.to_json(), encoding="utf-8")
+    stock = pool.run(4, own_loops.train, "stock", counts=own_loops.LATER)
+    ours = pool.run(4, own_loops.later, str(tmp_path / "costs.json"), fails)
+    assert bits(ours) == bits(stock)
+    request = Request("zb-auto", 4, 6, costs=UNEQUAL, objective=Objective.MAKESPAN)
+    quick, searched = (replace(request, quick=quick).plan().schedule.passes for quick in (True, False))
+    assert quick != searched
+    for rank in ours:
+        six = [order for order, count in zip(rank.orders, own_loops.LATER, strict=True) if count == 6]
+        assert six == ([quick] * 3 if fails else [quick, searched, searched])
+
+
+def test_a_loss_that_megatron_core_gets_wrong_is_named(pool: Pool) -> None:
+    """The loss without smoothing is right of logits in parts, and of gathered ones too high by log 2."""
+    right = math.log(sum(map(math.exp, range(8)))) - 1
+    (parts, said), (others, also) = pool.run(2, own_loops.warned, False)
+    assert parts[0] == others[0] == pytest.approx(right) and parts[1] != others[1]
+    assert (
+        said == also and len(said) == 1 and said[0].startswith("vocab_parallel_cross_entropy with label_smoothing with --tensor")
+    )
+    assert pool.run(2, own_loops.warned, True)[0][0][0] == pytest.approx(right + math.log(2))
+    facts = {"tensor_model_parallel_size": 2, "gathered_logits": True}
+    assert [text.partition(":")[0] for text in cautions_of(Facts(facts))] == [
+        "parallel_output=False with --tensor-model-parallel-size 2"
+    ]
 
 
 def test_the_last_that_is_installed_counts(pool: Pool) -> None:
@@ -103,6 +183,29 @@ def test_costs_that_cannot_be_read_are_refused_at_once(tmp_path: Path) -> None:
         install("zb-h1", tmp_path / "nowhere.json")
 
 
+@pytest.mark.parametrize("seconds", [0.0, float("inf")])
+def test_a_watchdog_that_never_bites_is_refused_at_once(seconds: float) -> None:
+    with pytest.raises(ValueError, match="give seconds above 0"):
+        install("zb-h1", watchdog=seconds)
+
+
 def test_an_option_that_no_pipeline_has_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="mesure"):
         install("zb-h1", mesure=True)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls: int) -> None:
+    """The first waits in what all ranks compare, another in a message."""
+    port, stderr = free_port(), tmp_path / "stderr"
+    ranks = [forked(own_loops.stays_away, rank, port, stderr, calls) for rank in range(4)]
+    for process in ranks:
+        process.join(timeout=50)
+        process.kill()
+        process.join()
+    said = stderr.read_text()
+    assert [process.exitcode for process in ranks] == [1] * 4, said
+    [verdict] = re.findall(r"^Pipeline stopped: (.*)$", said, re.MULTILINE)
+    assert verdict.startswith("global rank 2 (pipeline rank 2 of 4, ")
+    assert "is slow or stuck in its own code: it has not called forward_backward (at " in verdict and "own_loops.py" in verdict
+    assert "global ranks 0, 1, 3 wait for it. No pass has finished for " in verdict

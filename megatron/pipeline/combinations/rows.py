@@ -353,6 +353,13 @@ CAUTIONS = (
         "experts that are not on the first tensor-parallel rank", "",
         lambda to: (to.transformer_impl == "transformer_engine" and to.clip_grad and to.cut_experts
                     and to.engine and to.engine >= (2, 13)), since="0.17", mended="0.19"),
+    Row("smoothed_loss", "tensor_model_parallel_size>1",
+        "with {other}: every tensor-parallel rank smooths over its own rows of the vocabulary, and ranks get different losses",
+        "compute this loss of gathered logits", mended=None),
+    Row("gathered_logits", "tensor_model_parallel_size>1",
+        "with {other}: a loss that the model computes from labels sums over the vocabulary {tensor_model_parallel_size} times, "
+        "and its gradients are of other probabilities", "build the model with parallel_output=True, or give it no labels",
+        mended=None),
     Row("reset_attention_mask", "transformer_impl=transformer_engine",
         "has no effect: Transformer Engine's causal attention takes no other mask, and goes across documents",
         "give --transformer-impl local", mended=_MEANT),

@@ -39,7 +39,12 @@ def of_flags(args: Namespace, **known: Any) -> Facts:
 
 def cautions(args: Namespace) -> list[str]:
     """Settings that do wrong or nothing, of validated flags, and what to change; ``args`` may lack Megatron-LM's own."""
-    return [f"{one}{_release(one)}" for one in found(of_flags(args), CAUTIONS)]
+    return cautions_of(of_flags(args))
+
+
+def cautions_of(facts: Facts) -> list[str]:
+    """The same of facts, as of a loop that has no flags."""
+    return [f"{one}{_release(one)}" for one in found(facts, CAUTIONS)]
 
 
 def _balancing(to: Facts) -> str:

@@ -188,7 +188,7 @@ def diagnose(situations: Sequence[Situation], silent: Collection[int]) -> Diagno
         for ranks_of_kind in (
             set(silent),
             {rank for rank in ends - blocked if situations[rank].in_iteration},
-            ends & blocked,  # where a chain ends in a rank that waits, it has come back to it
+            ends & (blocked - together),  # where a chain ends in a rank that waits for a message, it has come back to it
             ends,
         )
         if ranks_of_kind

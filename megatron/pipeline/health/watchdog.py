@@ -51,6 +51,7 @@ class Watchdog:
         situation: returns where this rank is; called from other threads.
         pipeline_timeout: seconds that an iteration may go without a pass on any rank.
         stuck_seconds: the same where ranks are outside their iteration, as at the start, in a save, and under stock schedules.
+            None: a loop of which calls alone are known. Outside them a rank ends where another has found something, no sooner.
         silence_seconds: a rank without a sign of life for this long is lost.
         at_end: called, perhaps from another thread, before a failure ends the process.
     """
@@ -59,7 +60,7 @@ class Watchdog:
         self,
         situation: Callable[[], Situation],
         pipeline_timeout: float = 300.0,
-        stuck_seconds: float = 600.0,
+        stuck_seconds: float | None = 600.0,
         silence_seconds: float = 20.0,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
@@ -67,7 +68,8 @@ class Watchdog:
         self._place = situation
         self._interval = _INTERVAL * max(1.0, world / _RANKS_PER_INTERVAL)
         self._pipeline_timeout = pipeline_timeout
-        self._stuck = stuck_seconds
+        self._always = stuck_seconds is not None
+        self._stuck = pipeline_timeout if stuck_seconds is None else stuck_seconds
         self._at_end = at_end
         self._silence = max(silence_seconds, 2 * _SILENT_LOOKS * self._interval)
         self._rank = torch.distributed.get_rank()
@@ -98,6 +100,12 @@ class Watchdog:
             self._end(news, trace)
         self._heartbeat.close(patience=self._silence)
 
+    def close(self) -> None:
+        """Watch no more; other ranks may go on. A process that ends does so first: the store's client would abort it."""
+        self._ended.set()
+        self._thread.join()
+        self._heartbeat.close(patience=self._silence)
+
     def _situation(self) -> Situation:
         mine = self._place()
         elsewhere = mine.waits_for is not None or mine.of_device
@@ -114,10 +122,13 @@ class Watchdog:
         heartbeat, view = self._heartbeat, self._seen
         if heartbeat.news:
             return heartbeat.news
-        if heartbeat.lost:
-            return f"the rank or launcher that keeps the rendezvous store is gone ({heartbeat.lost})"
         mine = self._situation()
+        watched = self._always or mine.in_iteration
+        if heartbeat.lost:
+            return f"the rank or launcher that keeps the rendezvous store is gone ({heartbeat.lost})" if watched else None
         view.look(heartbeat.heard, self._rank, mine, time.monotonic())
+        if not watched:
+            return None
         lost = self._silent(silence)
         if lost:
             return diagnose(view.situations, lost).report()

@@ -51,6 +51,12 @@ class BoundaryModules:
         copies = self._copies(chunks)
         return len(copies) == 2 and not torch.equal(*copies)
 
+    def follow_embedding(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Give the output layer the weights of the embedding that it is tied to, if this rank has both."""
+        copies = self._copies(chunks)
+        if len(copies) == 2:
+            copies[1].data.copy_(copies[0].data)
+
     def finalize_model_grads(
         self,
         chunks: list[torch.nn.Module],

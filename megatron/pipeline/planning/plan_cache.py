@@ -115,9 +115,9 @@ class PlanCache:
             self.made[key] = self._make(microbatches, forward_only)
         return self.made[key]
 
-    def of_batch(self, loads: Sequence[Load]) -> Request:
-        """The request for microbatches with these loads, which another process can read; to be planned quickly."""
-        request, placement = self._at(len(loads), self.costs, self._request.memory_limit), self.placement
+    def of_batch(self, microbatches: int, loads: Sequence[Load] = ()) -> Request:
+        """The request for microbatches, with these loads or equal ones, which another process can read; to be planned quickly."""
+        request, placement = self._at(microbatches, self.costs, self._request.memory_limit), self.placement
         costs = replace(self.planned_costs, loads=tuple(loads))
         recompute, fused = (
             tuple(stages(placement) if callable(stages) else stages) for stages in (request.recompute, request.fused)
@@ -244,7 +244,7 @@ class PlanCache:
 
     def _better(self, used: Schedule, costs: Costs, limit: Limits) -> Schedule:
         """The family's schedule at these costs, or the one in use where that is allowed and as short."""
-        fresh = self._at(used.microbatches, costs, limit).plan().schedule
+        fresh = replace(self._at(used.microbatches, costs, limit), quick=False).plan().schedule
         if self.offload:
             return fresh
         problem = self._problem(used.microbatches, costs, limit)

@@ -278,7 +278,7 @@ class BatchPlans:
 
     def _start(self, sizes: Sequence[Extent]) -> None:
         tokens = self._settings.tokens or sum(size.tokens for size in sizes) / len(sizes)
-        request = self._plans.of_batch([size.load(tokens, self._settings.attention) for size in sizes])
+        request = self._plans.of_batch(len(sizes), [size.load(tokens, self._settings.attention) for size in sizes])
         plan = self._process.plan(request, self._posting, self._settings.order == "any")
         plan.add_done_callback(self._warn)
         self._pending.append(_Pending(tuple(sizes), plan))
@@ -345,7 +345,16 @@ def refuse(request: Request) -> None:
     Raises:
         ValueError: its order does not follow from lengths, or it has what no plan for a batch has yet.
     """
-    facts = table.Facts(
+    table.refuse(_facts(request), EVERY_BATCH)
+
+
+def keeps_its_order(request: Request) -> bool:
+    """Tell whether a ``PlanningProcess`` finds no other order for a request."""
+    return bool(table.sentences(_facts(request), EVERY_BATCH))
+
+
+def _facts(request: Request) -> table.Facts:
+    return table.Facts(
         families.facts(request.schedule),
         every_batch=True,
         splits=request.splits,
@@ -353,7 +362,6 @@ def refuse(request: Request) -> None:
         offload=request.offload,
         overlap_moe_expert_parallel_comm=request.overlap,
     )
-    table.refuse(facts, EVERY_BATCH)
 
 
 def _in_one_order(call: Call) -> list[int]:

@@ -25,6 +25,7 @@ from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, in_places, refuse
 from megatron.pipeline.runtime.iteration import Iteration
+from megatron.pipeline.runtime.later_plans import LaterPlans
 from megatron.pipeline.runtime.offload.offloading import CopySettings, Offloading
 from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.turns import InTurns, Turns
@@ -43,7 +44,7 @@ class Pipeline:
     """Runs iterations under a schedule, as ``forward_backward``, with the signature of megatron-core's own.
 
     Args:
-        request, posting: see ``PlanCache``.
+        request, posting: see ``PlanCache``. Where it is ``quick``, searched plans come later (``LaterPlans``).
         measure: time the passes and count activation memory, for ``report``. On a GPU that starts the allocator's
             statistics of the peak anew in every iteration.
         settings: how activations go to host memory.
@@ -78,6 +79,7 @@ class Pipeline:
         self.plans = PlanCache(request, posting, self.settings.host_limit)
         self.name, self.placement, self.is_stock = self.plans.name, self.plans.placement, self.plans.is_stock
         self.batches = BatchPlans(every_batch, self.plans, posting) if every_batch else None
+        self._later = LaterPlans(self.plans, posting) if request.quick else None
         self._posting = posting
         self.measures = measure
         self.counts_bytes = False  # exactly, at the end of every pass: see Recorder
@@ -189,10 +191,14 @@ class Pipeline:
 
     def _make(self, call: Call, of_batch: Planned | None = None) -> Iteration:
         """Args: of_batch: a plan that all ranks have, in place of the one for equal microbatches."""
+        if self._later:
+            self._later.take()
         plan = self.plans.plan(call.num_microbatches, call.forward_only)
         if plan not in self._agreed:
             agree({_title(call.num_microbatches, call.forward_only): plan})
             self._agreed.add(plan)
+        if self._later and not call.forward_only:
+            self._later.search(call.num_microbatches)
         plan = of_batch or plan
         if call.chunks[0] not in self._built:
             check_chunks(call.pipeline, self.placement, self.name, call.chunks)

@@ -10,12 +10,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist.groups import once_rank_0_has
 from megatron.pipeline.planning.refusals import HOST_MIB, MIB
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import describe
@@ -62,12 +63,12 @@ def replan(
         return
 
     before, limit = pipeline.plans.planned, limit_of(costs)
-    answers: list[dict[str, Any]] = []
+    planned: Future[dict[str, Any]] = Future()
     if torch.distributed.get_rank() == 0:
-        planning = threading.Thread(target=lambda: answers.append(_plan(pipeline, costs, limit)), daemon=True)
+        planning = threading.Thread(target=lambda: planned.set_result(_plan(pipeline, costs, limit)), daemon=True)
         planning.start()
     recent = timed
-    while (answer := _answered(answers)) is None:
+    while (answer := once_rank_0_has(planned)) is None:
         recent = [*recent, (yield lines)][-TIMED:]
         lines = []
     error = answer.get("error")
@@ -107,18 +108,6 @@ def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, An
     except Exception as error:
         return {"error": f"planning failed: {type(error).__name__}: {error}"}
     return {"schedules": {m: one.to_json() for m, one in schedules.items()}, "seconds": time.monotonic() - began}
-
-
-def _answered(answers: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Wait on every rank for what rank 0 of the world has planned. Collective over the world."""
-    ready = torch.tensor(bool(answers), dtype=torch.int32, device=this_device())
-    torch.distributed.broadcast(ready, src=0)
-    if not ready.item():
-        return None
-    answer: list[Any] = [answers[0] if answers else None]
-    torch.distributed.broadcast_object_list(answer, src=0)
-    agreed: dict[str, Any] = answer[0]
-    return agreed
 
 
 def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None, objective: Objective) -> str:

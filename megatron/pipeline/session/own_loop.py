@@ -8,8 +8,12 @@ and before any of its layers is built (``configure``), the two ends of a model (
 
 from __future__ import annotations
 
+import atexit
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +24,15 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
-from megatron.pipeline.patches import distributed_data_parallel, loops
+from megatron.core.utils import unwrap_model
+from megatron.pipeline.patches import compat, distributed_data_parallel, loops
 
 from megatron.pipeline import patches
+from megatron.pipeline.combinations.table import Facts, of_config
+from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.flags.settings import Settings, VocabularySettings
+from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.health.watchdog import Watchdog
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
@@ -33,7 +42,7 @@ from megatron.pipeline.planning.document import naming, read_costs
 from megatron.pipeline.planning.plan_cache import FILE
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.every_batch import refuse
+from megatron.pipeline.runtime.every_batch import keeps_its_order, refuse
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
@@ -66,7 +75,9 @@ class OwnLoop:
         TypeError: ``Pipeline`` has no such option.
     """
 
-    def __init__(self, schedule: str | Request, costs: str | Path | None = None, **options: Any) -> None:
+    def __init__(
+        self, schedule: str | Request, costs: str | Path | None = None, watchdog: float | None = None, **options: Any
+    ) -> None:
         # Ranks and microbatches are known with the first iteration.
         request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
         check_name(request.schedule, "install of", [STOCK])
@@ -74,12 +85,20 @@ class OwnLoop:
             naming(request.schedule.removeprefix(FILE), Schedule.from_json)
         if costs is not None:
             request = replace(request, costs=read_costs(str(costs)))
+        if request.costs is not None and not options.get("every_batch"):  # with equal ones a search takes no longer than a pass
+            request = replace(request, quick=not keeps_its_order(request))
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(FILE):
             request = replace(request, equal=self._equal)
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
             refuse(request)
-        self._request, self._options = request, options
+        if watchdog is not None and not 0 < watchdog < float("inf"):
+            raise ValueError(f"install(watchdog={watchdog!r}): give seconds above 0, or leave it out")
+        self._request, self._options, self._patience = request, options, watchdog
+        self._watchdog: Watchdog | None = None
+        self._runs: Pipeline | None = None  # whose iteration has been called
+        self._said: set[str] = set()
+        self._calls = 0  # grows where a call begins to wait for other ranks, and ends to
         self._pipelines: dict[int, Pipeline] = {}
         self._trained: tuple[float, ...] | None = None  # of every stage, which share of its weights trains
         self._embedding: torch.nn.Parameter | None = None  # of the model that is being built, to which an output layer is tied
@@ -89,6 +108,12 @@ class OwnLoop:
     def install(self) -> None:
         """Take the place of megatron-core's functions, in place of another loop's schedule."""
         patches.install_loop(None if self._request.schedule == STOCK else self)
+
+    def close(self) -> None:
+        """End the watchdog, if there is one; no rank waits for another."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
 
     def pipeline(self, ranks: int) -> Pipeline:
         """The pipeline on a number of ranks, which a loop with a placement of its own asks for before it builds chunks.
@@ -175,21 +200,19 @@ class OwnLoop:
         Raises:
             ValueError: they are on two ranks, and upstream has no group of these.
         """
-        ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        placement = self.placement(ranks, model.config.virtual_pipeline_model_parallel_size)
+        placement = self._ends_elsewhere(model.config.virtual_pipeline_model_parallel_size)
         if placement is None:
-            return False
-        (first, _), (last, _) = placement.home(0), placement.home(placement.last_stage)
-        if (first, last) == (0, ranks - 1):
             return False
         mark(model)
         weight = adapter_of(model).shared_weight(model) if model.pre_process or model.post_process else None
         if weight is None:
             return True
+        first, last = (placement.home(stage)[0] for stage in (0, placement.last_stage))
         if first != last:
             raise ValueError(
-                f"{self.pipeline(ranks).name} has the output layer on rank {last}, and the model ties it to the embedding on "
-                f"rank {first}: give it an output layer of its own (share_embeddings_and_output_weights=False), or take a V"
+                f"{self.pipeline(placement.ranks).name} has the output layer on rank {last}, and the model ties it to the "
+                f"embedding on rank {first}: give it an output layer of its own (share_embeddings_and_output_weights=False), or "
+                "take a V"
             )
         if model.pre_process:
             self._embedding = weight
@@ -197,12 +220,50 @@ class OwnLoop:
             weight.data.copy_(self._embedding.data)
         return True
 
+    def follow_embedding(self, chunks: Sequence[torch.nn.Module]) -> bool:
+        """As ``ties``, of all chunks, behind a load that has written the embedding alone. Collective over the world."""
+        if (placement := self._ends_elsewhere(len(chunks))) is None:
+            return False
+        self.boundary(placement).follow_embedding(chunks)
+        return True
+
+    def _ends_elsewhere(self, chunks: int | None) -> Placement | None:
+        """The places of a model's stages if its ends are not on the first and the last rank, where upstream looks for them."""
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        placement = self.placement(ranks, chunks)
+        if placement is None or (placement.home(0)[0], placement.home(placement.last_stage)[0]) == (0, ranks - 1):
+            return None
+        return placement
+
     def prepare(self, chunk: torch.nn.Module, ddp_config: Any) -> None:
-        """Split the backwards of a chunk's linears, and have DDP, which wraps it next, hear of weight gradients from W."""
+        """Split the backwards of a chunk's linears, and have DDP, which wraps it next, hear of weight gradients from W.
+
+        With a watchdog the first chunk starts it, collective over the world.
+
+        Raises:
+            ValueError: it cannot know where the processes have met.
+        """
         split_chunks([chunk])
         ddp_config.delay_wgrad_compute = True
         if ddp_config.overlap_grad_reduce and ddp_config.bucket_size is None:
             distributed_data_parallel.mark(chunk, self._buckets)
+        if self._patience is None or self._watchdog is not None:
+            return
+        if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise ValueError(
+                f"install(watchdog={self._patience:g}) exchanges signs of life where the processes have met: set MASTER_ADDR and "
+                "MASTER_PORT before torch.distributed.init_process_group, or leave watchdog out"
+            )
+        self._watchdog = Watchdog(self._situation, self._patience, None, self._patience).__enter__()
+        atexit.register(self.close)
+
+    def _situation(self) -> Situation:
+        """Position of this rank; asked from another thread."""
+        if (runs := self._runs) is None:
+            return Situation("its own code: it has not called forward_backward", (self._calls,))
+        mine = replace(runs.situation, progress=(self._calls, *runs.situation.progress))
+        place = "the start or the end of an iteration"
+        return mine if mine.in_iteration else replace(mine, place=place, in_iteration=True, waits_for_all=True)
 
     @cached_property
     def _buckets(self) -> int | None:
@@ -236,20 +297,46 @@ class OwnLoop:
         """
         call = Call(**keywords)
         pipeline, placement = self.pipeline(call.pipeline.size()), self.placement(call.pipeline.size(), len(call.chunks))
-        if not call.forward_only:
-            loops.follow(call.config)
-            for number, chunk in enumerate(call.chunks):
-                if not distributed_data_parallel.is_marked(chunk):
-                    raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
-            if self._trained is None:
-                if placement is not None:
-                    _check_tied(call, self.boundary(placement))
-                self._trained = _trained(call, pipeline.placement)
-        reports = pipeline.run(call)
-        if placement is not None:
-            self._last_rank = self._last_rank or LastRank(placement)
-            self._last_rank.bring(reports, call.pipeline)
+        with self._watched(pipeline):
+            if not call.forward_only:
+                self._check(call, pipeline, placement)
+        pipeline.plans.plan(call.num_microbatches, call.forward_only)  # which may take longer than a pass
+        with self._watched(pipeline):
+            reports = pipeline.run(call)
+            if placement is not None:
+                self._last_rank = self._last_rank or LastRank(placement)
+                self._last_rank.bring(reports, call.pipeline)
         return reports
+
+    @contextmanager
+    def _watched(self, pipeline: Pipeline) -> Iterator[None]:
+        self._runs, self._calls = pipeline, self._calls + 1
+        try:
+            yield
+        finally:
+            self._runs, self._calls = None, self._calls + 1
+
+    def _check(self, call: Call, pipeline: Pipeline, placement: Placement | None) -> None:
+        """Refuse a model that cannot train so; before the first iteration count what trains, collective over the pipeline."""
+        loops.follow(call.config)
+        for number, chunk in enumerate(call.chunks):
+            if not distributed_data_parallel.is_marked(chunk):
+                raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
+        if self._trained is None:
+            gathered = any(getattr(chunk, "parallel_output", True) is False for chunk in unwrap_model(list(call.chunks)))
+            self.warn(of_config(call.config, gathered_logits=gathered, replicas=parallel_state.get_data_parallel_world_size()))
+            if placement is not None:
+                _check_tied(call, self.boundary(placement))
+            self._trained = _trained(call, pipeline.placement)
+
+    def warn(self, facts: Mapping[str, Any] = {}, **known: Any) -> None:
+        """Log once, on the first data-parallel rank, each error of megatron-core's own that settings of this loop meet."""
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        known |= {"core": compat.version(), "tensor_model_parallel_size": size}
+        for text in cautions_of(Facts(facts, **known)):
+            if text not in self._said and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+                self._said.add(text)
+                logging.getLogger(__name__).warning("%s", text)
 
     def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
         stage = EQUAL_PASSES.share(placement.chunks_per_replica)
