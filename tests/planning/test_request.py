@@ -217,7 +217,7 @@ def test_files_that_do_not_go_with_what_is_asked_for(tmp_path: Path) -> None:
         plans(offloaded, offload=Offload.FULL)
     with pytest.raises(ValueError, match="--vocab-parallel 2 has passes that come before copies to host memory"):
         plans(offloaded, vocabulary=Vocabulary.ONE_BARRIER)
-    with pytest.raises(ValueError, match="--vocab-parallel 2 is asked for, and file:.* spreads the vocabulary as 1: give one"):
+    with pytest.raises(ValueError, match=r"--vocab-parallel 2 is asked for, and file:.* spreads the vocabulary as 1: give one"):
         plans(spread, vocabulary=Vocabulary.ONE_BARRIER)
 
 
