@@ -1,4 +1,4 @@
-"""The flags of the pipeline schedules, by topic, and all flags as frozen values: whoever needs others makes others.
+"""The flags of the pipeline schedules, by topic, and all flags as values that are not written.
 
 A field of a topic is a flag: its text for ``--help``, what reads it, and its default stand there once.
 Fields without a flag follow from flags, by ``validation.validate``.
