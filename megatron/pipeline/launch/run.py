@@ -79,7 +79,7 @@ class Run:
         self._versions = versions
         self._printed: list[str] = []
         self.pipeline: Pipeline | None = None
-        self._ours: Settings  # once flags are complete
+        self._ours = Settings()  # of no flags, until they are complete
         self._knows_memory = True  # the formulas are for megatron-core's GPT, in 16 or 32 bits
         self._cut: PlacementLayout | None = None
         self._progress: LaunchProgress | None = None
