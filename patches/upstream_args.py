@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_DIVIDES = "upstream's validation divides layers as its interleaved schedule places them"
+_DIVIDES = "upstream's validation divides layers as its own schedule places them, unless a layout has one stage a rank"
 _REASONS = {
     "num_layers_per_virtual_pipeline_stage": _DIVIDES,
     "num_virtual_stages_per_pipeline_rank": _DIVIDES,
-    "pipeline_model_parallel_layout": f"{_DIVIDES}; with a layout, of one stage a rank, it leaves the numbers of layers to it",
+    "pipeline_model_parallel_layout": _DIVIDES,
     "dist_ckpt_optim_fully_reshardable": "a checkpoint of buckets is for one placement",
     "barrier_with_L1_time": "timers would make all ranks wait for each other, which step ahead",
     "rerun_mode": "else ranks agree after every backward whether to run it again",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from argparse import Namespace
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.flags.arguments import parse, with_config
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, actions, neutral
-from megatron.pipeline.flags.settings import Role, Settings, VocabularySettings
+from megatron.pipeline.flags.settings import Role, Settings, VocabularySettings, flat
 from megatron.pipeline.flags.validation import batch_size_steps, batch_sizes, validate
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.session.planning import plan_pipeline
@@ -260,6 +261,27 @@ def test_flags_of_the_vocabulary_layers() -> None:
     args = checked(PP + "--vocab-parallel 2 --vocab-logits-limit 0.5GiB --label-smoothing 0.1 --z-loss 1e-4 --vocab-mask-padding")
     assert args.vocabulary == VocabularySettings(Vocabulary("2"), False, 2**29, True, 0.1, 1e-4)
     assert checked().vocabulary.spread is None
+
+
+def test_validation_writes_nothing_and_settings_are_frozen() -> None:
+    read = parse(f"{BASE} {PP}".split())
+    before = dict(vars(read))
+    args = validate(read, 4)
+    assert vars(read) == before and read.ffn_hidden_size is None and args.ffn_hidden_size == 256
+    for one in (read, args):
+        with pytest.raises(AttributeError, match=r"make others with flags \| {\'seq_length\': ...}"):
+            one.seq_length = 64
+    with pytest.raises(FrozenInstanceError):
+        args.offloading.mode = None  # type: ignore[misc]
+
+
+def test_other_settings_are_made_by_the_names_of_flags() -> None:
+    args = checked(PP)
+    other = args | {"vocab_parallel": "2", "offload": None, "seq_length": 64}
+    assert (other.vocabulary.spread, other.seq_length) == (Vocabulary("2"), 64)
+    assert (args.vocabulary.spread, args.seq_length) == (None, 32)
+    assert (flat(other)["vocab_parallel"], flat(other)["offload"]) == ("2", "off")  # as checkpoints have them
+    assert flat(Settings.of(parse(BASE.split()))) == vars(parse(BASE.split()))
 
 
 def test_missing_flags_are_listed_together() -> None:

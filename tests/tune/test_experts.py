@@ -160,7 +160,7 @@ def test_every_layout_is_tried_without_and_with_the_overlap_where_training_allow
         return one.variant, one.args.vocabulary.spread, one.layers
 
     ours, stock = (list(slow.candidates(layout, stock)) for stock in (False, True))
-    for found, allowed in ((ours, lambda one: one.vocabulary is None), (stock, lambda one: one.variant.chunks)):
+    for found, allowed in ((ours, lambda one: one.args.vocabulary.spread is None), (stock, lambda one: one.variant.chunks)):
         without = {key(one) for one in found if not one.overlaps and allowed(one)}
         assert without and {key(one) for one in found if one.overlaps} == without
     assert not any("--overlap-moe" in reason for reason in slow.refused)

@@ -304,14 +304,10 @@ def _text(
             )
         )
     if prediction.args.transformer_impl != LOCAL:
-        parts.append(f"{FUSED}; with --transformer-impl {LOCAL} the fullest rank needs {_unfused(prediction) / GIB:.1f} GiB")
+        unfused = predict(prediction.args | {"transformer_impl": LOCAL}, prediction.schedule, prediction.layers)
+        most = max(rank.total for rank in unfused) / GIB
+        parts.append(f"{FUSED}; with --transformer-impl {LOCAL} the fullest rank needs {most:.1f} GiB")
     return "\n\n".join([*parts, NOTE])
-
-
-def _unfused(prediction: Prediction) -> float:
-    """Bytes of the fullest rank under the same schedule where attention is not fused."""
-    args = prediction.args | {"transformer_impl": LOCAL}
-    return max(rank.total for rank in predict(args, prediction.schedule, prediction.layers))
 
 
 def _table(prediction: Prediction) -> str:

@@ -132,12 +132,7 @@ def _facts(options: Namespace) -> Facts:
     """Facts of a command's options, of which it need not have all; costs are named by what they are of."""
     given = Facts(vars(options))
     names = (given.cost or {}).keys()
-    for fact, group in (
-        ("bucket_costs", {"RS", "AG"}),
-        ("step_costs", {"OPT"}),
-        ("copy_costs", {*COPIES}),
-        ("norm_costs", {"latency", "norm"}),
-    ):
+    for fact, group in _COSTS.items():
         given[fact] = " ".join(f"--cost {name}=.." for name in sorted(names & group))
     given["copy_costs"] = given.copy_costs or ("--copy" if given["copy"] else None)
     return given

@@ -259,14 +259,10 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResu
 
 
 def _training(result: Result) -> PlottedTraining:
-    layout = f"{layout_of(result)} batch {result.candidate.args.micro_batch_size}"
+    sizes = " ".join(f"{name.upper()}{size}" for name, size in result.candidate.sizes.items() if size > 1) or "PP1"
+    layout = f"{sizes} batch {result.candidate.args.micro_batch_size}"
     name = ", ".join([layout, chosen(result), *extras(result)])
     return PlottedTraining(name, result.tokens_per_second, result.fullest.total / GIB)
-
-
-def layout_of(result: Result) -> str:
-    """Such as ``TP8 PP4 DP2``."""
-    return " ".join(f"{name.upper()}{size}" for name, size in result.candidate.sizes.items() if size > 1) or "PP1"
 
 
 def _text(contents: dict[str, Any], cluster: Cluster, ours: SearchResult, stock: SearchResult) -> str:
@@ -308,11 +304,6 @@ def _range(what: str, result: Result) -> Range:
     return ranges.learnt(what, Shape.of(result.candidate.args), result.device)
 
 
-def _equals(result: Result, best: Result) -> bool:
-    """Tell whether a training may be as fast as the best: gains of one over another are known within a range."""
-    return result.tokens_per_second >= _range("schedules", best).low * best.tokens_per_second
-
-
 def _not_interleaved(stock: Candidate) -> str:
     """Why megatron-core cannot interleave in a layout; empty if it can."""
     ranks, microbatches = stock.placement.ranks, stock.microbatches
@@ -331,7 +322,9 @@ def _table(results: list[Result]) -> str:
     cells = []
     for number, result in enumerate(results, 1):
         contents = row(result)
-        equal = " =" if result is not results[0] and _equals(result, results[0]) else ""
+        # Gains of one over another are known within a range: this one may be as fast as the best.
+        alike = result.tokens_per_second >= _range("schedules", results[0]).low * results[0].tokens_per_second
+        equal = " =" if result is not results[0] and alike else ""
         share = contents["parts"][contents["lost_to"]] / result.seconds
         lost = f"{_LOST.get(contents['lost_to'], contents['lost_to'])} {share:.1%}" if share >= _WORTH_SAYING else "-"
         cells.append(

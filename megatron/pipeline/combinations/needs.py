@@ -8,7 +8,6 @@ from megatron.pipeline.combinations.table import Combination
 
 _needs = partial(Combination, instead="")  # the reason says what to give
 
-
 # Of Megatron-LM's flags, which its own validation does not read here: of every training, and of one that runs here.
 UPSTREAM = (
     _needs("use_distributed_optimizer", "optimizer=sgd", "needs --optimizer adam, not {optimizer}"),

@@ -14,6 +14,7 @@ A setting that the asker does not know is neither on nor off.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import cache
@@ -198,12 +199,7 @@ def flag_of(name: str) -> str:
     return _FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
 
-class _Anything(dict[str, str]):
-    def __missing__(self, name: str) -> str:
-        return "N"
-
-
-_IN_GENERAL = _Anything(one="the first", flag="the first", other="the other")
+_IN_GENERAL = defaultdict(lambda: "N", one="the first", flag="the first", other="the other")
 
 
 def in_general(rows: Iterable[Combination]) -> Iterator[tuple[str, str, str]]:

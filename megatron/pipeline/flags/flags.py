@@ -25,9 +25,7 @@ from megatron.pipeline.schedule.core.names import STOCK
 CHUNK_FLAGS = CHUNKS[0].details
 GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
 TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
-chunks, layout, schedule, memory, files, length, data, predicted = (
-    partial(add, role=role) for role in Role if role is not Role.DETAILS
-)
+chunks, layout, schedule, _, memory, files, length, data, predicted = (partial(add, role=role) for role in Role)
 
 
 def neutral(*roles: Role) -> dict[str, Any]:

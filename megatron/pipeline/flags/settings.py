@@ -1,4 +1,4 @@
-"""The flags of the pipeline schedules, by topic, and all flags as frozen values: whoever needs others makes others.
+"""The flags of the pipeline schedules, by topic, and all flags as values that are not written.
 
 A field of a topic is a flag: its text for ``--help``, what reads it, and its default stand there once.
 Fields without a flag follow from flags, by ``validation.validate``.
@@ -228,11 +228,10 @@ def _places(topic: str) -> dict[str, tuple[str, Field[Any]]]:
 
 
 _PLACES = {name: place for topic in _TOPICS for name, place in _places(topic).items()}
+_TITLES = ("pipeline schedule", "rehearsal", "vocabulary layers", "activations in host memory", "optimizer steps ahead")
 NEW: dict[str, list[Flag]] = {
-    (topic.__doc__ or "").partition(".")[0].removeprefix("Flags of ").removeprefix("the ").removeprefix("a "): [
-        one.metadata["row"] for one in fields(topic) if one.metadata
-    ]
-    for topic in _TOPICS.values()
+    title: [one.metadata["row"] for one in fields(topic) if one.metadata]
+    for title, topic in zip(_TITLES, _TOPICS.values(), strict=True)
 }
 
 

@@ -47,7 +47,10 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     settings = _of_model(settings)
     settings = of_experts(settings, world_size, elsewhere)
     settings = _of_batch(settings)
-    settings = of_new_flags(_of_precision(_of_recompute(settings)))
+    if settings.recompute_activations:
+        settings |= {"recompute_granularity": settings.recompute_granularity or "selective"}
+    refuse(of_flags(settings), UPSTREAM)
+    settings = of_new_flags(_of_precision(settings))
     refuse(of_flags(settings), MODELS)
     if elsewhere:
         return settings
@@ -294,13 +297,6 @@ def _of_precision(args: Settings) -> Settings:
         args |= {"accumulate_allreduce_grads_in_fp32": not args.grad_reduce_in_bf16}
     if args.fp16 and args.loss_scale is None:
         args |= {"check_for_nan_in_loss_and_grad": False}  # a dynamic loss scale learns from gradients that overflow
-    return args
-
-
-def _of_recompute(args: Settings) -> Settings:
-    if args.recompute_activations:
-        args |= {"recompute_granularity": args.recompute_granularity or "selective"}
-    refuse(of_flags(args), UPSTREAM)
     return args
 
 

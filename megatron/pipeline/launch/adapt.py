@@ -28,9 +28,7 @@ def exclusions(args: Namespace, validated: bool = False) -> list[Found]:
     facts = of_flags(args)
     if validated:
         facts["delay_wgrad_compute"] = False  # which our layers need
-    if args.pipeline_schedule == STOCK or validated:
-        return list(table.found(facts, EXCLUDED if validated else (*EXCLUDED, *GROUPS)))
-    return list(table.found(Facts(facts, **_chunks(args)), (*EXCLUDED, *GROUPS, *CHUNKS)))
+    return list(table.found(Facts(facts, **_chunks(args)), EXCLUDED if validated else (*EXCLUDED, *GROUPS, *CHUNKS)))
 
 
 def adapt(args: Namespace, default: Callable[[str], Any]) -> tuple[dict[str, Any], list[str]]:

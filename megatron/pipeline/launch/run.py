@@ -81,7 +81,7 @@ class Run:
         self._versions = versions
         self._printed: list[str] = []
         self.pipeline: Pipeline | None = None
-        self._ours: Settings  # once flags are complete
+        self._ours = Settings()  # of no flags, until they are complete
         self._buckets: int | None = None  # into which the plan cuts a chunk's parameters, where flags leave that open
         self._knows_memory = True  # the formulas are for megatron-core's GPT, in 16 or 32 bits
         self._cut: PlacementLayout | None = None
@@ -266,10 +266,6 @@ class Run:
     def _shards_vocabulary(self) -> bool:
         return self._ours.vocabulary.spread is not None
 
-    @property
-    def _separates_documents(self) -> bool:
-        return separates_documents(self._ours)
-
     def _complete(self, models: list[Any], stages: list[Stage]) -> None:
         """Finish this rank's chunks, after the script has built the last of them."""
         if self._shards_vocabulary:
@@ -289,14 +285,16 @@ class Run:
         if pipeline is None:
             return original(vp_stage)
         stage = Stage(pipeline.placement, parallel_state.get_pipeline_model_parallel_rank(), vp_stage or 0)
-        return stage.first or stage.last or self._separates_documents or (self._shards_vocabulary and not vp_stage)
+        return stage.first or stage.last or separates_documents(self._ours) or (self._shards_vocabulary and not vp_stage)
 
     @property
     def shares_whole_batches(self) -> bool:
         """Tell whether tensor-parallel ranks need all of a batch, not what the first or the last rank alone would use."""
         pipeline = self._placed
         return pipeline is not None and (
-            self._shards_vocabulary or self._separates_documents or pipeline.placement.home(pipeline.placement.last_stage)[0] == 0
+            self._shards_vocabulary
+            or separates_documents(self._ours)
+            or pipeline.placement.home(pipeline.placement.last_stage)[0] == 0
         )
 
     # iterations

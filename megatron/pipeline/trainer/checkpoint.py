@@ -76,7 +76,7 @@ def save(args: Namespace, training: Training) -> Path:
     def why(error: BaseException) -> str:
         # The writer's own words for a full disk may be "unexpected pos 704 vs 598".
         free = _free_bytes(root)
-        if free < max(needed - _bytes_in(unfinished), _FULL):
+        if free < max(needed - sum(file.stat().st_size for file in unfinished.rglob("*")), _FULL):
             return f"no space left on {root}: {_megabytes(free)} free, the checkpoint needs {_megabytes(needed)}"
         return _reason(error)
 
@@ -114,10 +114,6 @@ def _free_bytes(directory: Path) -> float:
     found = os.statvfs(directory)
     blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
     return blocks * found.f_frsize if found.f_blocks else math.inf
-
-
-def _bytes_in(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.rglob("*"))
 
 
 def _megabytes(count: float) -> str:

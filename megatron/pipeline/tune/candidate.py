@@ -11,7 +11,6 @@ from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.planning.request import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
 
@@ -66,14 +65,6 @@ class Candidate:
     @property
     def microbatches(self) -> int:
         return int(self.args.global_batch_size // (self.args.micro_batch_size * self.args.data_parallel_size))
-
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        return self.args.vocabulary.spread
-
-    @property
-    def offload(self) -> Offload | None:
-        return self.args.offloading.mode
 
     @property
     def overlaps(self) -> bool:

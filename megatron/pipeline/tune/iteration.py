@@ -146,7 +146,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
         beat: seconds of an iteration; a candidate that takes longer is not planned if that is known before.
     """
     args, placement, variant = candidate.args, candidate.placement, candidate.variant
-    fixed = fixed_memory(args, placement, candidate.layers, candidate.vocabulary)
+    fixed = fixed_memory(args, placement, candidate.layers, candidate.args.vocabulary.spread)
     left = [cluster.device.memory - each.total for each in fixed]
     if min(left) <= 0:
         return _infeasible(candidate, fixed, 0.0)
@@ -154,7 +154,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
     costs, within = _as_trained(candidate, apart)
     family = families.named(variant.name)
     limits: list[float | None] = [max(0.0, min(left) - within) if family.plans_for_limits else None]
-    if not family.plans_for_limits and not candidate.offload:
+    if not family.plans_for_limits and not candidate.args.offloading.mode:
         least = _least_peaks(candidate, apart)
         if any(peak > most for peak, most in zip(least, left, strict=True)):
             return _infeasible(candidate, fixed, max(least))
@@ -192,7 +192,9 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     family = families.named(candidate.variant.name)
     exposed = family.exposed_hops if waits else 0.0
     split, links = not (family.fused or makes_weights_again(args)), links_of(cluster.device, cluster.per_node, args)
-    costs = estimate(shape, candidate.placement, candidate.layers, cluster.device, candidate.vocabulary, split, links, exposed)
+    costs = estimate(
+        shape, candidate.placement, candidate.layers, cluster.device, candidate.args.vocabulary.spread, split, links, exposed
+    )
     # A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone.
     return costs if _fuses(candidate) else costs.without_fused()
 
@@ -208,7 +210,8 @@ def _steady(cluster: Cluster, candidate: Candidate, costs: Costs, microbatches: 
     """The problem with what ranks do between two iterations."""
     args, links = candidate.args, links_of(cluster.device, cluster.per_node, candidate.args)
     whole = with_replicas(args, costs, candidate.placement, candidate.layers, links, cluster.device)
-    return Problem(candidate.placement, microbatches, whole, objective=candidate.objective, vocabulary=candidate.vocabulary)
+    spread = args.vocabulary.spread
+    return Problem(candidate.placement, microbatches, whole, objective=candidate.objective, vocabulary=spread)
 
 
 def least_seconds(cluster: Cluster, candidate: Candidate) -> float:
@@ -231,7 +234,7 @@ def work(candidate: Candidate) -> float:
     searched = _SEARCHED if families.named(candidate.variant.name).plans_for_limits else 0
     if candidate.overlaps and not candidate.is_stock:
         searched = 2 * searched + _BRAIDED
-    return passes * (_OFFLOADED if candidate.offload else 1) + searched
+    return passes * (_OFFLOADED if candidate.args.offloading.mode else 1) + searched
 
 
 def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) -> tuple[Schedule, bool, float] | Dominated:
@@ -244,7 +247,7 @@ def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) 
     problem = _problem(candidate, costs, count, limit)
     more = (whole - count) * (max(_work(candidate, _fastest(candidate, costs))) / whole + costs.vocabulary.total)
     free = lower_bound(replace(problem, limits=None))
-    least = free if candidate.offload else lower_bound(problem)  # what is in host memory is beyond the limits
+    least = free if candidate.args.offloading.mode else lower_bound(problem)  # what is in host memory is beyond the limits
     if least + more > beat:
         return Dominated(candidate, free + more <= beat, planned=False)
     memory_bound = limit is not None and lower_bound(problem) > _BOUND * free
@@ -292,8 +295,8 @@ def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float
         limit,
         objective=candidate.objective,
         group=candidate.variant.group,
-        vocabulary=candidate.vocabulary,
-        offload=candidate.offload,
+        vocabulary=candidate.args.vocabulary.spread,
+        offload=candidate.args.offloading.mode,
         overlap=candidate.overlaps,
     ).problem()
 

@@ -222,7 +222,7 @@ def _threshold(best: Sequence[Result], candidate: Candidate, wanted: int) -> flo
 
 def _turn(candidate: Candidate) -> int:
     """0 for families with one order, 1 where braids are tried in it, 2 for those that search, 3 for offload: it takes longest."""
-    if candidate.offload is not None:
+    if candidate.args.offloading.mode is not None:
         return 3
     if families.named(candidate.variant.name).plans_for_limits:
         return 2

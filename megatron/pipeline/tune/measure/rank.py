@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -146,7 +146,8 @@ def _layers(job: MeasureJob, device: torch.device, tell: Tell) -> tuple[list[Tim
     from megatron.pipeline.tune.measure.links import together
 
     timings: dict[Size, Timing] = {}
-    for sizes in (order := _by_tensor(job.sizes)) + order[::-1]:
+    order = [[size for size in job.sizes if size.tensor == tensor] for tensor in dict.fromkeys(size.tensor for size in job.sizes)]
+    for sizes in order + order[::-1]:  # those of one layer together
         layer = _unless_too_large(partial(Layer, layer_flags(job.args, sizes[0])))
         for size in sizes:
             at = partial(tell, str(size))
@@ -159,11 +160,6 @@ def _layers(job: MeasureJob, device: torch.device, tell: Tell) -> tuple[list[Tim
         if layer:
             layer.close()
     return [timings[size] for size in job.sizes if size in timings], [size for size in job.sizes if size not in timings]
-
-
-def _by_tensor(sizes: Sequence[Size]) -> list[list[Size]]:
-    """Those of one layer together."""
-    return [[size for size in sizes if size.tensor == tensor] for tensor in dict.fromkeys(size.tensor for size in sizes)]
 
 
 def _unless_too_large(action: Callable[[], T]) -> T | None:
