@@ -14,6 +14,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import sys
@@ -52,6 +53,30 @@ def spawned(function: Callable[..., None], *args: Any) -> BaseProcess:
     with environment():
         process.start()
     return process
+
+
+def run_program(script: Path, *arguments: str, **variables: str) -> tuple[int | None, str]:
+    """The exit code of a Python script that is run as a program in a forked process, and what it prints.
+
+    Args:
+        variables: of the environment.
+    """
+    with tempfile.NamedTemporaryFile("r") as output:
+        process = forked(_program, str(script), arguments, variables, output.name)
+        process.join(timeout=300)
+        process.kill()
+        process.join()
+        return process.exitcode, output.read()
+
+
+def _program(script: str, arguments: tuple[str, ...], variables: dict[str, str], output: str) -> None:
+    os.environ.update(variables)
+    with open(output, "w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
 
 
 def _forked_rank(connection: Connection, stacks: str) -> BaseProcess:
