@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import reductions
 from launch.launched import SIZES, STAND_IN, launch, rank
-from marked import rest
+from marked import rest, whole
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
 UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
@@ -86,7 +86,7 @@ def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: 
 
 
 @pytest.mark.rest  # on the device model
-@pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.whole), "zb-v", "zb-v --vocab-parallel 2"])
+@pytest.mark.parametrize("schedule", [whole("zb-h1"), "zb-v", "zb-v --vocab-parallel 2"])
 def test_no_host_reads_the_device_within_an_iteration(tmp_path: Path, schedule: str) -> None:
     """But once at its end: losses and gradients, which Megatron-LM asks about one by one."""
     flags = f"{SIZES} {FOUR} {BOTH} {ON_A_GPU} --pipeline-schedule {schedule}"
