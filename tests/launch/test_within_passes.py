@@ -6,7 +6,6 @@ A stand-in has the settings of Megatron-LM's loop; with MEGATRON_LM, which names
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +14,10 @@ from unittest.mock import patch
 import pytest
 import reductions
 from launch.launched import SIZES, STAND_IN, launch, rank
+from launch.test_upstream import UPSTREAM, needs_upstream
 from marked import rest, whole
 
-CHECKOUT = os.environ.get("MEGATRON_LM")
-UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
 ON_UPSTREAM = "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 "
-needs_upstream = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM is not set: it names a checkout of Megatron-LM")
 SCRIPTS = [
     pytest.param(STAND_IN, "", id="stand-in"),
     pytest.param(UPSTREAM, ON_UPSTREAM, id="Megatron-LM", marks=[needs_upstream, pytest.mark.slow]),
