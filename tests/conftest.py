@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,18 @@ CHECKERS = ("browser", "engine", "gpu_model", "schedule/test_exact.py", "test_do
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported and found: nothing of it dies
     if not gpus.alone(config.getoption("markexpr")):
         gpus.hide()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no test looks through it
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extensions would report it as leaked
 
 
 @pytest.hookimpl(tryfirst=True)  # before the test's fixtures, which may use a GPU

@@ -14,6 +14,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import sys
@@ -54,6 +55,30 @@ def spawned(function: Callable[..., None], *args: Any) -> BaseProcess:
     return process
 
 
+def run_program(script: Path, *arguments: str, **variables: str) -> tuple[int | None, str]:
+    """The exit code of a Python script that is run as a program in a forked process, and what it prints.
+
+    Args:
+        variables: of the environment.
+    """
+    with tempfile.NamedTemporaryFile("r") as output:
+        process = forked(_program, str(script), arguments, variables, output.name)
+        process.join(timeout=300)
+        process.kill()
+        process.join()
+        return process.exitcode, output.read()
+
+
+def _program(script: str, arguments: tuple[str, ...], variables: dict[str, str], output: str) -> None:
+    os.environ.update(variables)
+    with open(output, "w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
+
+
 def _forked_rank(connection: Connection, stacks: str) -> BaseProcess:
     return forked(serve, connection, stacks)
 
@@ -80,6 +105,7 @@ class Pool:
         self._start_rank, self._start_up = start, start_up
         self._workers: list[tuple[BaseProcess, Connection, Path]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._found: dict[str, list[Any]] = {}
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
         """Call a function on every rank of a world of ``ranks``.
@@ -101,6 +127,13 @@ class Pool:
             text = "\n".join(f"rank {rank} of {ranks}: {error}" for rank, error in failures)
             raise RankFailed(f"{'.'.join(where)} failed\n{text}")
         return [value for _, value in answers]
+
+    def once(self, ranks: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """The same, once for all tests that compare with it: as of megatron-core's own schedule."""
+        call = repr((ranks, function.__module__, function.__qualname__, args, sorted(kwargs.items())))
+        if call not in self._found:
+            self._found[call] = self.run(ranks, function, *args, **kwargs)
+        return self._found[call]
 
     def close(self) -> None:
         """End all ranks: those that can end by themselves, which also ends what they started, and then the others."""

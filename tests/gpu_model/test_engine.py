@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from marked import whole
 from pool import Pool
 
 from gpu_model.driven import DRIVES, ENGINE, MUTATIONS, TRAININGS, drive, train
@@ -12,7 +13,7 @@ DAILY = ("V, one barrier", "offload", "linears aside")
 
 
 def some(names: tuple[str, ...] | list[str], daily: tuple[str, ...]) -> list[object]:
-    return [name if name in daily else pytest.param(name, marks=pytest.mark.whole) for name in names]
+    return [name if name in daily else whole(name) for name in names]
 
 
 @pytest.mark.parametrize("name", some([*DRIVES], DAILY))

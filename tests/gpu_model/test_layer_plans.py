@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from marked import whole
 from pool import Pool
 from runtime import plans
 from runtime.braids import BraidingExecutor
@@ -62,10 +63,10 @@ def train(schedule: str, flags: str = "", change: str | None = None, overlaps: b
 @pytest.mark.parametrize(
     ("schedule", "flags"),
     [
-        pytest.param("zb-h1", "", marks=pytest.mark.whole),
-        pytest.param("dualpipe-v", "", marks=pytest.mark.whole),
+        whole("zb-h1", ""),
+        whole("dualpipe-v", ""),
         ("dualpipe-v", "--num-experts 2"),
-        pytest.param("zb-v", "--num-experts 2", marks=pytest.mark.whole),
+        whole("zb-v", "--num-experts 2"),
         ("zb-v", f"--moe-shared-expert-intermediate-size 16 {DISTRIBUTED}"),
     ],
 )
@@ -77,8 +78,6 @@ def test_no_stream_is_ahead_in_a_braid(gpus: Pool, schedule: str, flags: str) ->
     assert [steps for steps, _, _ in found] == [steps for steps, _, _ in alone]
 
 
-@pytest.mark.parametrize(
-    "change", [pytest.param(name, marks=pytest.mark.whole) if name == "no record" else name for name in CHANGES]
-)
+@pytest.mark.parametrize("change", [whole(name) if name == "no record" else name for name in CHANGES])
 def test_what_upstream_waits_for_matters(gpus: Pool, change: str) -> None:
     assert any(races for _, _, races in gpus.run(RANKS, train, "zb-h1", change=change))

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from marked import whole
 from pool import Pool
 
 from gpu_model import cuda, device, nccl
@@ -167,7 +168,7 @@ def host_waits(directory: str, flags: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param("--pipeline-schedule zb-h1", marks=pytest.mark.whole),
+        whole("--pipeline-schedule zb-h1"),
         "--pipeline-schedule zb-v --vocab-parallel 2 --untie-embeddings-and-output-weights",
         "--pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB",
         "--pipeline-schedule zb-h2 --post-validation --post-validation-when always --clip-grad 0",

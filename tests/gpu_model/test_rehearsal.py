@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marked import whole
 from pool import Pool
 from runtime.test_rehearsal_groups import everything
 from training.short_runs import metrics
@@ -36,8 +37,8 @@ def test_collectives_and_messages_go_through_host_memory(gpus: Pool) -> None:
     "flags",
     [
         "zb-v --vocab-parallel 2",
-        pytest.param("stock", marks=pytest.mark.whole),
-        pytest.param("zb-h1 --bf16", marks=pytest.mark.whole),
+        whole("stock"),
+        whole("zb-h1 --bf16"),
     ],
 )
 def test_a_rehearsal_on_one_gpu_has_the_numbers_of_training(gpus: Pool, data: str, tmp_path: Path, flags: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from marked import whole
 from pool import Pool
 
 from gpu_model.recorded import racing, recording, stuck
@@ -47,7 +48,7 @@ def races_and_trace(flags: str) -> tuple[list[str], list[Item]]:
 PART = ("16 bits", "interlaced", "offload profile", "profile", "undone steps")  # which have what the others have, but one by one
 
 
-@pytest.mark.parametrize("name", [*PART, *(pytest.param(name, marks=pytest.mark.whole) for name in RUNS if name not in PART)])
+@pytest.mark.parametrize("name", [*PART, *(whole(name) for name in RUNS if name not in PART)])
 def test_nothing_races_or_waits_for_ever(gpus: Pool, data: str, name: str) -> None:
     found = gpus.run(2, races_and_trace, f"{data} {TWO} {RUNS[name]}")
     assert [races for races, _ in found] == [[], []]

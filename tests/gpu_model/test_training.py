@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tiny_gpt
+from marked import whole
 from pool import Pool
 
 from gpu_model.recorded import racing
@@ -37,7 +38,7 @@ TRAININGS = [  # ranks, schedule, flags; on_gpus/test_several_gpus.py trains the
     (4, "zb-h1", _DISTRIBUTED),
     (4, "v-half", "--tensor-model-parallel-size 2 --sequence-parallel"),
 ]
-PART = [pytest.param(*run, marks=pytest.mark.whole) if number in (1, 3, 5) else run for number, run in enumerate(TRAININGS)]
+PART = [whole(*run) if number in (1, 3, 5) else run for number, run in enumerate(TRAININGS)]
 
 
 @pytest.mark.parametrize(("ranks", "schedule", "flags"), PART)  # the others with make test-all

@@ -5,17 +5,14 @@ With MEGATRON_LM, which names a checkout, its script trains them as well.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from launch.launched import STAND_IN, launch, run
 from launch.recipes import OF_THE_SCRIPT, RECIPES, UNDER_STOCK, shrunken
+from launch.test_upstream import UPSTREAM, needs_upstream
 from marked import rest
 
-CHECKOUT = os.environ.get("MEGATRON_LM")
-UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
-needs_upstream = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM is not set: it names a checkout of Megatron-LM")
 VOCABULARY = "--vocab-size 61"
 ON_UPSTREAM = f"--tokenizer-type NullTokenizer --mock-data --num-workers 0 --eval-iters 0 --eval-interval 100 {VOCABULARY}"
 

@@ -6,7 +6,6 @@ A stand-in has the settings of Megatron-LM's loop; with MEGATRON_LM, which names
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +14,10 @@ from unittest.mock import patch
 import pytest
 import reductions
 from launch.launched import SIZES, STAND_IN, launch, rank
-from marked import rest
+from launch.test_upstream import UPSTREAM, needs_upstream
+from marked import rest, whole
 
-CHECKOUT = os.environ.get("MEGATRON_LM")
-UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
 ON_UPSTREAM = "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 "
-needs_upstream = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM is not set: it names a checkout of Megatron-LM")
 SCRIPTS = [
     pytest.param(STAND_IN, "", id="stand-in"),
     pytest.param(UPSTREAM, ON_UPSTREAM, id="Megatron-LM", marks=[needs_upstream, pytest.mark.slow]),
@@ -86,7 +83,7 @@ def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: 
 
 
 @pytest.mark.rest  # on the device model
-@pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.whole), "zb-v", "zb-v --vocab-parallel 2"])
+@pytest.mark.parametrize("schedule", [whole("zb-h1"), "zb-v", "zb-v --vocab-parallel 2"])
 def test_no_host_reads_the_device_within_an_iteration(tmp_path: Path, schedule: str) -> None:
     """But once at its end: losses and gradients, which Megatron-LM asks about one by one."""
     flags = f"{SIZES} {FOUR} {BOTH} {ON_A_GPU} --pipeline-schedule {schedule}"

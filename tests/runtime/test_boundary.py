@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_gpt
-from marked import rest
+from marked import rest, whole
 from pool import Pool
 
 from megatron.pipeline import planning
@@ -65,7 +65,7 @@ def losses(found: list[list[tiny_gpt.Step]]) -> list[list[float]]:
         rest("zb-v", "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --disable-bias-linear"),
     ],
 )
-@pytest.mark.parametrize("iterations", [8, pytest.param(50, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("iterations", [8, whole(50)])
 def test_losses_are_those_of_stock(pool: Pool, tmp_path: Path, schedule: str, flags: str, iterations: int) -> None:
     """PP 2 and DP 2; with float16 the first steps overflow."""
     (file := tmp_path / "costs.json").write_text(costs(schedule, 2).to_json())

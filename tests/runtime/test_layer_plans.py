@@ -35,15 +35,10 @@ OPTIONS = (
 TOGETHER = [" ".join(OPTIONS[one] for one in some) for some in ((0, 4, 5), (1, 3, 8), (2, 6), (7, 10), (9, 11))]
 MICROBATCHES, ITERATIONS = 5, 2
 
-_stock: dict[Any, Any] = {}
-
 
 def stock(pool: Pool, ranks: int, *given: Any) -> Any:
-    """What megatron-core's own 1F1B trains without plans, once for all schedules."""
-    case = (ranks, *given)
-    if case not in _stock:
-        _stock[case] = pool.run(ranks, plans.train, "stock", *given, iterations=ITERATIONS)
-    return _stock[case]
+    """What megatron-core's own 1F1B trains without plans."""
+    return pool.once(ranks, plans.train, "stock", *given, iterations=ITERATIONS)
 
 
 def check(pool: Pool, schedule: str, ranks: int, pp: int, microbatches: int = MICROBATCHES, flags: str = "") -> None:

@@ -82,9 +82,9 @@ def test_peak_is_the_simulators(pool: Pool, schedule: str, microbatches: int) ->
 @pytest.mark.parametrize(
     ("schedule", "variant"),
     [
-        pytest.param("1f1b", "1", marks=pytest.mark.whole),
+        whole("1f1b", "1"),
         ("1f1b", "2"),
-        pytest.param("v-half", "1", marks=pytest.mark.whole),
+        whole("v-half", "1"),
         ("v-half", "2"),
     ],
 )

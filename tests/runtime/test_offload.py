@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import tiny_gpt
-from marked import rest
+from marked import rest, whole
 from pool import Pool
 
 from megatron.pipeline import planning
@@ -19,7 +19,6 @@ from megatron.pipeline.schedule.core.costs import with_equal_copies
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.schedule import Schedule
 
-WHOLE = pytest.mark.whole
 SMALL = "--offload-min-size 1KiB"
 FULL, SELECTIVE, ALL = "--offload full", "--offload selective", "all"
 RECOMPUTED = "zb-v, recomputed"
@@ -128,17 +127,17 @@ def check(pool: Pool, directory: Path, schedule: str, pp: int, microbatches: int
 
 
 SIZES: list[Any] = [
-    pytest.param("1f1b", 4, 8, FULL, marks=WHOLE),
+    whole("1f1b", 4, 8, FULL),
     ("interleaved", 2, 3, SELECTIVE),
     rest("gis-h", 4, 6, FULL),
     ("zb-h1", 2, 1, ALL),
-    pytest.param("zb-h1", 4, 4, SELECTIVE, marks=WHOLE),
+    whole("zb-h1", 4, 4, SELECTIVE),
     rest("zb-h2", 4, 7, FULL),
     rest("zb-auto", 4, 8, ALL),
-    pytest.param("zb-auto", 2, 2, ALL, marks=WHOLE),
+    whole("zb-auto", 2, 2, ALL),
     rest("zb-v", 2, 4, FULL),
     rest("v-half", 4, 8, SELECTIVE),
-    pytest.param("v-auto", 4, 3, FULL, marks=WHOLE),
+    whole("v-auto", 4, 3, FULL),
     ("v-auto", 4, 5, f"{FULL} --pipeline-memory-limit 0.5"),
     ("zb-v", 4, 5, ALL),
 ]
@@ -150,19 +149,19 @@ def test_schedules(pool: Pool, tmp_path: Path, schedule: str, pp: int, microbatc
 
 
 LAYOUTS: list[Any] = [
-    pytest.param("zb-v", ALL, DROPOUT, marks=WHOLE),
+    whole("zb-v", ALL, DROPOUT),
     ("interleaved", FULL, f"{DROPOUT} {CHECKPOINTS}"),
     (RECOMPUTED, ALL, DROPOUT),
-    pytest.param("zb-h1", ALL, f"{DROPOUT} --recompute-granularity selective", marks=WHOLE),
+    whole("zb-h1", ALL, f"{DROPOUT} --recompute-granularity selective"),
     ("v-half", FULL, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --swiglu"),
-    pytest.param("interleaved", ALL, "--fp16 --initial-loss-scale 4096 --untie-embeddings-and-output-weights", marks=WHOLE),
+    whole("interleaved", ALL, "--fp16 --initial-loss-scale 4096 --untie-embeddings-and-output-weights"),
     rest("zb-v", FULL, "--tensor-model-parallel-size 2 --sequence-parallel --normalization RMSNorm"),
     rest("1f1b", ALL, "--context-parallel-size 2 --position-embedding-type rope --calculate-per-token-loss"),
     rest("zb-h2", ALL, "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear"),
     ("gis", FULL, "--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights"),
-    pytest.param("zb-h1", ALL, "--vocab-parallel 1", marks=WHOLE),
+    whole("zb-h1", ALL, "--vocab-parallel 1"),
     ("zb-v", FULL, "--vocab-parallel 2"),
-    pytest.param("1f1b", ALL, "--vocab-parallel interlaced", marks=WHOLE),
+    whole("1f1b", ALL, "--vocab-parallel interlaced"),
 ]
 
 
@@ -238,7 +237,7 @@ def slowly(schedule: str, bandwidth: float, **sizes: Any) -> tuple[list[tiny_gpt
     return steps, report.ranks[parallel_state.get_pipeline_model_parallel_rank()]
 
 
-@pytest.mark.parametrize(("schedule", "bandwidth"), [("zb-v", 5e6), pytest.param("1f1b-v", 3e6, marks=WHOLE)])
+@pytest.mark.parametrize(("schedule", "bandwidth"), [("zb-v", 5e6), whole("1f1b-v", 3e6)])
 def test_passes_wait_for_slow_copies(pool: Pool, schedule: str, bandwidth: float) -> None:
     sizes = {"pp": 2, "microbatches": 4}
     without = pool.run(2, run, schedule, "--num-layers 8", 2, **sizes)

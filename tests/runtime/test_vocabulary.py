@@ -13,7 +13,6 @@ from pool import Pool
 from megatron.pipeline.runtime.model_stages import noting
 
 EXACT = 1e-5  # relative: the softmax's sums, and the gradients', are made of shards
-WHOLE = pytest.mark.whole
 LOW = 2e-2  # in 16 bits, where losses of different summation orders drift apart
 
 
@@ -41,8 +40,8 @@ def assert_near_stock(
         (4, 3, "1f1b", 2),
         (2, 2, "1f1b", 2),
         rest(2, 3, "zb-h1", 20),
-        pytest.param(4, 4, "zb-h1", 20, marks=WHOLE),
-        *[pytest.param(pp, m, name, 3, marks=WHOLE) for pp in (2, 4) for m in (1, 2, 3, 8) for name in ("1f1b", "zb-h1")],
+        whole(4, 4, "zb-h1", 20),
+        *[whole(pp, m, name, 3) for pp in (2, 4) for m in (1, 2, 3, 8) for name in ("1f1b", "zb-h1")],
     ],
 )
 def test_pipeline_sizes(pool: Pool, pp: int, microbatches: int, schedule: str, iterations: int) -> None:
@@ -86,7 +85,7 @@ LATER = (0, 5, 6, 7)
 @pytest.mark.parametrize(
     ("pp", "tp", "flags", "variant"),
     [whole(*row) if number in COVERED else rest(*row) if number in LATER else row for number, row in enumerate(LAYOUTS)]
-    + [pytest.param(*layout, "2" if variant == "1" else "1", marks=WHOLE) for *layout, variant in LAYOUTS],
+    + [whole(*layout, "2" if variant == "1" else "1") for *layout, variant in LAYOUTS],
 )
 def test_layouts_and_settings(pool: Pool, pp: int, tp: int, flags: str, variant: str) -> None:
     assert_near_stock(pool, 4, ("zb-h1",), flags, (variant,), pp=pp, tp=tp, microbatches=5, iterations=2)
@@ -96,9 +95,7 @@ def test_context_parallel(pool: Pool) -> None:
     assert_near_stock(pool, 4, ("1f1b",), "", ("2",), pp=2, cp=2, microbatches=4, iterations=2)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "pp"), [("zb-v", 2), pytest.param("zb-v", 4, marks=WHOLE), pytest.param("1f1b", 4, marks=WHOLE)]
-)
+@pytest.mark.parametrize(("schedule", "pp"), [("zb-v", 2), whole("zb-v", 4), whole("1f1b", 4)])
 def test_evaluation(pool: Pool, schedule: str, pp: int) -> None:
     """Between two iterations, and with other numbers of microbatches than they have."""
     stock, *spread = (
@@ -125,7 +122,7 @@ def evaluated(schedule: str, flags: tuple[str, ...]) -> list[float | None]:
     return found
 
 
-@pytest.mark.parametrize("variant", ["2", pytest.param("1", marks=WHOLE), pytest.param("interlaced", marks=WHOLE)])
+@pytest.mark.parametrize("variant", ["2", whole("1"), whole("interlaced")])
 def test_every_order_on_one_placement_computes_the_same(pool: Pool, variant: str) -> None:
     """A tied shard, too, to which T and IB add in the schedule's order."""
     flags = ("--vocab-parallel", variant)

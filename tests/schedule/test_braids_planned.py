@@ -47,6 +47,7 @@ def test_planned_with_braids_is_between_the_bound_and_without(name: str) -> None
         assert overlapping.timeline.span < 0.97 * plain.timeline.span
 
 
+@pytest.mark.rest
 def test_a_schedule_of_many_passes_gets_braids() -> None:
     """From 500 passes on, changes of schedules without braids are compared by a compiled replay, which knows no braids."""
     request = Request("zb-v", 4, 24, lambda placement: with_parts_of(placement.last_stage + 1), overlap=True)
@@ -129,6 +130,7 @@ def test_what_is_exposed_is_what_passes_take_and_do_not_compute(name: str, chang
     assert braided.communication[0] < whole or not braided.braids
 
 
+@pytest.mark.rest
 def test_more_memory_makes_more_braids() -> None:
     """With room for DualPipeV's p + 1/2, and more, v-auto pairs more; it is never longer than DualPipeV where that fits."""
     asked = Request("v-auto", 4, 12, lambda placement: with_parts_of(placement.last_stage + 1), overlap=True)

@@ -7,6 +7,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from marked import rest, whole
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
@@ -98,10 +99,10 @@ def test_plans_are_never_behind_the_published_planner(name: str, kind: str, time
 @pytest.mark.parametrize(
     ("name", "p", "m"),
     [
-        ("zb-auto", 8, 450),
-        pytest.param("zb-auto", 12, 90, marks=pytest.mark.whole),
-        pytest.param("v-auto", 6, 300, marks=pytest.mark.whole),
-        pytest.param("v-auto", 12, 40, marks=pytest.mark.whole),
+        rest("zb-auto", 8, 450),
+        whole("zb-auto", 12, 90),
+        whole("v-auto", 6, 300),
+        whole("v-auto", 12, 40),
     ],
 )
 @examples(6)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marked import whole
 from pool import Pool
 from training.short_runs import metrics, train
 
@@ -45,20 +46,15 @@ PP2 = "--pipeline-model-parallel-size 2"
     ("ranks", "flags", "kinds"),
     [
         (2, "zb-h1 --pipeline-model-parallel-size 2", {"F", "B", "W"}),
-        pytest.param(2, "stock --pipeline-model-parallel-size 2", {"F", "BW"}, marks=WHOLE),
+        whole(2, "stock --pipeline-model-parallel-size 2", {"F", "BW"}),
         (2, "v-half --pipeline-model-parallel-size 2 --vocab-parallel 2", {"F", "B", "W", "S", "T", "IF", "IB"}),
         (4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel --bf16 --rehearse-park", {"F", "B", "W"}),
-        pytest.param(4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel", {"F", "B", "W"}, marks=WHOLE),
-        pytest.param(2, f"zb-h1 {PP2} --rehearse-park", {"F", "B", "W"}, marks=WHOLE),
-        pytest.param(2, f"v-half --use-distributed-optimizer {PP2} --rehearse-park", {"F", "B", "W"}, marks=WHOLE),
-        pytest.param(4, "zb-h2 --pipeline-model-parallel-size 4 --post-validation", {"F", "B", "W"}, marks=WHOLE),
-        pytest.param(2, f"{OFFLOAD} --pipeline-model-parallel-size 2", {"F", "B", "W"}, marks=WHOLE),
-        pytest.param(
-            4,
-            "zb-h1 --pipeline-model-parallel-size 2 --num-experts 2 --expert-model-parallel-size 2",
-            {"F", "B", "W"},
-            marks=WHOLE,
-        ),
+        whole(4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel", {"F", "B", "W"}),
+        whole(2, f"zb-h1 {PP2} --rehearse-park", {"F", "B", "W"}),
+        whole(2, f"v-half --use-distributed-optimizer {PP2} --rehearse-park", {"F", "B", "W"}),
+        whole(4, "zb-h2 --pipeline-model-parallel-size 4 --post-validation", {"F", "B", "W"}),
+        whole(2, f"{OFFLOAD} --pipeline-model-parallel-size 2", {"F", "B", "W"}),
+        whole(4, "zb-h1 --pipeline-model-parallel-size 2 --num-experts 2 --expert-model-parallel-size 2", {"F", "B", "W"}),
     ],
 )
 def test_numbers_are_those_of_training_and_every_pass_is_measured(

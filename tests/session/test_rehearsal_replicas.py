@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from marked import whole
 from pool import Pool
 from session.test_rehearsal import FLAGS as REHEARSED
 from training.short_runs import train_for_all
@@ -19,7 +20,6 @@ from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.session import rehearsal
 
-WHOLE = pytest.mark.whole
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2"
 
@@ -29,18 +29,14 @@ EXPERTS = "--num-experts 4 --expert-model-parallel-size 2"
     [
         ("zb-v --tensor-model-parallel-size 2 --sequence-parallel", 2),
         (f"zb-h1 {EXPERTS} --moe-token-dispatcher-type alltoall --rehearse-replicas fake:4 --use-distributed-optimizer", 4),
-        pytest.param("zb-h1 --context-parallel-size 2 --tensor-model-parallel-size 2", 4, marks=WHOLE),
-        pytest.param("v-half --vocab-parallel 2 --tensor-model-parallel-size 2", 2, marks=WHOLE),
-        pytest.param(f"1f1b {EXPERTS} --moe-token-dispatcher-type allgather", 2, marks=WHOLE),
-        pytest.param("stock --tensor-model-parallel-size 4", 4, marks=WHOLE),
-        pytest.param("zb-h1 --tensor-model-parallel-size 2 --rehearse-park", 2, marks=WHOLE),
-        pytest.param("zb-h2 --tensor-model-parallel-size 2 --post-validation", 2, marks=WHOLE),
-        pytest.param(f"zb-h1 --bf16 {OVERLAPS} --rehearse-replicas fake:4", 4, marks=WHOLE),
-        pytest.param(
-            "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 4 --tensor-model-parallel-size 2",
-            2,
-            marks=WHOLE,
-        ),
+        whole("zb-h1 --context-parallel-size 2 --tensor-model-parallel-size 2", 4),
+        whole("v-half --vocab-parallel 2 --tensor-model-parallel-size 2", 2),
+        whole(f"1f1b {EXPERTS} --moe-token-dispatcher-type allgather", 2),
+        whole("stock --tensor-model-parallel-size 4", 4),
+        whole("zb-h1 --tensor-model-parallel-size 2 --rehearse-park", 2),
+        whole("zb-h2 --tensor-model-parallel-size 2 --post-validation", 2),
+        whole(f"zb-h1 --bf16 {OVERLAPS} --rehearse-replicas fake:4", 4),
+        whole("gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 4 --tensor-model-parallel-size 2", 2),
     ],
 )
 def test_ranks_that_are_not_there_have_their_share(pool: Pool, tmp_path: Path, flags: str, share: int) -> None:

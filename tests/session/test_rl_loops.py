@@ -4,6 +4,7 @@ megatron-core's own schedule."""
 from __future__ import annotations
 
 import pytest
+from marked import whole
 from pool import Pool
 from session import rl_loops
 from session.rl_loops import Trained
@@ -25,8 +26,8 @@ def check(stock: list[Trained], ours: list[Trained], exact: bool) -> None:
     [
         ("zb-h1", True),
         ("zb-v", False),
-        pytest.param("zb-h1", False, marks=pytest.mark.whole),
-        pytest.param("zb-v", True, marks=pytest.mark.whole),
+        whole("zb-h1", False),
+        whole("zb-v", True),
     ],
 )
 def test_slime(pool: Pool, schedule: str, per_token: bool) -> None:
@@ -36,14 +37,14 @@ def test_slime(pool: Pool, schedule: str, per_token: bool) -> None:
         assert [rank.weights for rank in ours] == [rank.weights for rank in stock]
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.whole), "zb-v"])
+@pytest.mark.parametrize("schedule", [whole("zb-h1"), "zb-v"])
 def test_slime_with_replicas(pool: Pool, schedule: str) -> None:
     stock, ours = (pool.run(4, rl_loops.as_slime, name, 2, True, **OVERLAP) for name in ("stock", schedule))
     check(stock, ours, False)
 
 
-@pytest.mark.parametrize("in_parts", [pytest.param(False, marks=pytest.mark.whole), True])
-@pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.whole), "zb-auto"])
+@pytest.mark.parametrize("in_parts", [whole(False), True])
+@pytest.mark.parametrize("schedule", [whole("zb-h1"), "zb-auto"])
 def test_nemo_rl(pool: Pool, schedule: str, in_parts: bool) -> None:
     stock, ours = (pool.run(4, rl_loops.as_nemo_rl, name, 4, in_parts) for name in ("stock", schedule))
     check(stock, ours, True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pool import forked, run_program
 from releases import EXTRA_TOKENS
 
 from megatron.pipeline.session.tokenizer import ByteLevelTokenizer, build_tokenizer, padded_vocab_size
@@ -125,24 +124,25 @@ def test_standard_library_is_real_and_bounded() -> None:
     assert not any("test" in path.parts for path in files)
 
 
+def read_for_ever(pipe: Path, out: Path) -> None:
+    """Makes a file for every document that is done."""
+    documents = corpus.read_documents([pipe], ["text"], "strict")
+    corpus.write_dataset(documents, str(out), ["text"], BYTES, True, 1, lambda _: out.touch())
+
+
 def test_killed_run_leaves_no_index(tmp_path: Path) -> None:
     """The reader waits on a pipe that never ends, so the kill always strikes in the middle."""
-    pipe = tmp_path / "endless.txt"
+    pipe, out = tmp_path / "endless.txt", tmp_path / "out"
     os.mkfifo(pipe)
-    program = (
-        "import sys; from argparse import Namespace; from pathlib import Path; import corpus;"
-        "documents = corpus.read_documents([Path(sys.argv[1])], ['text'], 'strict');"
-        "corpus.write_dataset(documents, sys.argv[2], ['text'], Namespace(tokenizer_type='ByteLevelTokenizer'), True, 1, print)"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", program, str(pipe), str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=SCRIPT.parent, stdout=-1)
+    process = forked(read_for_ever, pipe, out)
     with open(os.open(pipe, os.O_RDWR), "w") as writer:  # reading, too: it does not wait for a program that has died
         writer.write("a line\n" * 10_000)
         writer.flush()
-        assert process.stdout is not None
-        assert process.stdout.readline(), "one document is done"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        while not out.exists():
+            assert process.is_alive(), "it ends before a document is done"
+            time.sleep(0.01)
+        process.kill()
+        process.join()
     assert not (tmp_path / "out_text_document.idx").exists()
     with pytest.raises(ValueError, match="does not exist"):
         data_files.read_index(str(tmp_path / "out_text_document"))
@@ -151,10 +151,8 @@ def test_killed_run_leaves_no_index(tmp_path: Path) -> None:
 def test_script(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello\n")
     prefix = str(tmp_path / "data")
-    command = [sys.executable, str(SCRIPT), "--input", str(tmp_path / "a.txt"), "--output-prefix", prefix, "--append-eod"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "data_text_document: 1 documents, 7 tokens" in done.stdout
+    code, output = run_program(SCRIPT, "--input", str(tmp_path / "a.txt"), "--output-prefix", prefix, "--append-eod")
+    assert code == 0 and "data_text_document: 1 documents, 7 tokens" in output, output
     assert texts(prefix + "_text_document") == ["hello\n"]
 
 

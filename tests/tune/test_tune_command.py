@@ -226,6 +226,7 @@ def test_measured_searched_and_verified_on_this_machine(
     assert "failed" not in table and "WARNING" not in table
 
 
+@pytest.mark.rest
 def test_less_memory_than_a_gpu_has(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Without being asked, a search leaves a twentieth of it alone."""
     few = [
