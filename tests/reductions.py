@@ -1,11 +1,15 @@
-"""What DDP does while passes run: where reductions of gradients and gathers of weights begin, on this rank."""
+"""What DDP does while passes run: where reductions of gradients and gathers of weights begin, on this rank; and costs of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import Costs, uniform
 
 
 class Buckets(NamedTuple):
@@ -24,6 +28,13 @@ class Buckets(NamedTuple):
     groups: list[int]
     ahead: int
     in_order: bool
+
+
+def costs(name: str, ranks: int) -> Costs:
+    """Of passes, with long reductions and gathers."""
+    given = uniform(families.placement(name, ranks), forward=1, backward=1, weight=1)
+    stages = tuple(replace(stage, reduce=4.0, step=0.2, gather=2.0) for stage in given.stages)
+    return replace(given, stages=stages, norm=0.1)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ DOCUMENTS = [
     "docs/numerics.md",
     "docs/memory.md",
     "docs/every_batch.md",
+    "docs/boundary.md",
     "docs/clusters.md",
     "docs/tuning.md",
     "docs/users/dense.md",

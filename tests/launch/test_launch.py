@@ -16,6 +16,7 @@ from launch.launched import SIZES, STAND_IN, Steps, launch, run
 from marked import rest
 from megatron.core import dist_checkpointing
 from pool import Pool
+from reductions import costs
 from releases import reduces_experts_wrong
 
 from megatron.pipeline import patches
@@ -159,6 +160,19 @@ def test_layouts(tmp_path: Path, flags: str) -> None:
         launch(tmp_path / name, STAND_IN, f"{flags} --pipeline-schedule {name}", ranks=4) for name in ("stock", "zb-v")
     )
     assert [loss for loss, _ in placed] == [loss for loss, _ in alone]
+
+
+@pytest.mark.whole
+def test_buckets_are_those_of_the_plan_where_no_size_is_given(tmp_path: Path) -> None:
+    (file := tmp_path / "costs.json").write_text(costs("zb-v", 2).to_json())
+    flags = f"{SIZES} --train-iters 3 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    alone = launch(tmp_path / "stock", STAND_IN, f"{flags} --pipeline-schedule stock", ranks=4)
+    for given, says in (("", True), ("--ddp-bucket-size 4096", False)):
+        placed = f"{flags} --pipeline-schedule zb-v --pipeline-costs {file} {given}"
+        codes, output, steps = run(tmp_path / f"zb-v{given[-4:]}", STAND_IN, placed, ranks=4)
+        assert codes == [0] * 4, output
+        assert [loss for loss, _ in steps] == [loss for loss, _ in alone]
+        assert ("the gradients of a chunk are reduced in 4 buckets, as planned; --ddp-bucket-size" in output) == says, output
 
 
 @pytest.mark.parametrize(

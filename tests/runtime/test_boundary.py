@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_gpt
 from marked import rest, whole
 from pool import Pool
+from reductions import costs
 
 from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.problem import Objective
 
 GATHERS = "--overlap-param-gather"
 BOTH = f"--use-distributed-optimizer --overlap-grad-reduce {GATHERS} --ddp-bucket-size 4096"
 MICROBATCHES = 6
 SMALL = "--num-layers 4 --hidden-size 16 --num-attention-heads 2"
-
-
-def costs(name: str, ranks: int) -> Any:
-    """Of passes, with long reductions and gathers."""
-    given = uniform(families.placement(name, ranks), forward=1, backward=1, weight=1)
-    stages = tuple(replace(stage, reduce=4.0, step=0.2, gather=2.0) for stage in given.stages)
-    return replace(given, stages=stages, norm=0.1)
 
 
 def test_reductions_change_the_order_of_the_last_weight_gradients() -> None:

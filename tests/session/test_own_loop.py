@@ -10,24 +10,18 @@ from typing import Any
 
 import pytest
 from pool import Pool, forked, free_port
+from reductions import costs
 from session import own_loops
 
 from megatron.pipeline import install
 from megatron.pipeline.combinations.table import Facts
 from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.session.own_loop import OwnLoop
-
-
-def with_boundary(name: str, ranks: int) -> Costs:
-    """Of passes, with long reductions and gathers."""
-    given = uniform(families.placement(name, ranks), forward=1, backward=1, weight=1)
-    return replace(given, stages=tuple(replace(stage, reduce=4.0, step=0.2, gather=2.0) for stage in given.stages), norm=0.1)
 
 
 def bits(found: list[own_loops.Trained]) -> list[Any]:
@@ -45,9 +39,9 @@ def test_a_loop_with_one_module_trains_as_under_stock(pool: Pool, schedule: str)
 def test_with_replicas_whose_reductions_overlap_it_trains_as_under_stock(pool: Pool, tmp_path: Path, pipeline: int) -> None:
     """Four replicas, and two; with DDP's buckets, and of two also with those of a plan: other buckets add four up in another
     order."""
-    (file := tmp_path / "costs.json").write_text(with_boundary("zb-h1", pipeline).to_json())
+    (file := tmp_path / "costs.json").write_text(costs("zb-h1", pipeline).to_json())
     runs = (("stock", None), ("zb-h1", None), *([("zb-h1", str(file))] if pipeline > 1 else []))
-    stock, ours, *planned = (pool.run(4, own_loops.train, name, pipeline, "", True, costs) for name, costs in runs)
+    stock, ours, *planned = (pool.run(4, own_loops.train, name, pipeline, "", True, given) for name, given in runs)
     for found in (ours, *planned):
         assert [(rank.losses, rank.weights) for rank in found] == [(rank.losses, rank.weights) for rank in stock]
         # On every rank, although the loop has asked for aligned reductions.

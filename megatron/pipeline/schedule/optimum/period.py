@@ -102,8 +102,10 @@ def _stepped(problem: Problem, stage: int, buckets: int) -> float:
 
 
 def _beside(problem: Problem, stage: int, buckets: int, kind: Kind) -> float:
-    """The most seconds in which a pass runs beside RS or AG of its own stage."""
-    return (buckets - 1) / buckets * max(problem.costs.each(lambda costs: costs.seconds(kind, stage), problem.microbatches))
+    """The most seconds in which a pass runs beside RS or AG of its own stage; a braid takes no longer than both of its halves."""
+    kinds = (Kind.F, Kind.BW) if problem.overlap else (kind,)
+    longest = max(problem.costs.each(lambda costs: sum(costs.seconds(each, stage) for each in kinds), problem.microbatches))
+    return (buckets - 1) / buckets * longest
 
 
 def _between(problem: Problem, stage: int, buckets: int, norm: bool, last: Kind) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 from megatron.pipeline.schedule.core.boundary import Turn, first_and_last, with_turns
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -138,24 +138,17 @@ class _Completed:
         return sorted(self.first, key=self.first.__getitem__)
 
 
-@dataclass(frozen=True)
-class _Placed:
+@lru_cache(maxsize=1024)
+def _planned(passes: Passes, buckets: int) -> Turn:
     """A rank's plan: see above."""
-
-    rank: _Completed
-    buckets: int
-
-    @cached_property
-    def turn(self) -> Turn:
-        rank = self.rank
-        behind: dict[int, list[Pass]] = {}
-        for chunk in rank.by_completion:
-            _reduced_within(behind, rank, chunk, _of(Kind.RS, chunk, self.buckets)[::-1])
-        end = behind.setdefault(len(rank.passes), [])
-        for chunk in rank.by_use:
-            for step, gather in zip(*(_of(kind, chunk, self.buckets) for kind in (Kind.OPT, Kind.AG)), strict=True):
-                end += [step, gather]
-        return _merged(rank.passes, {}, behind)
+    rank, behind = _Completed(passes), dict[int, list[Pass]]()
+    for chunk in rank.by_completion:
+        _reduced_within(behind, rank, chunk, _of(Kind.RS, chunk, buckets)[::-1])
+    end = behind.setdefault(len(passes), [])
+    for chunk in rank.by_use:
+        for both in zip(_of(Kind.OPT, chunk, buckets), _of(Kind.AG, chunk, buckets), strict=True):
+            end += both
+    return _merged(passes, {}, behind)
 
 
 def megatron(schedule: Schedule, problem: Problem, rules: Iterable[Rules] = MEGATRON) -> tuple[Schedule, Steady]:
@@ -197,22 +190,18 @@ class _Search:
         self._left = _TRIALS
         peaks = activation_peaks(schedule, problem.costs)
         self._limits = [max(each) for each in zip(peaks, problem.limits or peaks, strict=True)]
-        ranks = [_Completed(passes) for passes in schedule.passes]
-        found: list[tuple[Steady, int, list[_Placed]]] = []
-        for buckets in BUCKETS:
-            plans = [_Placed(rank, buckets) for rank in ranks]
-            if (steady := self._of(plans)) is not None:
-                found.append((steady, len(found), plans))
-        self.steady, _, self._plans = min(found)
+        self._passes = list(schedule.passes)
+        found = [(steady, buckets) for buckets in BUCKETS if (steady := self._of(self._passes, buckets)) is not None]
+        self.steady, self._buckets = min(found)
 
     @property
     def schedule(self) -> Schedule:
         """The best so far."""
-        return with_turns(self._original, [plan.turn for plan in self._plans])
+        return with_turns(self._original, [_planned(passes, self._buckets) for passes in self._passes])
 
     def improve(self) -> None:
         """Change all ranks at once, and then one after another, until nothing helps."""
-        ranks, before = range(len(self._plans)), None
+        ranks, before = range(len(self._passes)), None
         for move in self._moves():
             self._try(move, ranks)
         while before != self.steady and self._left > 0:
@@ -230,23 +219,21 @@ class _Search:
                     yield partial(at_once, chunk=chunk, count=count)
 
     def _try(self, move: Callable[[Passes], Passes], ranks: Iterable[int]) -> None:
-        plans = list(self._plans)
+        changed = list(self._passes)
         for rank in ranks:
-            own = plans[rank].rank.passes
-            if not _fuses(own) and (passes := move(own)) != own:
-                plans[rank] = replace(plans[rank], rank=_Completed(passes))
-        if plans != self._plans and self._left > 0:
+            if not _fuses(changed[rank]):
+                changed[rank] = move(changed[rank])
+        if changed != self._passes and self._left > 0:
             self._left -= 1
-            if (steady := self._of(plans)) is not None and steady < self.steady and self._fits(plans):
-                self.steady, self._plans = steady, plans
+            if (steady := self._of(changed, self._buckets)) is not None and steady < self.steady and self._fits(changed):
+                self.steady, self._passes = steady, changed
 
-    def _fits(self, plans: Sequence[_Placed]) -> bool:
-        schedule = replace(self._original, passes=tuple(plan.rank.passes for plan in plans))
-        peaks = activation_peaks(schedule, self._problem.costs)
+    def _fits(self, passes: Sequence[Passes]) -> bool:
+        peaks = activation_peaks(replace(self._original, passes=tuple(passes)), self._problem.costs)
         return all(peak <= limit * SLACK for peak, limit in zip(peaks, self._limits, strict=True))
 
-    def _of(self, plans: Sequence[_Placed]) -> Steady | None:
-        return self._cycle.steady([plan.turn for plan in plans])
+    def _of(self, passes: Sequence[Passes], buckets: int) -> Steady | None:
+        return self._cycle.steady([_planned(own, buckets) for own in passes])
 
 
 def hurried(passes: Passes, chunk: int) -> Passes:
