@@ -72,19 +72,18 @@ class Packing:
             self._replicas = new_group(replicas if len(replicas) > 1 else (), backend="gloo")
             model = parallel_state.get_model_parallel_group(check_initialized=False)
             self._model = new_group(torch.distributed.get_process_group_ranks(model), backend="gloo")
-        iterators = list(call.iterators)
+        iterators, made = list(call.iterators), list[list[Any]]()
         if not any(getattr(items, "replaying", False) for items in iterators):
-            made: list[list[Any]] = []
             self._count = 0
             for place, items in enumerate(iterators):
                 if items is not None:
                     iterators[place] = self._beneath(place, items)
                     self._count, made = self._readers[place].begin(lambda source: self._make(source, call))
-            shared = torch.tensor([self._count])  # some ranks read no data
-            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self._model)
-            self._count = int(shared)
-            for batch in filter(None, made if self._announce else ()):
-                self._announce([lengths_of(item) for item in batch])  # type: ignore[misc]
+        shared = torch.tensor([self._count])  # some ranks read no data
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self._model)
+        self._count = int(shared)
+        for batch in filter(None, made if self._announce else ()):
+            self._announce([lengths_of(item) for item in batch])  # type: ignore[misc]
         data = iterators if isinstance(call.data_iterator, list) else iterators[0]
         return {**keywords, "data_iterator": data, "num_microbatches": self._count or call.num_microbatches}
 
