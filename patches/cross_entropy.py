@@ -14,7 +14,8 @@ def install_loop() -> None:
     compat.wrap(compat.module("megatron.core.tensor_parallel.cross_entropy"), "vocab_parallel_cross_entropy", _compute)
 
 
-def _compute(compute: Any, logits: Any, target: Any, label_smoothing: float = 0.0, *rest: Any, **options: Any) -> Any:
-    if label_smoothing and loops.current is not None:
-        loops.current.warn(smoothed_loss=label_smoothing)
-    return compute(logits, target, label_smoothing, *rest, **options)
+def _compute(compute: Any, *given: Any, **options: Any) -> Any:
+    smoothing = options.get("label_smoothing", given[2] if len(given) > 2 else 0.0)
+    if smoothing and loops.current is not None:
+        loops.current.warn(smoothed_loss=smoothing)
+    return compute(*given, **options)

@@ -251,7 +251,11 @@ def warned(gathered: bool) -> tuple[list[float], list[str]]:
         logits = torch.arange(8.0).reshape(1, 1, 8)
         part = logits if gathered else logits.chunk(2, -1)[torch.distributed.get_rank()]
         compute, target = tensor_parallel.vocab_parallel_cross_entropy, torch.tensor([[1]])
-        losses = [float(compute(part.clone(), target, *smoothing)) for smoothing in ((), (0.1,), (0.1,))]
+        losses = [
+            float(compute(vocab_parallel_logits=part.clone(), target=target)),
+            float(compute(part.clone(), target, 0.1)),
+            float(compute(part.clone(), target, label_smoothing=0.1)),
+        ]
     finally:
         logger.removeHandler(handler)
     return losses, said
