@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron.pipeline.shape.holding import ITERATION, LAYERS, Holding, graphed, graphs
-from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, MLP, Hybrid, Mixer
+from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, MLP, Hybrid
+from megatron.pipeline.shape.mixer import Mixer
 from megatron.pipeline.shape.precision import Quantized
 from megatron.pipeline.shape.windows import Windows
 
@@ -299,6 +300,14 @@ class Shape:
         return [(self.hybrid.share(symbol), mixer) for symbol, mixer in self.hybrid.mixers] if self.hybrid else []
 
     @property
+    def mixer(self) -> Mixer:
+        """Their mean over all layers."""
+        found = Mixer()
+        for share, mixer in self.mixers:
+            found = Mixer(*(one + share * more for one, more in zip(found, mixer, strict=True)))
+        return found
+
+    @property
     def predictor(self) -> Shape:
         """The layers of one step of multi-token prediction: one that is as the last, or those of a hybrid model's pattern."""
         last = self.of_layers(self.layers - 1, 1)
@@ -390,9 +399,8 @@ class Shape:
     @property
     def layer_weights(self) -> float:
         """Weights of a layer's matrices that a token meets: 12h^2 of a plain GPT."""
-        mixers = sum(share * self.hidden * (mixer.projected + mixer.mixed) for share, mixer in self.mixers)
         attention = self.attention * (self.latent_weights + self.cut_attention_weights)
-        return attention + mixers + self.hidden * (3 if self.gated else 2) * self.ffn
+        return attention + self.hidden * (self.mixer.projected + self.mixer.mixed + (3 if self.gated else 2) * self.ffn)
 
     @property
     def keys(self) -> float:
@@ -429,10 +437,9 @@ def linear_work(shape: Shape) -> Work:
 
 
 def attention_work(shape: Shape, causal: bool = False) -> Work:
-    """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h; and of ``Mixer.operations``."""
+    """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h; and of a ``Mixer``."""
     each = 2 * shape.attention * shape.keys * (shape.queries + shape.attended) * (0.5 if causal else 1.0)
-    forward, backward = (sum(share * mixer.operations[way] for share, mixer in shape.mixers) for way in (0, 1))
-    return Work(shape.tokens * (each + forward), shape.tokens * (2 * each + backward), 0.0)
+    return Work(shape.tokens * (each + shape.mixer.forward), shape.tokens * (2 * each + shape.mixer.backward), 0.0)
 
 
 def attention_share(shape: Shape) -> float:
