@@ -14,7 +14,8 @@ from megatron.pipeline.costmodel.activations import layer_activation, layer_reta
 from megatron.pipeline.costmodel.device import named
 from megatron.pipeline.costmodel.estimate import computing_seconds
 from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
-from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.experts import Experts
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.hybrid import Hybrid
 from megatron.pipeline.shape.mamba import mixer
