@@ -19,7 +19,7 @@ KINDS: Mapping[str, Callable[[Namespace], Mixer]] = {"M": mamba.mixer}
 
 @dataclass(frozen=True)
 class Hybrid:
-    """What the layers of a hybrid model are.
+    """Layers of a hybrid model, by their kinds.
 
     Attributes:
         layers: the symbol of every layer.
