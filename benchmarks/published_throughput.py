@@ -278,10 +278,15 @@ def write_efficiencies(rows: Sequence[Row]) -> None:
             function.cache_clear()
 
 
+def _with_progress(row: Range) -> Range:
+    more = PROGRESS.get(row.kind)
+    return replace(row, high=round(more * row.high, 3), source=f"{row.source}; high times {more} for later ones") if more else row
+
+
 def write_ranges(rows: Sequence[Row]) -> None:
     kept = [row for row in table() if "Megatron-Bridge" not in row.source]
     own = [*learnt(rows, without_release, True), *learnt(rows, without_gpu, False)]
-    found = [*kept, *(replace(row, high=round(row.high * PROGRESS.get(row.kind, 1.0), 3)) for row in own)]
+    found = [*kept, *map(_with_progress, own)]
     lines = ",\n".join(f"  {json.dumps(asdict(row))}" for row in found)
     FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 

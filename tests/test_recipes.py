@@ -135,6 +135,10 @@ class _Backend(Enum):
     fused = 2
 
 
+class _Scope(Enum):
+    attn = 1
+
+
 def test_a_recipe_of_bridge_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A stand-in for Bridge's package, whose recipe has the sections and names of settings that Bridge's have."""
     model = Namespace(
@@ -144,7 +148,8 @@ def test_a_recipe_of_bridge_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys:
         num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512, moe_layer_freq=[0, *[1] * 7], moe_grouped_gemm=True,
         expert_model_parallel_size=2, moe_token_dispatcher_type="flex", pipeline_model_parallel_size=4,
         virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1, mtp_num_layers=0, attention_backend=_Backend.fused,
-        recompute_granularity="selective", recompute_modules=["moe_act"], window_size=(128, 0), window_attn_skip_freq=2,
+        recompute_granularity="selective", recompute_modules=["moe_act"], bf16=False,
+        cuda_graph_impl="transformer_engine", cuda_graph_scope=[_Scope.attn], window_size=(128, 0), window_attn_skip_freq=2,
         pipeline_model_parallel_layout=None,
     )  # fmt: skip
     recipe = Namespace(
@@ -173,7 +178,7 @@ def test_a_recipe_of_bridge_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys:
         "--recompute-granularity selective --recompute-modules moe_act --window-size 128,0 --window-attn-skip-freq 2 "
         "--micro-batch-size 1 --global-batch-size 64 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
         "--grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --fp8-format e4m3 --fp8-recipe mxfp8 "
-        "--fp8-param-gather --lr 3e-4"
+        "--fp8-param-gather --lr 3e-4 --cuda-graph-impl transformer_engine --cuda-graph-scope attn"
     )
     same = ["--pipeline-schedule", "stock"]
     named = vars(parse(["--config", "bridge:tiny_pretrain_config", *same], predicts=True))

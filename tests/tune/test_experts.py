@@ -28,8 +28,10 @@ from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.transform import recompute
 from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.gpt import Experts, Latent, Shape
+from megatron.pipeline.shape.experts import Experts
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.holding import Holding
+from megatron.pipeline.shape.latent import Latent
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.iteration import Result, between_pipelines, costs_of, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import OVERLAP, Layouts

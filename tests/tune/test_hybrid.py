@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -13,13 +14,14 @@ from megatron.pipeline.costmodel.activations import layer_activation, layer_reta
 from megatron.pipeline.costmodel.device import named
 from megatron.pipeline.costmodel.estimate import computing_seconds
 from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
-from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.experts import Experts
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.hybrid import Hybrid
-from megatron.pipeline.shape.mamba import Mamba
+from megatron.pipeline.shape.mamba import mixer
 
 H100 = named("H100-80GB")
-MAMBA = Mamba(heads=128, head_width=64, groups=8, state=128)
+MAMBA = mixer(Namespace(mamba_num_heads=128, mamba_head_dim=64, mamba_num_groups=8, mamba_state_dim=128))
 # Nemotron-H-8B (arXiv 2504.03624), as Megatron-LM 0.16 has its flags.
 PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 NEMOTRON = (

@@ -17,7 +17,8 @@ from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.costmodel.traffic import cast_traffic, layer_traffic
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.experts import Experts
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.precision import RECIPES, Quantized
 
 GB200 = named("GB200")

@@ -8,7 +8,8 @@ import pytest
 
 from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.costmodel.links import Links, Spread, exchange_seconds, hop_seconds, layer_communication
-from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.experts import Experts
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.holding import Holding
 
 A100 = replace(named("A100-80GB"), beside_communication=1.0)

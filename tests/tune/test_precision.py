@@ -19,7 +19,8 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation_latent import check_trained
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.experts import Experts
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.precision import RECIPES, Quantized
 

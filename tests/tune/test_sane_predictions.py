@@ -13,7 +13,8 @@ from megatron.pipeline.costmodel.estimate import estimate
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.shape.gpt import Experts, Shape
+from megatron.pipeline.shape.experts import Experts
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.precision import RECIPES, Quantized
 from megatron.pipeline.shape.windows import Windows

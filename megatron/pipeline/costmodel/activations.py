@@ -65,8 +65,8 @@ def layer_activation(shape: Shape) -> float:
     """
     more = shape.keys_and_values - shape.projected_keys_and_values
     normalised = shape.queries_and_keys if shape.qk_norm and not shape.latent else 0
-    mixed = sum(share * mixer.kept for share, mixer in shape.mixers)
-    numbers = _weighed(shape) + shape.tokens * (shape.attention * (normalised + more) + mixed) * shape.holding.of_cut_layers
+    further = shape.attention * (normalised + more) + shape.mixer.kept
+    numbers = _weighed(shape) + shape.tokens * further * shape.holding.of_cut_layers
     return shape.holding.number * numbers + layer_masks(shape) + attention_matrices(shape) + _quantized(shape)
 
 
@@ -93,8 +93,7 @@ def _quantized(shape: Shape) -> float:
     # Experts' input is what is dispatched; a router's is in 16 bits.
     whole = (shape.parts - shape.share(EXPERTS)) * shape.hidden
     whole += shape.attention * shape.latent.normalised if shape.latent else 0
-    mixed = sum(share * mixer.mixed for share, mixer in shape.mixers)
-    inputs = whole * held.of_whole_layers + (shape.ffn + mixed + _dispatched(shape)) * held.of_cut_layers
+    inputs = whole * held.of_whole_layers + (shape.ffn + shape.mixer.mixed + _dispatched(shape)) * held.of_cut_layers
     own = quantized.recipe.number
     more = (own - held.number) * inputs + own * shape.attention * shape.attended * held.of_cut_layers
     return shape.tokens * quantized.mean(0.0, more)
@@ -105,8 +104,7 @@ def _weighed(shape: Shape) -> float:
     narrow = shape.latent.width + shape.latent.normalised if shape.latent else 0
     whole = 2 * shape.parts * shape.hidden + shape.attention * narrow
     cut = shape.attention * (shape.attended + shape.queries + shape.projected_keys_and_values)
-    cut += (3 if shape.gated else 2) * shape.ffn + 2 * _dispatched(shape)
-    cut += sum(share * (mixer.projected + mixer.mixed) for share, mixer in shape.mixers)
+    cut += (3 if shape.gated else 2) * shape.ffn + 2 * _dispatched(shape) + shape.mixer.projected + shape.mixer.mixed
     return shape.tokens * (whole * shape.holding.of_whole_layers + cut * shape.holding.of_cut_layers)
 
 

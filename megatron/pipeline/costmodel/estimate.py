@@ -123,7 +123,7 @@ def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
     columns = [] if shape.latent else [(shape.attention, float(shape.queries + shape.keys_and_values))]
     if shape.experts is None:
         columns.append((shape.share(MLP), (2 if shape.gated else 1) * shape.dense_ffn))
-    columns += [(share, float(mixer.projected)) for share, mixer in shape.mixers]
+    columns += [(share, mixer.projected) for share, mixer in shape.mixers]
     products, each = _products(shape, device, [width for _, width in columns]), _sum_seconds(shape, links)
     return sum(share * links.hides(each, product) for (share, _), product in zip(columns, products, strict=True))
 

@@ -92,7 +92,7 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
             whole += shape.norm * (shape.latent.normalised if shape.latent else 2 * shape.head_width)
     for symbol, mixer in shape.hybrid.mixers if shape.hybrid else ():
         if symbol in symbols:
-            cut += hidden * (mixer.projected + mixer.mixed) + mixer.parameters
+            cut += round(hidden * (mixer.projected + mixer.mixed) + mixer.parameters)
     if experts and EXPERTS in symbols:
         width = experts.shared_ffn
         whole += experts.count * (hidden + (1 if shape.biases else 0))  # the router

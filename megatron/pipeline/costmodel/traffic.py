@@ -35,9 +35,8 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
     before, heads = (2 if shape.gated else 1) * shape.ffn, share * shape.queries_and_keys
     masks = parts * held.hidden_masks / number
     whole_forward, whole_backward = parts * (2.0 + 3) * shape.hidden, parts * (5.0 + 5) * shape.hidden
-    mixed_forward, mixed_backward = (sum(part * mixer.moved[way] for part, mixer in shape.mixers) for way in (0, 1))
-    cut_forward = before + shape.ffn + 2 * heads + mixed_forward
-    cut_backward = 2 * before + shape.ffn + 2 * heads + mixed_backward
+    cut_forward = before + shape.ffn + 2 * heads + shape.mixer.moved_forward
+    cut_backward = 2 * before + shape.ffn + 2 * heads + shape.mixer.moved_backward
     if shape.biases:
         whole_backward += parts * shape.hidden
         cut_backward += before
@@ -78,11 +77,9 @@ def cast_traffic(shape: Shape) -> tuple[float, float]:
     ffn = shape.ffn - (experts.mean_visited_ffn if experts else 0.0)
     share, first = shape.attention, shape.parts * shape.hidden
     normed, made = (share * latent.normalised, share * latent.width) if latent else (0, 0)
-    mixed = sum(part * mixer.mixed for part, mixer in shape.mixers)
-    projected = sum(part * mixer.projected for part, mixer in shape.mixers)
     each = shape.tokens * quantized.share * (quantized.recipe.reads * held.number + quantized.recipe.weight)
-    forward = (first + normed) * held.of_whole_layers + (share * shape.attended + mixed + ffn) * held.of_cut_layers
-    heads = share * (shape.queries + shape.projected_keys_and_values) + projected
+    forward = (first + normed) * held.of_whole_layers + (share * shape.attended + shape.mixer.mixed + ffn) * held.of_cut_layers
+    heads = share * (shape.queries + shape.projected_keys_and_values) + shape.mixer.projected
     backward = (first + made) * held.of_whole_layers + (heads + (2 if shape.gated else 1) * ffn) * held.of_cut_layers
     return each * forward, each * backward
 

@@ -10,7 +10,8 @@ from typing import Any
 
 SCHEME = "bridge:"
 _PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
-_SECTIONS = ("model", "train", "ddp", "optimizer", "mixed_precision", "comm_overlap")  # the first that has a setting counts
+# The first that has a setting counts: the first two are those that Bridge lets replace others.
+_SECTIONS = ("mixed_precision", "comm_overlap", "model", "train", "ddp", "optimizer")
 _NAMES = {  # of settings, where ours are others
     "num_experts": "num_moe_experts",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
@@ -90,4 +91,6 @@ def _plain(value: Any, action: argparse.Action) -> Any:
     if isinstance(value, list | tuple) and action.nargs is None:  # of layers, of a window's sides, or of stages
         rows = ["".join(_LETTERS[part] for part in row) for row in value if isinstance(row, list)]
         return "|".join(rows) or (str(value) if isinstance(value, list) else ",".join(map(str, value)))
+    if isinstance(value, list):
+        return [_plain(each, action) for each in value]
     return _TYPES.get(str(value), value)

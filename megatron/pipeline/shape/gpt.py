@@ -10,8 +10,11 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron.pipeline.shape.holding import ITERATION, LAYERS, Holding, graphed, graphs
-from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, MLP, Hybrid, Mixer
+from megatron.pipeline.shape.experts import Experts
+from megatron.pipeline.shape.holding import Holding
+from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, MLP, Hybrid
+from megatron.pipeline.shape.latent import Latent
+from megatron.pipeline.shape.mixer import Mixer
 from megatron.pipeline.shape.precision import Quantized
 from megatron.pipeline.shape.windows import Windows
 
@@ -34,147 +37,6 @@ class Work(NamedTuple):
 
     def plus(self, other: Work) -> Work:
         return Work(*(one + more for one, more in zip(self, other, strict=True)))
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The experts that replace the MLP in some layers.
-
-    Attributes:
-        layers: of every layer of the model, whether it has experts.
-        count, topk: experts of such a layer, and those of them that a token passes.
-        ffn, shared_ffn: width of an expert, and of those that every token passes.
-        dense_ffn: width of the MLP of the other layers.
-        parallel, tensor: ranks that share the experts of a layer, and ranks that share each of them.
-        gathered: every rank gets the tokens of all that share the experts, instead of those for its own experts alone.
-        once: a token goes to a node once, and to each rank there once: DeepEP, HybridEP.
-        graphs: CUDA graphs launch the rest of such a layer; None where they launch its experts as well.
-        load: tokens that visit the experts of the rank with most, over the mean over all ranks.
-        grouped: all experts of a rank are one product, instead of one after another.
-        beside: experts that every token passes run beside the exchange of tokens.
-    """
-
-    layers: tuple[bool, ...]
-    count: int
-    topk: int
-    ffn: int
-    shared_ffn: int
-    dense_ffn: int
-    parallel: int = 1
-    tensor: int = 1
-    gathered: bool = False
-    once: bool = False
-    graphs: bool | None = False
-    load: float = 1.0
-    grouped: bool = True
-    beside: bool = False
-
-    @classmethod
-    def of(cls, args: Namespace) -> Experts | None:
-        """From Megatron-LM's flags after ``validate``; None for a model without."""
-        if not args.num_experts:
-            return None
-        return cls(
-            have_experts(args),
-            args.num_experts,
-            args.moe_router_topk,
-            args.moe_ffn_hidden_size,
-            args.moe_shared_expert_intermediate_size or 0,
-            args.ffn_hidden_size,
-            args.expert_model_parallel_size,
-            args.expert_tensor_parallel_size,
-            args.moe_token_dispatcher_type == "allgather",
-            args.moe_token_dispatcher_type == "flex",
-            _graphs(args),
-            _load(args),
-            args.moe_grouped_gemm,
-            getattr(args, "moe_shared_expert_overlap", False),
-        )
-
-    @property
-    def visits(self) -> float:
-        """Experts that a token visits, on the rank with most of such tokens."""
-        return self.topk * self.load
-
-    @property
-    def share(self) -> float:
-        """Share of the layers that have experts."""
-        return sum(self.layers) / len(self.layers)
-
-    @property
-    def mean_routed_ffn(self) -> float:
-        """Width of the experts that a token passes, as a mean over all layers."""
-        return self.share * (self.visits * self.ffn + self.shared_ffn)
-
-    @property
-    def mean_visited_ffn(self) -> float:
-        """The same without the experts that every token passes."""
-        return self.share * self.visits * self.ffn
-
-    @property
-    def mean_ffn(self) -> float:
-        """Width of the MLP that a token passes, as a mean over all layers."""
-        return self.mean_routed_ffn + (1 - self.share) * self.dense_ffn
-
-
-def _load(args: Namespace) -> float:
-    """Load of the rank with most tokens: as it is stated, or as far as the capacity of experts lets it be."""
-    load, capacity = getattr(args, "moe_load_factor", 1.0), args.moe_expert_capacity_factor
-    if capacity is None:
-        return load
-    return capacity if args.moe_pad_expert_input_to_capacity else min(load, capacity)
-
-
-def _graphs(args: Namespace) -> bool | None:
-    kind = graphs(args)
-    return None if kind == ITERATION or (kind == LAYERS and "moe" in graphed(args)) else kind == LAYERS
-
-
-def have_experts(args: Namespace) -> tuple[bool, ...]:
-    """Tell of each layer if it has experts, from Megatron-LM's flags after ``validate``."""
-    every, hybrid = args.moe_layer_freq, Hybrid.of(args)
-    if not args.num_experts:
-        return (False,) * args.num_layers
-    if hybrid:
-        return tuple(symbol == EXPERTS for symbol in hybrid.layers)
-    return tuple(layer % every == 0 for layer in range(args.num_layers)) if isinstance(every, int) else tuple(map(bool, every))
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Multi-latent attention: queries, and keys and values, are made from narrow vectors.
-
-    DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1. A head's query
-    and key are one part from these vectors and one that carries the position; that of keys is the same for all heads.
-
-    Attributes:
-        queries: width of what queries are made from; None where that is the hidden state.
-        keys: width of what keys and values are made from.
-        position: width of the part with the position.
-        values: width of a head's values.
-    """
-
-    queries: int | None
-    keys: int
-    position: int
-    values: int
-
-    @classmethod
-    def of(cls, args: Namespace) -> Latent | None:
-        """From Megatron-LM's flags after ``validate``; None for a model without."""
-        if not args.multi_latent_attention:
-            return None
-        return cls(args.q_lora_rank, args.kv_lora_rank, args.qk_pos_emb_head_dim, args.v_head_dim)
-
-    @property
-    def normalised(self) -> int:
-        """Width of what has a norm, where there are norms."""
-        return (self.queries or 0) + self.keys
-
-    @property
-    def width(self) -> int:
-        """Width of all that is made from hidden states."""
-        return self.normalised + self.position
 
 
 @dataclass(frozen=True)
@@ -299,6 +161,14 @@ class Shape:
         return [(self.hybrid.share(symbol), mixer) for symbol, mixer in self.hybrid.mixers] if self.hybrid else []
 
     @property
+    def mixer(self) -> Mixer:
+        """Their mean over all layers."""
+        found = Mixer()
+        for share, mixer in self.mixers:
+            found = Mixer(*(one + share * more for one, more in zip(found, mixer, strict=True)))
+        return found
+
+    @property
     def predictor(self) -> Shape:
         """The layers of one step of multi-token prediction: one that is as the last, or those of a hybrid model's pattern."""
         last = self.of_layers(self.layers - 1, 1)
@@ -390,9 +260,8 @@ class Shape:
     @property
     def layer_weights(self) -> float:
         """Weights of a layer's matrices that a token meets: 12h^2 of a plain GPT."""
-        mixers = sum(share * self.hidden * (mixer.projected + mixer.mixed) for share, mixer in self.mixers)
         attention = self.attention * (self.latent_weights + self.cut_attention_weights)
-        return attention + mixers + self.hidden * (3 if self.gated else 2) * self.ffn
+        return attention + self.hidden * (self.mixer.projected + self.mixer.mixed + (3 if self.gated else 2) * self.ffn)
 
     @property
     def keys(self) -> float:
@@ -429,10 +298,9 @@ def linear_work(shape: Shape) -> Work:
 
 
 def attention_work(shape: Shape, causal: bool = False) -> Work:
-    """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h; and of ``Mixer.operations``."""
+    """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h; and of a ``Mixer``."""
     each = 2 * shape.attention * shape.keys * (shape.queries + shape.attended) * (0.5 if causal else 1.0)
-    forward, backward = (sum(share * mixer.operations[way] for share, mixer in shape.mixers) for way in (0, 1))
-    return Work(shape.tokens * (each + forward), shape.tokens * (2 * each + backward), 0.0)
+    return Work(shape.tokens * (each + shape.mixer.forward), shape.tokens * (2 * each + shape.mixer.backward), 0.0)
 
 
 def attention_share(shape: Shape) -> float:

@@ -95,7 +95,7 @@ class Holding:
 
 
 def graphs(args: Namespace) -> str:
-    """What CUDA graphs launch at once: ``NOTHING``, ``LAYERS``, or the whole ``ITERATION``."""
+    """Parts that CUDA graphs launch at once: ``NOTHING``, ``LAYERS``, or the whole ``ITERATION``."""
     kind = getattr(args, "cuda_graph_impl", "none") or "none"
     if kind in (NOTHING, ITERATION):
         return kind

@@ -1,6 +1,6 @@
 """Hybrid models: every layer has one part, of a kind that a pattern names by a symbol, instead of attention and an MLP.
 
-A new kind is one file with a ``Mixer``, and one entry of ``KINDS``.
+A new kind is one file with a function that makes a ``Mixer`` of flags, and one entry of ``KINDS``.
 """
 
 from __future__ import annotations
@@ -8,48 +8,18 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from megatron.pipeline.shape.mamba import Mamba
+from megatron.pipeline.shape import mamba
+from megatron.pipeline.shape.mixer import Mixer
 
 ATTENTION, MLP, EXPERTS = "*", "-", "E"
 FLAGS = "hybrid_layer_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"  # each makes a model hybrid
-
-
-class Mixer(Protocol):
-    """Kind of layer in place of attention, in numbers for each token, of all ranks that share a layer by its heads.
-
-    Attributes:
-        projected, mixed: widths of what its first linear makes of hidden states, and of what its last one reads.
-        kept: numbers that F keeps for B beside those, which W needs too.
-        parameters: those that are no matrices of its two linears.
-    """
-
-    @property
-    def projected(self) -> int: ...
-    @property
-    def mixed(self) -> int: ...
-    @property
-    def kept(self) -> int: ...
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def operations(self) -> tuple[float, float]:
-        """Operations of F and B that have no weights."""
-        ...
-
-    @property
-    def moved(self) -> tuple[float, float]:
-        """Numbers that F and B read and write outside of products."""
-        ...
-
-
-KINDS: Mapping[str, Callable[[Namespace], Mixer]] = {"M": Mamba.of}
+KINDS: Mapping[str, Callable[[Namespace], Mixer]] = {"M": mamba.mixer}
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """What the layers of a hybrid model are.
+    """Layers of a hybrid model, by their kinds.
 
     Attributes:
         layers: the symbol of every layer.
