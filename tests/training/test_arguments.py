@@ -264,10 +264,9 @@ def test_flags_of_the_vocabulary_layers() -> None:
 
 
 def test_validation_writes_nothing_and_settings_are_frozen() -> None:
-    read = parse(f"{BASE} {PP}".split())
-    before = dict(vars(read))
+    read, before = (parse(f"{BASE} {PP}".split()) for _ in range(2))
     args = validate(read, 4)
-    assert vars(read) == before and read.ffn_hidden_size is None and args.ffn_hidden_size == 256
+    assert read == before and read.ffn_hidden_size is None and args.ffn_hidden_size == 256
     for one in (read, args):
         with pytest.raises(AttributeError, match=r"make others with flags \| {\'seq_length\': ...}"):
             one.seq_length = 64
