@@ -27,7 +27,8 @@ _OFF = {"none", "None", "0", "False"}
 def add_upstream(parser: argparse.ArgumentParser) -> None:
     """Add to a parser the flags, and to its own flags the names and values, that it lacks; their values are not checked."""
     known = parser._option_string_actions
-    known["--seed"].type = str  # of which nothing that is predicted depends
+    # A variable of a shell may stand there: no prediction depends on it.
+    known["--seed"].type = lambda text: int(text) if text.isdecimal() else text
     for row in table("upstream"):
         own = next((known[name] for name in row["names"] if name in known), None)
         if own is not None:
