@@ -111,7 +111,7 @@ def test_pretrain_gpt_has_flags_for_what_it_supports_alone(feature: Feature) -> 
 def test_training_refuses_what_is_predicted_alone(name: str) -> None:
     args = parse([])
     check_trained(args)
-    args |= {name: 64}
+    args |= {name: 65}
     flag = actions()[name].option_strings[0]
     feature = of_flag(flag[2:])
     assert feature is not None

@@ -211,7 +211,7 @@ def test_tied_embeddings_are_summed_where_they_are_apart() -> None:
     kinds: list[tuple[str, dict[str, Any]]] = [("1f1b", {}), ("v-auto", {}), ("zb-h1", {"vocab_parallel": "1"})]
     for name, more in (("untied", ""), ("tied", "--tie")):
         on = layouts(flags)
-        on.base.untie_embeddings_and_output_weights = not more
+        on = replace(on, base=on.base | {"untie_embeddings_and_output_weights": not more})
         tied[name] = {schedule: between(on, candidate(on, schedule, **changes)) for schedule, changes in kinds}
     size = 4 * 65536 * 2048
     assert tied["tied"]["1f1b"] - tied["untied"]["1f1b"] == pytest.approx(A100.hop.all_reduce(size, 2), rel=0.01)
