@@ -15,7 +15,7 @@ import torch
 from megatron.pipeline.planning.costs import with_parts
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.schedule.core.costs import Costs, MemoryUnit, StageCosts, VocabularyCosts
-from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind
+from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
 
 _SHARDS = -1  # in place of a stage: the vocabulary shards of all ranks, which are equal
 _REMADE = 1.05  # times what F holds: a B that leaves more makes activations again; up to that the two are taken to be as much
@@ -26,7 +26,8 @@ _What = TypeVar("_What")
 
 
 def measured_costs(timed: Sequence[Report], counted: Report) -> Costs:
-    """The costs of every stage, for one microbatch: medians over its passes. Hops and collectives: ``agree``.
+    """The costs of every stage, for one microbatch: medians over its passes of the least seconds that each took in an iteration,
+    since what disturbs a pass lengthens it. Hops and collectives: ``agree``.
 
     Where every backward is fused, only the sum of B and W is measured: half of it counts as B and half as W, and no memory
     counts as freed before W.
@@ -37,8 +38,11 @@ def measured_costs(timed: Sequence[Report], counted: Report) -> Costs:
             microbatches each has does not matter.
     """
     schedule = counted.schedule
-    seconds = _medians((place, kind, seconds) for report in timed for place, kind, seconds, _ in _alone(report))
-    changes = _medians((place, kind, change) for place, kind, _, change in _alone(counted))
+    least: dict[tuple[int, int, Pass], float] = {}
+    for place, rank, work, taken, _ in itertools.chain.from_iterable(map(_alone, timed)):
+        least[place, rank, work] = min(taken, least.get((place, rank, work), taken))
+    seconds = _medians((place, work.kind, taken) for (place, _, work), taken in least.items())
+    changes = _medians((place, work.kind, change) for place, _, work, _, change in _alone(counted))
     stages = [
         _stage(
             {kind: schedule.splits * value for kind, value in seconds[stage].items()},
@@ -95,8 +99,8 @@ def with_sizes(costs: Costs, sizes: Costs) -> Costs:
     return replace(costs, stages=tuple(stages), vocabulary=vocabulary, unit=sizes.unit)
 
 
-def _alone(report: Report) -> Iterator[tuple[int, Kind, float, int]]:
-    """The stage and kind of every pass, its seconds, and how many bytes more are held at its end than before it.
+def _alone(report: Report) -> Iterator[tuple[int, int, Pass, float, int]]:
+    """The stage and rank of every pass, the pass, its seconds, and how many bytes more are held at its end than before it.
 
     Not of the halves of braids: what each of them takes is not measured. Every stage has a forward and a backward that run
     alone, the first and the last.
@@ -107,7 +111,7 @@ def _alone(report: Report) -> Iterator[tuple[int, Kind, float, int]]:
         for (work, start, end), held, before in zip(record.passes, record.held, (0, *record.held), strict=False):
             if work not in halves:
                 place = _SHARDS if work.kind.is_of_vocabulary else report.schedule.placement.stage(rank, work.chunk)
-                yield place, work.kind, end - start, held - before
+                yield place, rank, work, end - start, held - before
 
 
 def _medians(samples: Iterable[tuple[_Place, _What, float]]) -> dict[_Place, dict[_What, float]]:

@@ -22,8 +22,8 @@ from megatron.pipeline.schedule.lower.program import Flow
 
 __all__ = ["Profile", "profiled"]
 
-TIMED = 3  # iterations
-ITERATIONS = 2 + TIMED  # that ``profiled`` takes
+TIMED = 3  # iterations, unless a caller wants more
+ITERATIONS = 2 + TIMED  # that ``profiled`` then takes
 _MIB = 2**20
 
 # One step per iteration: ``next`` before the first, then ``send`` with the report of each, which returns lines for the log.
@@ -37,21 +37,22 @@ class Profile(NamedTuple):
     timed: list[Report]
 
 
-def profiled(pipeline: Pipeline, sizes: Costs | None = None) -> Generator[list[str], Report, Profile]:
-    """Measure ``ITERATIONS`` iterations, on all ranks of the world together; returns after the last of them.
+def profiled(pipeline: Pipeline, sizes: Costs | None = None, times: int = TIMED) -> Generator[list[str], Report, Profile]:
+    """Measure 2 + ``times`` iterations, on all ranks of the world together; returns after the last of them.
 
     The first iteration warms up, the second is counted in bytes, the others are timed.
 
     Args:
         pipeline: one that measures.
         sizes: costs that have the bytes, where tensors cannot be counted; None to count them.
+        times: iterations that are timed.
     """
     yield []
     pipeline.counts_bytes = sizes is None
     counted = yield []
     pipeline.counts_bytes = False
     timed = []
-    for _ in range(TIMED):
+    for _ in range(times):
         timed.append((yield []))
     return Profile(_costs(pipeline, counted, timed, sizes), timed)
 

@@ -18,7 +18,7 @@ from megatron.pipeline.planning.baseline import stock_at_its_best
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.runtime.profiling import Steps, profiled
+from megatron.pipeline.runtime.profiling import TIMED, Steps, profiled
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.timeline import Timeline
@@ -147,6 +147,7 @@ def rehearse(
     replicas: Callable[[Costs], float | None],
     write: Callable[[Rehearsal], list[str]],
     sizes: Costs | None = None,
+    times: int = TIMED,
 ) -> Steps:
     """Measure a pipeline that runs its passes in turns, and say what a device for every rank would make of it.
 
@@ -157,10 +158,10 @@ def rehearse(
         layers: of the model.
         replicas: from measured costs to what data-parallel replicas add, as in ``Rehearsal``.
         write: called on every rank with what was found; returns more lines for the log.
-        sizes: see ``profiled``.
+        sizes, times: see ``profiled``.
     """
     with pipeline.optimizer_steps() as steps:
-        costs, timed = yield from profiled(pipeline, sizes)
+        costs, timed = yield from profiled(pipeline, sizes, times)
     report = timed[-1]
     own = costs if hop is None else replace(costs, hop=hop, vocabulary=replace(costs.vocabulary, exchange=exchange))
     schedule = report.schedule

@@ -19,7 +19,7 @@ from megatron.pipeline.costmodel.replicas import replica_seconds
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.runtime.profiling import Steps
+from megatron.pipeline.runtime.profiling import ITERATIONS, TIMED, Steps
 from megatron.pipeline.runtime.rehearsal import Rehearsal, rehearse
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.placement import Placement
@@ -42,7 +42,10 @@ def rehearsing(args: Settings, pipeline: Pipeline) -> Steps | None:
     of_a_microbatch = args.micro_batch_size * args.data_parallel_size * args.seq_length
     replicas, write = partial(_replicas, args, pipeline.placement), partial(_write, args)
     exchange, sizes = _exchange(args), uncounted_sizes(args, pipeline)
-    steps = rehearse(pipeline, args.rehearsal.seconds, exchange, of_a_microbatch.__mul__, args.num_layers, replicas, write, sizes)
+    whole = min(args.exit_interval, args.train_iters or args.exit_interval) if args.exit_interval and not args.load else 0
+    times = max(TIMED, whole - (ITERATIONS - TIMED))  # of a training that says when it ends, all
+    hop, tokens = args.rehearsal.seconds, of_a_microbatch.__mul__
+    steps = rehearse(pipeline, hop, exchange, tokens, args.num_layers, replicas, write, sizes, times)
     next(steps)
     return steps
 
