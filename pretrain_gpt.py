@@ -16,7 +16,7 @@ if __name__ == "__main__":
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
     from megatron.pipeline import patches
-    from megatron.pipeline.dist.processes import let_rank_0_speak
+    from megatron.pipeline.distributed.processes import let_rank_0_speak
 
     try:
         patches.install()

@@ -22,8 +22,8 @@ from sleeping import HIDDEN, MegatronStage, Sleeper, TorchStage, bind_to_core
 from torch.distributed import pipelining
 
 from megatron.pipeline import patches, planning
-from megatron.pipeline.dist.groups import new_group
-from megatron.pipeline.record.recorder import Unmeasured
+from megatron.pipeline.distributed.groups import new_group
+from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.iteration import Iteration
@@ -226,7 +226,7 @@ class Ours:
         # Every rank plans: a plan depends on nothing but its request.
         plan = planning.Request(family, ranks, microbatches, costs, None, limit, objective=Objective.MAKESPAN).plan()
         self.schedule = plan.schedule
-        self._iteration = partial(Iteration, plan, megatron.channels, Unmeasured, Posting(posting or "single"))
+        self._iteration = partial(Iteration, plan, megatron.channels, NullRecorder, Posting(posting or "single"))
         self.model = megatron.stages(placement, costs)
         self.data: Sequence[Any] = ()
 

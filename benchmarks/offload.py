@@ -47,10 +47,10 @@ from megatron.pipeline.patches import schedules as schedules_patch
 from one_device import DEVICE, device_name, one_rank, synchronize, timed
 
 from megatron.pipeline import planning
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.record.cost_profile import measured_costs
-from megatron.pipeline.record.recorder import Record, Recorder, Unmeasured
+from megatron.pipeline.record.recorder import NullRecorder, Record, Recorder
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.offload import numa, probe
@@ -217,7 +217,7 @@ class Replay:
         alike = replace(costs, stages=costs.stages[:1] * (whole.placement.last_stage + 1))
         self._programs[mode] = lower(whole, alike)[self._rank]
 
-    def run(self, mode: str, offloading: Offloading, recorder: Unmeasured) -> None:
+    def run(self, mode: str, offloading: Offloading, recorder: NullRecorder) -> None:
         """One iteration, which on a GPU has not ended yet."""
         program = self._programs[mode]
         offloaded = InFlight(offloading, program, self._parameters)
@@ -233,7 +233,7 @@ class Replay:
         """Of one iteration that nothing measures."""
         self._prepare()
         gc.disable()  # as timeit does
-        took, _ = timed(lambda: self.run(mode, offloading, Unmeasured()))
+        took, _ = timed(lambda: self.run(mode, offloading, NullRecorder()))
         gc.enable()
         return took
 

@@ -96,7 +96,7 @@ def tables(found: Sequence[Recipe]) -> list[str]:
     for one in found:
         row, bubble = one.row, one.stock.parts
         cells = [str(row.gpus), str(row.pp), str(row.vp), str(one.microbatches), f"{one.stock.seconds:.2f}"]
-        cells += [f"{(bubble.bubble + bubble.inequality) / one.stock.seconds:.0%}", one.schedule, f"{one.best.seconds:.2f}"]
+        cells += [f"{(bubble.bubble + bubble.imbalance) / one.stock.seconds:.0%}", one.schedule, f"{one.best.seconds:.2f}"]
         long.append([one.regime, f"{row.model.replace('_', ' ')}, {row.gpu}, {row.precision}", *cells, f"{one.gain:.2f}"])
     short = []
     for regime in dict.fromkeys(one.regime for one in found):

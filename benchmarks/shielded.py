@@ -25,8 +25,8 @@ from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.placement import Placement, linear
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 
 # Layers, hidden size, heads, heads of keys and values, width of the MLP, vocabulary: their published config.json files.
 LLAMA = {
@@ -40,8 +40,8 @@ TOKENS, RANKS = 8192, 8
 def costs(model: str, tensor: int, placement: Placement, hides: bool = True) -> Costs:
     """Of equal stages without the ends of the model; ``hides``: whether they say what B can compute behind its collectives."""
     layers, hidden, heads, groups, ffn, vocabulary = LLAMA[model]
-    holding = Holding(tensor=tensor, sequence_parallel=True, fused_norms=True, hidden_masks=False)
-    shape = Shape(layers, hidden, heads, groups, hidden // heads, ffn, True, TOKENS, 1, vocabulary, holding=holding)
+    policy = ActivationPolicy(tensor=tensor, sequence_parallel=True, fused_norms=True, hidden_masks=False)
+    shape = Shape(layers, hidden, heads, groups, hidden // heads, ffn, True, TOKENS, 1, vocabulary, policy=policy)
     gpu = device.named("H100-80GB")
     found = estimate.estimate(shape, placement, [layers // placement.depth] * placement.depth, gpu, links=Links.within(gpu))
     stage = found.stages[1]

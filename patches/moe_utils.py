@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 
 
 def install() -> None:

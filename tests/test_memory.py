@@ -14,8 +14,8 @@ from pool import Pool
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.costmodel import activations
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 
 # pp, tp, schedule and flags, on 4 ranks.
 UNTIED, EXPERTS = "--untie-embeddings-and-output-weights", "--num-experts 4 --expert-model-parallel-size 2"
@@ -68,7 +68,7 @@ def test_closed_forms_of_activations() -> None:
     sbh, matrices = given.tokens * given.hidden, 5 * given.heads * given.seq**2 * given.microbatch
 
     def held(**how: Any) -> float:
-        return activations.layer_activation(replace(given, holding=Holding(**how)))
+        return activations.layer_activation(replace(given, policy=ActivationPolicy(**how)))
 
     assert held(tensor=4) == (10 + 24 / 4) * sbh
     assert held(tensor=4, sequence_parallel=True) == held(tensor=2, sequence_parallel=True, context=2) == 34 / 4 * sbh
@@ -95,7 +95,7 @@ def test_closed_forms_of_activations() -> None:
 )
 def test_what_recomputation_leaves(how: dict[str, Any], split: bool, checkpoint: int, activation: int) -> None:
     """In sbh, of a stage of four layers; W needs 32sbh of each."""
-    given = replace(Shape.plain(4, 1024, 16, 512, 1024), holding=Holding(**how))
+    given = replace(Shape.plain(4, 1024, 16, 512, 1024), policy=ActivationPolicy(**how))
     sbh = given.tokens * given.hidden
     held = activations.held_by_stage(given, 4, split)
     assert (held.checkpoint / sbh, held.activation / sbh) == (checkpoint, activation)

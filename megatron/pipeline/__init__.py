@@ -25,7 +25,7 @@ The rooms, from the top: each imports only those below it (docs/architecture.md)
 ``shape``      the sizes of a model
 ``schedule``   what runs when: passes, placements, families, simulation, proof, lowering; never imports torch
 ``backward``   backwards that leave weight gradients to W
-``dist``       devices, process groups, collectives
+``distributed`` devices, process groups, collectives
 ``combinations``  what does not go with what
 """
 

@@ -29,8 +29,8 @@ from pool import Pool
 from runtime.shielded import costs
 
 from megatron.pipeline.costmodel.activations import layer_retained
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 
 _SKIP = pytest.mark.skip(
     reason="build/ has no release of Transformer Engine: python scripts/fetch_transformer_engine.py fetches some"
@@ -95,8 +95,8 @@ def test_weight_gradients_behind_collectives_change_no_bit(engine: Pool, tmp_pat
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_w_keeps_what_the_formula_says_under_sequence_parallelism(engine: Pool, tensor: int) -> None:
-    holding = Holding(tensor=tensor, sequence_parallel=tensor > 1)
-    expected = 4 * layer_retained(replace(Shape.plain(4, 32, 4, 16, 64, microbatch=2), holding=holding))
+    policy = ActivationPolicy(tensor=tensor, sequence_parallel=tensor > 1)
+    expected = 4 * layer_retained(replace(Shape.plain(4, 32, 4, 16, 64, microbatch=2), policy=policy))
     for found in engine.run(tensor, gpt.bytes_kept_by_w, tensor):
         assert list(found) == [pytest.approx(expected, rel=0.05)]
 

@@ -43,7 +43,7 @@ def said_of_memory(posting: str) -> tuple[int, list[str]]:
     """MiB that the communicators of messages and the vocabulary take, and what was logged."""
     import tiny_gpt
 
-    from megatron.pipeline.dist import groups
+    from megatron.pipeline.distributed import groups
 
     whole, begin, made = 80 * 2**30, groups.memory_noted, []
 

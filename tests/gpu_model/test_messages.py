@@ -16,7 +16,7 @@ from gpu_model import cuda, device, nccl
 from gpu_model.ranks import another_world
 from gpu_model.recorded import racing, recording
 from gpu_model.trace import Post
-from megatron.pipeline.dist.groups import few_ctas
+from megatron.pipeline.distributed.groups import few_ctas
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
 

@@ -13,7 +13,7 @@ from training.short_runs import metrics
 
 from gpu_model.recorded import racing
 from gpu_model.test_trainer import TWO, races
-from megatron.pipeline.dist.device import local_device
+from megatron.pipeline.distributed.device import local_device
 
 
 def collectives() -> tuple[dict[str, object], list[str]]:

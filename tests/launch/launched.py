@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pool import forked, free_port
 
-from megatron.pipeline.dist import processes
+from megatron.pipeline.distributed import processes
 
 STAND_IN = Path(__file__).parent / "stand_in" / "pretrain_gpt.py"
 OWN = Path(__file__).parents[2] / "pretrain_gpt.py"

@@ -18,7 +18,7 @@ from releases import reduces_experts_wrong
 from megatron.pipeline.cli import main
 from megatron.pipeline.combinations.rows import FLAGS, MODELS, QUANTIZED, WRONG
 from megatron.pipeline.combinations.table import refuse, sentences
-from megatron.pipeline.dist import processes
+from megatron.pipeline.distributed import processes
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.facts import cautions, of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS

@@ -155,8 +155,8 @@ def bytes_kept_by_w(tp: int) -> int:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_w_keeps_what_the_formula_says_under_sequence_parallelism(pool: Pool, tp: int) -> None:
     plain = Shape.plain(layers=1, hidden=WIDTH, heads=4, seq=LENGTH, vocabulary=64)
-    holding = replace(plain.holding, number=4, tensor=tp, sequence_parallel=tp > 1)
-    expected = layer_retained(replace(plain, microbatch=2, holding=holding))
+    policy = replace(plain.policy, number=4, tensor=tp, sequence_parallel=tp > 1)
+    expected = layer_retained(replace(plain, microbatch=2, policy=policy))
     for kept in pool.run(tp, bytes_kept_by_w, tp):
         assert kept == pytest.approx(expected, rel=0.05)
 
@@ -166,7 +166,7 @@ def shielded_backward(sequence_parallel: bool) -> tuple[list[str], int, list[boo
     of a fused backward."""
     from megatron.pipeline.backward import linear
     from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
-    from megatron.pipeline.dist import sequence
+    from megatron.pipeline.distributed import sequence
     from megatron.pipeline.runtime.stage_passes import run_weights
 
     layer = gpt_layer(2, sequence_parallel=sequence_parallel)
@@ -320,7 +320,7 @@ def test_the_log_names_a_reason_once_with_the_number_of_modules(pool: Pool) -> N
 def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:
     from megatron.pipeline.backward.linear import WeightGradient
     from megatron.pipeline.backward.weight_tasks import prepare, register_hook
-    from megatron.pipeline.dist.sequence import Part
+    from megatron.pipeline.distributed.sequence import Part
 
     kind = getattr(torch, dtype)
     generator = torch.Generator("cuda").manual_seed(1)

@@ -160,7 +160,7 @@ def over_tensor_parallel_ranks(sequence_parallel: bool) -> list[float]:
     patches.install()
     from megatron.core import parallel_state
 
-    from megatron.pipeline.dist.sequence import complete
+    from megatron.pipeline.distributed.sequence import complete
     from megatron.pipeline.model.vocabulary.input import EmbeddingShard
     from megatron.pipeline.model.vocabulary.loss import Statistics, weigh
     from megatron.pipeline.model.vocabulary.output import OutputShard

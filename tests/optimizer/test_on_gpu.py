@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.pipeline.dist.reduction import Reduction
+from megatron.pipeline.distributed.reduction import Reduction
 from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
 
 pytestmark = pytest.mark.cuda

@@ -18,8 +18,8 @@ from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.placement import Placement, linear
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 
 
 def plan(name: str, ranks: int, microbatches: int, behind: float, saved: float, hides: bool = True, **options: object) -> Planned:
@@ -90,8 +90,8 @@ def test_errors() -> None:
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 def test_costs_of_a_model_say_what_b_can_hide(tensor: int) -> None:
     gpu = device.named("H100-80GB")
-    links, holding = Links.within(gpu), Holding(tensor=tensor, sequence_parallel=tensor > 1, hidden_masks=False)
-    shape = Shape(32, 8192, 64, 8, 128, 28672, True, 8192, 1, 128256, holding=holding)
+    links, policy = Links.within(gpu), ActivationPolicy(tensor=tensor, sequence_parallel=tensor > 1, hidden_masks=False)
+    shape = Shape(32, 8192, 64, 8, 128, 28672, True, 8192, 1, 128256, policy=policy)
     first, *_, last = estimate(shape, linear(4), [8] * 4, gpu, links=links).stages
     if tensor == 1:
         assert first.behind is first.saved is last.behind is None

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.pipeline.backward.linear import WeightGradient
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring, prepare, submit
-from megatron.pipeline.dist.sequence import Part
+from megatron.pipeline.distributed.sequence import Part
 from megatron.pipeline.runtime.offload.activations import Store
 from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, Pairs, ThreadCopyStreams, Ticket
 from megatron.pipeline.runtime.offload.host_memory import Arena, HostPool

@@ -12,7 +12,7 @@ from marked import rest
 from pool import Pool
 
 from megatron.pipeline import planning
-from megatron.pipeline.record.recorder import Unmeasured
+from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.wiring import wiring
@@ -100,7 +100,7 @@ def test_what_a_braids_forward_makes_is_sent_while_its_backward_runs() -> None:
     handlers = Handlers(dict.fromkeys(Kind, run), braid=braided)
     launched: list[int] = []
     device: Any = SimpleNamespace(catch_up=lambda: None, launched=lambda number, _: launched.append(number))
-    executor = Executor(program, wiring(program, 0, linear(2)), handlers, transport, Unmeasured(), device=device)
+    executor = Executor(program, wiring(program, 0, linear(2)), handlers, transport, NullRecorder(), device=device)
     executor.begin()
     executor.finish()
     assert launched == [number for number, one in enumerate(program, start=1) if isinstance(one, Compute | Wait)]

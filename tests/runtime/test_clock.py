@@ -9,7 +9,7 @@ import pytest
 
 from megatron.pipeline.record import clock
 from megatron.pipeline.record.recorder import Recorder
-from megatron.pipeline.runtime.turns import Turns
+from megatron.pipeline.runtime.device_lock import DeviceLock
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 
 
@@ -72,9 +72,9 @@ def test_taking_turns_is_not_the_hosts_work(tmp_path: Path, monkeypatch: pytest.
 
         leave = enter
 
-    monkeypatch.setattr("megatron.pipeline.runtime.turns.time.thread_time", lambda: computed)
+    monkeypatch.setattr("megatron.pipeline.runtime.device_lock.time.thread_time", lambda: computed)
     with (tmp_path / "turns").open("ab") as file:
-        turns = Turns(file)
+        turns = DeviceLock(file)
         turns.parking = Parked()  # type: ignore[assignment]
         computed += 1.0
         with turns.turn():

@@ -12,7 +12,7 @@ import torch
 from megatron.pipeline import planning
 from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.record.recorder import Unmeasured
+from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.wiring import Wiring
@@ -55,7 +55,7 @@ def run_ahead() -> Iteration:
         receive=lambda *_: None, wait=lambda _: [], start=lambda: None, sweep=lambda: None, unsent=list, finish=lambda *_: None
     )
     handlers = Handlers({Kind.F: lambda *_: [], Kind.B: lambda *_: []})
-    executor = Executor(PROGRAM, Wiring({}, {}, {}), handlers, transport, Unmeasured(), device=DeviceProgress((0, 1)))
+    executor = Executor(PROGRAM, Wiring({}, {}, {}), handlers, transport, NullRecorder(), device=DeviceProgress((0, 1)))
     channels: Any = SimpleNamespace(ranks=(10, 11))
     iteration = Iteration(plan=None, channels=channels)  # type: ignore[arg-type]
     iteration.executor = executor
@@ -97,7 +97,7 @@ def ahead_at_each_launch(passes: list[Pass], lead: tuple[int, ...]) -> list[list
     transport: Any = SimpleNamespace(start=lambda: None, sweep=lambda: None, unsent=list)
     handlers = Handlers(dict.fromkeys({work.kind for work in passes}, launch))
     program: Program = tuple(map(Compute, passes))
-    Executor(program, Wiring({}, {}, {}), handlers, transport, Unmeasured(), device=DeviceProgress(lead)).begin()
+    Executor(program, Wiring({}, {}, {}), handlers, transport, NullRecorder(), device=DeviceProgress(lead)).begin()
     assert len(ahead) == len(passes)
     return ahead
 

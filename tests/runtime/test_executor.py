@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.pipeline import planning
-from megatron.pipeline.record.recorder import Unmeasured
+from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import wiring
@@ -68,7 +68,7 @@ def test_a_kind_needs_one_handler() -> None:
     sums = Collective(Exchange.STATISTICS, 0)
     program = (Compute(Pass(Kind.S, 0)), Join(sums), Compute(Pass(Kind.T, 1)), Wait(sums))
     handlers = Handlers({Kind.S: handler}).joined(Handlers({Kind.T: handler}, {Exchange.STATISTICS: Beside()}))
-    executor = Executor(program, wiring(program, 0, linear(1)), handlers, NoTransport(), Unmeasured())
+    executor = Executor(program, wiring(program, 0, linear(1)), handlers, NoTransport(), NullRecorder())
     executor.begin()
     executor.finish()
     assert done == ["S0.0", f"start {sums}", "T1.0", f"finish {sums}"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pool import Pool
 
-from megatron.pipeline.dist import rehearsal_groups
+from megatron.pipeline.distributed import rehearsal_groups
 
 SHARE = 2  # ranks of a stage, of which one is there
 

@@ -27,7 +27,7 @@ from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.traffic import of_programs
 from megatron.pipeline.schedule.optimum.bound import lower_bound, own_bound
 from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.search.paired import paired
+from megatron.pipeline.schedule.search.overlapped import list_schedule_overlapped
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import combined
 
@@ -98,7 +98,7 @@ def test_orders_made_of_braids_obey_rules_and_limits(data: st.DataObject) -> Non
     costs = Costs((stage,) * (made.last_stage + 1), hop=data.draw(st.sampled_from([0.0, 0.2])))
     objective = data.draw(st.sampled_from(Objective))
     problem = Problem(made, data.draw(st.integers(1, 6)), costs, limits, objective, fused=fused, overlap=True)
-    order = paired(problem)
+    order = list_schedule_overlapped(problem)
     assert order is not None
     schedule = Schedule("paired", made, problem.microbatches, order)
     verify(schedule, costs, limits)

@@ -31,7 +31,7 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import braid
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved, offload
 from megatron.pipeline.schedule.transforms.transform import recompute, without_copies
-from megatron.pipeline.schedule.transforms.vocabulary import spread
+from megatron.pipeline.schedule.transforms.vocabulary import shard_vocabulary
 
 FULL, SELECTIVE = Offload.FULL, Offload.SELECTIVE
 
@@ -80,7 +80,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     schedule = recompute(schedule, draw(st.sets(st.integers(0, schedule.placement.last_stage), max_size=3)))
     if schedule.ranks > 1 and not is_braided(schedule) and (vocabulary := draw(st.none() | st.sampled_from(list(Vocabulary)))):
         costs = replace(costs, vocabulary=VocabularyCosts(1, 0.5, 0, 0.5, 0.25))
-        schedule = spread(schedule, vocabulary, costs)
+        schedule = shard_vocabulary(schedule, vocabulary, costs)
     return schedule, costs
 
 

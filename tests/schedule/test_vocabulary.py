@@ -33,7 +33,7 @@ from megatron.pipeline.schedule.rules.deadlock import nothing_deadlocks
 from megatron.pipeline.schedule.rules.transports import TRANSPORTS
 from megatron.pipeline.schedule.rules.verify import ScheduleError, verify, verify_programs
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.vocabulary import _backwards_behind, postpone, spread
+from megatron.pipeline.schedule.transforms.vocabulary import _backwards_behind, delay_backwards, shard_vocabulary
 
 ONE, TWO, INTERLACED = Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS, Vocabulary.INTERLACED
 SHARDS = VocabularyCosts(S=0.5, T=0.5, IF=0.02, IB=0.02)
@@ -53,9 +53,9 @@ def test_any_schedule_with_any_costs(data: st.DataObject) -> None:
     shards = VocabularyCosts(S, T, IF, IB, held, exchange=data.draw(st.none() | numbers))
     costs = replace(data.draw(costs_of(stages.placement)), vocabulary=shards)
     by = data.draw(st.integers(0, 3))
-    roomy = postpone(stages, by)
+    roomy = delay_backwards(stages, by)
     verify(roomy)
-    schedule = spread(roomy, vocabulary, costs)
+    schedule = shard_vocabulary(roomy, vocabulary, costs)
     verify(schedule)
     assert Schedule.from_json(schedule.to_json()) == schedule
     for rank, row in enumerate(schedule.passes):
@@ -67,7 +67,7 @@ def test_any_schedule_with_any_costs(data: st.DataObject) -> None:
         assert peak <= before + more
     evaluation = schedule.forward_only()
     verify(evaluation, forward_only=True)
-    for each in (schedule, evaluation, spread(stages.forward_only(), vocabulary, costs)):
+    for each in (schedule, evaluation, shard_vocabulary(stages.forward_only(), vocabulary, costs)):
         verify_programs(each, lower(each, costs), Posting.BATCHED)
 
 

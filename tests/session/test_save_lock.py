@@ -164,7 +164,7 @@ def test_a_run_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def check_together(directory: str) -> str:
     """What this rank is told, which asks for the directory at the same time as all others, as if each were a run."""
-    from megatron.pipeline.dist.groups import barrier
+    from megatron.pipeline.distributed.groups import barrier
 
     barrier()
     try:

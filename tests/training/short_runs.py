@@ -129,7 +129,7 @@ def train_for_all(flags: str) -> str:
 
     import torch
 
-    from megatron.pipeline.dist import rehearsal_groups
+    from megatron.pipeline.distributed import rehearsal_groups
     from megatron.pipeline.flags.arguments import parse
     from megatron.pipeline.flags.validation import validate
     from megatron.pipeline.trainer import program

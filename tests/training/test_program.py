@@ -12,7 +12,7 @@ import pytest
 from pool import forked
 from session.test_planning import MODEL
 
-from megatron.pipeline.dist import processes
+from megatron.pipeline.distributed import processes
 from megatron.pipeline.session.startup_lines import first_words, obstacles
 from megatron.pipeline.trainer import program
 

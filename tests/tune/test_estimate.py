@@ -15,9 +15,9 @@ from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear, v
 from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.balance import balanced_layers, heaviest
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 
 K = 1024
 DEVICE = named("A100-80GB")
@@ -136,7 +136,7 @@ def test_passes_take_products_and_traffic_and_a_moment_to_begin() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_fused_backward_hides_sums_over_tensor_parallel_ranks(sequence_parallel: bool) -> None:
     """Those of the two linear layers that are cut by columns, each for as long as its weights' gradients take."""
-    given = replace(shape(), holding=Holding(tensor=4, sequence_parallel=sequence_parallel))
+    given = replace(shape(), policy=ActivationPolicy(tensor=4, sequence_parallel=sequence_parallel))
 
     def saved(device: Device, of: Shape = given) -> float:
         stage = estimate(of, linear(4), [8] * 4, device).stages[1]
@@ -147,19 +147,19 @@ def test_a_fused_backward_hides_sums_over_tensor_parallel_ranks(sequence_paralle
     assert saved(DEVICE) == pytest.approx(2 * each / 1.06), "what computes meanwhile takes longer"
     slow = DEVICE.with_links(1e9)
     assert saved(slow) == pytest.approx(slow.seconds(2 * 2048 * 3072 * (3 * 3072 + 4 * 3072) / 4))
-    assert saved(DEVICE, replace(given, holding=Holding())) == pytest.approx(0.0)
+    assert saved(DEVICE, replace(given, policy=ActivationPolicy())) == pytest.approx(0.0)
 
 
 def test_a_measured_layer_counts_in_place_of_the_formula() -> None:
     """Where it is of the same size as a rank has; what ranks wait for comes on top."""
-    given = replace(shape(), holding=Holding(tensor=2, sequence_parallel=True))
+    given = replace(shape(), policy=ActivationPolicy(tensor=2, sequence_parallel=True))
     links = Links.within(DEVICE)
     assert layer_size(given) == (3072, 1536, 3072, 6144, False, 2048, 1, 2, True, "")
     measured = MeasuredLayer(3072, 1536.0, 3072.0, 6144.0, False, 2048, 1, 2, True, 1.0, 2.0, 3.0)
     device = replace(DEVICE, layers=(measured,))
     all_reduce = 2 * DEVICE.within.all_reduce(2 * 2048 * 3072, 2)
     assert layer_seconds(given, device, links) == pytest.approx((1 + all_reduce, 2 + all_reduce, 3))
-    for other in (replace(given, seq=1024), replace(given, holding=Holding()), replace(given, gated=True)):
+    for other in (replace(given, seq=1024), replace(given, policy=ActivationPolicy()), replace(given, gated=True)):
         assert layer_seconds(other, device, links) == layer_seconds(other, DEVICE, links)
 
 
@@ -172,11 +172,11 @@ def test_bytes_that_kernels_move() -> None:
 
     # Norms and residuals 10 and 20, the MLP's activation 8 and 12, layouts 4 each, all of two bytes; masks of one byte.
     assert moved() == (2 * (10 + 8 + 4) + 2, 2 * (20 + 12 + 4) + 2)
-    assert moved(holding=Holding(hidden_masks=False)) == (44, 72)
+    assert moved(policy=ActivationPolicy(hidden_masks=False)) == (44, 72)
     assert moved(qkv_bias=True) == (2 * (22 + 6) + 2, 2 * (36 + 3) + 2)
     matrices = 24 * 2048 / 3072  # scores of all heads, in widths
-    assert moved(holding=Holding(attention_matrices=True)) == (46 + 13 * matrices, 74 + 19 * matrices)
-    halves = moved(holding=Holding(tensor=2, sequence_parallel=True))
+    assert moved(policy=ActivationPolicy(attention_matrices=True)) == (46 + 13 * matrices, 74 + 19 * matrices)
+    halves = moved(policy=ActivationPolicy(tensor=2, sequence_parallel=True))
     assert halves == (23, 37)
     assert traffic.loss_traffic(given, 10) == (2048 * 10 * 6, 2048 * 10 * 6)
     assert traffic.loss_traffic(given, 10, sharded=True) == (2048 * 10 * 10, 2048 * 10 * 6)
@@ -197,7 +197,7 @@ def test_what_recomputation_takes() -> None:
     given, placement = shape(), linear(4)
 
     def again(**how: object) -> list[float]:
-        stages = estimate(replace(given, holding=Holding(**how)), placement, [8] * 4, DEVICE).stages  # type: ignore[arg-type]
+        stages = estimate(replace(given, policy=ActivationPolicy(**how)), placement, [8] * 4, DEVICE).stages  # type: ignore[arg-type]
         return [stage.recompute for stage in stages]
 
     whole = layer_seconds(given, DEVICE, Links.within(DEVICE)).forward

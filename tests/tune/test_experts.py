@@ -28,9 +28,9 @@ from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.transform import recompute
 from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.experts import Experts
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.latent import Latent
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.iteration import Result, between_pipelines, costs_of, evaluate, least_seconds
@@ -45,7 +45,7 @@ OF_DEEPSEEK = Experts((True,) * 4, 256, 8, 2048, 2048, 18432, parallel=8)
 # DeepSeek-V3's layer: 128 heads, and 256 experts of which a token visits 8.
 DEEPSEEK = Shape(
     4, 7168, 128, 128, 192, 9 * 2048, True, 4096, 1, 1024, norm=1, qk_norm=True, latent=LATENT,
-    experts=OF_DEEPSEEK, holding=Holding(hidden_masks=False),
+    experts=OF_DEEPSEEK, policy=ActivationPolicy(hidden_masks=False),
 )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_latent_attention_has_the_published_weights() -> None:
     assert layer_parameters(DEEPSEEK, 0).dense == attention + 3 * 7168 * 2048 + router + norms
     direct = replace(DEEPSEEK, latent=replace(LATENT, queries=None))
     assert direct.latent_weights + direct.cut_attention_weights == 7168 * (128 * 192 + 576) + 512 * 128 * 256 + 128 * 128 * 7168
-    cut = replace(DEEPSEEK, holding=Holding(tensor=4, sequence_parallel=True))
+    cut = replace(DEEPSEEK, policy=ActivationPolicy(tensor=4, sequence_parallel=True))
     shared = layer_parameters(cut, 0).dense - router - norms
     assert shared == down + (attention - down + 3 * 7168 * 2048) // 4, "each rank has all that makes narrow vectors"
 
@@ -127,7 +127,7 @@ def test_latent_attention_holds_narrow_vectors_and_what_heads_read() -> None:
     expected = 4096 * 2 * (4 * 7168 + narrow + heads + 3 * 9 * 2048)
     assert activations.layer_activation(alone) == expected
     assert activations.layer_retained(alone) == expected - 4096 * 2 * 128 * 64, "the position's part of keys is one for all heads"
-    cut = replace(alone, holding=replace(alone.holding, tensor=4, sequence_parallel=True))
+    cut = replace(alone, policy=replace(alone.policy, tensor=4, sequence_parallel=True))
     assert activations.layer_activation(cut) == expected / 4
 
 
@@ -146,7 +146,7 @@ def test_what_all_to_alls_need_for_a_moment() -> None:
     assert activations.layer_temporary(given) == max(mlp, exchanged) + 2 * own
     assert activations.layer_temporary(given, overlap=True) == mlp + exchanged + 2 * own
     parted = replace(
-        given, experts=replace(OF_DEEPSEEK, tensor=2), holding=replace(given.holding, tensor=2, sequence_parallel=True)
+        given, experts=replace(OF_DEEPSEEK, tensor=2), policy=replace(given.policy, tensor=2, sequence_parallel=True)
     )
     assert activations.exchanged_bytes(parted) == (1 + 2) * 8 * own / 2, "both ranks with an expert's parts get its tokens"
     gathered = replace(given, experts=replace(OF_DEEPSEEK, gathered=True))
@@ -308,7 +308,7 @@ def test_shared_experts_run_beside_the_exchange() -> None:
     links = Links.of(A100, 4, 1, 1, 8, 8, 1)
     plain = layer_seconds(DEEPSEEK, A100, links)
     beside = layer_seconds(replace(DEEPSEEK, experts=replace(OF_DEEPSEEK, beside=True)), A100, links)
-    shared = 2 * DEEPSEEK.tokens * DEEPSEEK.hidden * 3 * OF_DEEPSEEK.shared_ffn * DEEPSEEK.holding.of_cut_layers
+    shared = 2 * DEEPSEEK.tokens * DEEPSEEK.hidden * 3 * OF_DEEPSEEK.shared_ffn * DEEPSEEK.policy.of_cut_layers
     hidden = min(A100.seconds(shared), 2 * exchange_seconds(DEEPSEEK, links) / A100.beside_communication)
     assert plain.forward - beside.forward == pytest.approx(hidden)
     alone = [replace(DEEPSEEK, experts=replace(OF_DEEPSEEK, parallel=1, beside=each)) for each in (False, True)]

@@ -14,9 +14,9 @@ from megatron.pipeline.costmodel.activations import layer_activation, layer_reta
 from megatron.pipeline.costmodel.device import named
 from megatron.pipeline.costmodel.estimate import computing_seconds
 from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.experts import Experts
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.hybrid import Hybrid
 from megatron.pipeline.shape.mamba import mixer
 
@@ -39,7 +39,7 @@ def of(flags: str, *more: str) -> Prediction:
 
 
 def hybrid(layers: str, **changes: object) -> Shape:
-    plain = Shape(len(layers), 4096, 32, 8, 128, 0.0, False, 8192, 1, 1024, norm=1, holding=Holding(hidden_masks=False))
+    plain = Shape(len(layers), 4096, 32, 8, 128, 0.0, False, 8192, 1, 1024, norm=1, policy=ActivationPolicy(hidden_masks=False))
     shape = replace(plain, hybrid=Hybrid(tuple(layers), (), (("M", MAMBA),)), **changes)  # type: ignore[arg-type]
     return replace(shape, ffn=shape.share("-") * 21504 + (shape.experts.mean_routed_ffn if shape.experts else 0))
 

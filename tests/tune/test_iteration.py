@@ -85,7 +85,7 @@ def test_a_search_counts_what_backwards_make_again(four: Layouts) -> None:
     """What is written for training has B's longer time and W within it; the least that is held is what recomputation leaves."""
     one = candidate(four, "zb-auto", **RECOMPUTE)
     apart, found = costs_of(four.cluster, one), result(four, one)
-    assert found.costs == apart.remade(weights=True)
+    assert found.costs == apart.with_recomputation(weights=True)
     assert found.seconds - found.parts.between >= least_seconds(four.cluster, one)
     whole = result(four, candidate(four, "zb-auto"))
     assert found.fullest.activations < whole.fullest.activations / 3 and found.parts.recomputation > 0
@@ -108,7 +108,7 @@ def test_parts_add_up_and_no_bound_is_beaten(four: Layouts, two: Layouts, schedu
     assert least_seconds(on.cluster, one) <= found.seconds - parts.between
     assert (parts.recomputation > 0) == (one.args.recompute_granularity == "full")
     assert parts.messages == 0, "no ranks share a layer"
-    assert parts.inequality < 0.01 * found.seconds
+    assert parts.imbalance < 0.01 * found.seconds
     slower = replace(on.cluster, device=replace(A100, hop=Link(1e-3, 1e9)))
     assert isinstance(evaluate(slower, one), Result) and result(replace(on, cluster=slower), one).seconds >= found.seconds
     without_recomputation = 0.7 * least_seconds(on.cluster, one)
@@ -172,9 +172,9 @@ def test_unequal_stages_are_told_from_bubble(four: Layouts) -> None:
     one = candidate(wide, "1f1b")
     found = result(wide, one)
     busiest, mean = least_seconds(wide.cluster, one), found.parts.kernels
-    assert found.parts.inequality == pytest.approx(busiest - mean) and found.parts.limit == "inequality"
+    assert found.parts.imbalance == pytest.approx(busiest - mean) and found.parts.limit == "imbalance"
     even = result(wide, candidate(wide, "1f1b", vocab_parallel="1"))
-    assert even.parts.inequality == pytest.approx(0.0, abs=1e-9) and even.seconds < found.seconds
+    assert even.parts.imbalance == pytest.approx(0.0, abs=1e-9) and even.seconds < found.seconds
 
 
 # Between two pipelines.

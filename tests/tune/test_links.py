@@ -8,9 +8,9 @@ import pytest
 
 from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.costmodel.links import Links, Spread, exchange_seconds, hop_seconds, layer_communication
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.experts import Experts
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 
 A100 = replace(named("A100-80GB"), beside_communication=1.0)
 DEVICE = replace(A100, within=Link(1e-6, 200e9), hop=Link(2e-6, 50e9), between=Link(3e-6, 20e9))
@@ -76,15 +76,15 @@ def test_each_rank_sends_to_each() -> None:
 
 
 def test_tensor_parallel_ranks_wait_for_two_all_reduces() -> None:
-    given = replace(SHAPE, holding=Holding(tensor=4))
+    given = replace(SHAPE, policy=ActivationPolicy(tensor=4))
     expected = 2 * DEVICE.within.all_reduce(2 * 512 * 1024, 4)
     for parallel in (False, True):  # a gather and a scatter take as long as the all-reduce that they replace
-        shape = replace(given, holding=replace(given.holding, sequence_parallel=parallel))
+        shape = replace(given, policy=replace(given.policy, sequence_parallel=parallel))
         assert layer_communication(shape, Links.within(DEVICE), (0.0, 0.0)) == pytest.approx((expected, expected))
 
 
 def test_keys_and_values_go_round_beside_attention() -> None:
-    given, links = replace(SHAPE, holding=Holding(context=4)), Links.within(DEVICE)
+    given, links = replace(SHAPE, policy=ActivationPolicy(context=4)), Links.within(DEVICE)
     around = DEVICE.within.all_gather(2 * 512 * 2 * 1024, 4)
     assert layer_communication(given, links, (0.0, 0.0)) == pytest.approx((around, 2 * around))
     assert layer_communication(given, links, (around, around)) == pytest.approx((0.0, around))
@@ -116,7 +116,7 @@ def test_ranks_that_share_each_expert_gather_tokens() -> None:
     """In place of the all-reduce of an MLP, unless there are experts that all tokens pass."""
     links = Links.within(DEVICE)
     experts = Experts((True,) * 8, 8, 2, 512, 0, 4096, parallel=2, tensor=4)
-    given = replace(SHAPE, experts=experts, holding=Holding(tensor=4, sequence_parallel=True))
+    given = replace(SHAPE, experts=experts, policy=ActivationPolicy(tensor=4, sequence_parallel=True))
     own = 2 * 512 * 1024
     each = links.expert.all_to_all(2 * own / 4, 2) + DEVICE.within.all_gather(2 * own, 4)
     assert exchange_seconds(given, links) == pytest.approx(each)
@@ -128,5 +128,5 @@ def test_ranks_that_share_each_expert_gather_tokens() -> None:
 
 def test_messages_between_stages() -> None:
     assert hop_seconds(SHAPE, Links.within(DEVICE)) == pytest.approx(2e-6 + 2 * 512 * 1024 / 50e9)
-    halved = replace(SHAPE, holding=Holding(tensor=2, sequence_parallel=True))
+    halved = replace(SHAPE, policy=ActivationPolicy(tensor=2, sequence_parallel=True))
     assert hop_seconds(halved, Links.within(DEVICE)) == pytest.approx(2e-6 + 512 * 1024 / 50e9)

@@ -19,13 +19,13 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation_latent import check_trained
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.experts import Experts
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.precision import RECIPES, Quantized
 
 GB200 = named("GB200")
-SHAPE = replace(Shape.plain(8, 1024, 16, 512, 1024), holding=Holding(hidden_masks=False))
+SHAPE = replace(Shape.plain(8, 1024, 16, 512, 1024), policy=ActivationPolicy(hidden_masks=False))
 FLAGS = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --micro-batch-size 1 --global-batch-size 32 "
     "--train-iters 1 --lr 1e-4 --bf16 --tokenizer-type NullTokenizer --vocab-size 1000 --untie-embeddings-and-output-weights "

@@ -13,9 +13,9 @@ from megatron.pipeline.costmodel.estimate import estimate
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.experts import Experts
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.precision import RECIPES, Quantized
 from megatron.pipeline.shape.windows import Windows
 
@@ -34,7 +34,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         part = draw(st.sampled_from([1, tensor]))
         sizes = 16, draw(st.integers(1, 8)), 256, draw(st.sampled_from([0, 512])), 1024, draw(POWERS), part
         experts = Experts(draw(per_layer), *sizes, gathered, once, draw(st.sampled_from([False, True, None])))
-    holding = Holding(
+    policy = ActivationPolicy(
         tensor=tensor, context=draw(POWERS), sequence_parallel=tensor > 1, attention_matrices=draw(st.booleans()),
         wide_softmax=draw(st.booleans()), fused_norms=draw(st.booleans()), recomputed=draw(RECOMPUTED),
         recompute_layers=draw(st.integers(0, 3)), recompute_first=draw(st.booleans()),
@@ -43,15 +43,16 @@ def shapes(draw: st.DrawFn) -> Shape:
     windows = Windows(tuple(draw(st.sampled_from([257, seq])) for _ in range(layers))) if draw(st.booleans()) else None
     plain = Shape.plain(layers, 1024, 16, seq, 32000, draw(st.integers(1, 4)))
     return replace(
-        plain, gated=draw(st.booleans()), norm=1, experts=experts, ffn=experts.mean_ffn if experts else 4096, holding=holding,
-        quantized=Quantized(RECIPES[name], draw(per_layer)) if name else None, windows=windows, further=draw(st.integers(0, 1)),
+        plain, gated=draw(st.booleans()), norm=1, experts=experts, ffn=experts.mean_ffn if experts else 4096, policy=policy,
+        quantized=Quantized(RECIPES[name], draw(per_layer)) if name else None, windows=windows,
+        mtp_layers=draw(st.integers(0, 1)),
     )  # fmt: skip
 
 
 @given(shapes(), st.sampled_from([2, 4]), st.sampled_from([4, 8, 64]), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_seconds_and_bytes_are_numbers(shape: Shape, ranks: int, per_node: int, split: bool) -> None:
-    held, experts = shape.holding, shape.experts
+    held, experts = shape.policy, shape.experts
     parallel, part = (experts.parallel, experts.tensor) if experts else (1, held.tensor)
     links = Links.of(GPU, per_node, held.tensor, held.context, parallel, 8, ranks, part)
     layers = [shape.layers // ranks + (rank < shape.layers % ranks) for rank in range(ranks)]
@@ -67,8 +68,8 @@ def test_seconds_and_bytes_are_numbers(shape: Shape, ranks: int, per_node: int, 
 @settings(max_examples=50, deadline=None)
 def test_more_tensor_parallel_ranks_never_have_more_weights_each(shape: Shape) -> None:
     layers = [shape.layers // 2, shape.layers - shape.layers // 2]
-    held = shape.holding
-    wider = replace(shape, holding=replace(held, tensor=2 * held.tensor, sequence_parallel=True))
+    held = shape.policy
+    wider = replace(shape, policy=replace(held, tensor=2 * held.tensor, sequence_parallel=True))
     for few, many in zip(*(parameters(one, linear(2), layers) for one in (wider, shape)), strict=True):
         assert 0 < few.total <= many.total
         assert few.layers <= few.total

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAs
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron.pipeline.backward import weight_tasks
-from megatron.pipeline.dist import sequence
+from megatron.pipeline.distributed import sequence
 
 try:
     import fused_weight_gradient_mlp_cuda  # NVIDIA's apex; the apex on pip is another package

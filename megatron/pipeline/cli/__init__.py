@@ -14,7 +14,7 @@ from importlib import import_module
 from megatron.pipeline.cli.arguments import Parser, complain
 from megatron.pipeline.cli.versions import Completion, Version
 from megatron.pipeline.flags.packages import missing
-from megatron.pipeline.planning.collecting import without_collecting
+from megatron.pipeline.planning.no_gc import without_gc
 from megatron.pipeline.schedule.families import meant
 
 COMMANDS = tuple("plan simulate verify certify draw compare check export memory costs tune rehearse serve launch support".split())
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         atexit.register(_freeze)
     code, options = 0, None
     try:
-        with without_collecting():
+        with without_gc():
             options = parse(arguments)
             code = options.run(options) or 0
         if sys.stdout is not None:  # a process may be started without one

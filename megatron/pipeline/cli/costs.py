@@ -71,8 +71,8 @@ def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: 
     vocabulary = args.vocabulary.spread
     weights_again = makes_weights_again(args)
     costs = estimate(shape, placement, layers, gpu, vocabulary, not weights_again, links)
-    if shape.holding.recomputes:
-        costs = costs.remade(weights_again)
+    if shape.policy.recomputes:
+        costs = costs.with_recomputation(weights_again)
     # Else BW would save the start of a pass alone, for which no plan gives up the choice of when W runs: as mpipe tune plans.
     costs = costs if args.tensor_model_parallel_size > 1 else costs.without_fused()
     replicated = args.data_parallel_size * args.context_parallel_size > 1

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
-from megatron.pipeline.dist.processes import let_rank_0_speak
+from megatron.pipeline.distributed.processes import let_rank_0_speak
 from megatron.pipeline.flags.packages import missing
 
 NAME = "launch"

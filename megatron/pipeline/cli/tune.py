@@ -46,7 +46,7 @@ All of it is predicted. Published trainings of this class had {throughput.low:.2
 tokens/s, and gains of one schedule over another were within {schedules:.0%}: rows with = are as good as the best within that,
 so try them (docs/tuning.md)."""
 _WORTH_SAYING = 0.005  # of an iteration
-_LOST = {"between": "step", "inequality": "unequal stages"}
+_LOST = {"between": "step", "imbalance": "unequal stages"}
 _FILES = ("best", "second", "third")
 _TRIED = 3  # of the best that --verify runs
 

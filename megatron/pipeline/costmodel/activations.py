@@ -1,12 +1,12 @@
-"""Memory of a microbatch on a rank: bytes of activations, from a GPT's shape and from how ranks share it (``shape.holding``)."""
+"""Memory of a microbatch on a rank: bytes of activations, from a GPT's shape and from how ranks share it (``shape.policy``)."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
+from megatron.pipeline.shape.activation_policy import SINGLE
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import SINGLE
 from megatron.pipeline.shape.hybrid import EXPERTS, MLP
 
 
@@ -33,7 +33,7 @@ def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:
     Args:
         split: whether W is another pass than B.
     """
-    held = shape.holding
+    held = shape.policy
     full, input_ = layer_activation(shape), hidden_bytes(shape)
     retained = layer_retained(shape) if split else 0.0
     if not layers:
@@ -66,8 +66,8 @@ def layer_activation(shape: Shape) -> float:
     more = shape.keys_and_values - shape.projected_keys_and_values
     normalised = shape.queries_and_keys if shape.qk_norm and not shape.latent else 0
     further = shape.attention * (normalised + more) + shape.mixer.kept
-    numbers = _weighed(shape) + shape.tokens * further * shape.holding.of_cut_layers
-    return shape.holding.number * numbers + layer_masks(shape) + attention_matrices(shape) + _quantized(shape)
+    numbers = _weighed(shape) + shape.tokens * further * shape.policy.of_cut_layers
+    return shape.policy.number * numbers + layer_masks(shape) + attention_matrices(shape) + _quantized(shape)
 
 
 def layer_retained(shape: Shape) -> float:
@@ -77,7 +77,7 @@ def layer_retained(shape: Shape) -> float:
     vectors from which queries, keys and values are made are outputs and inputs too, and cut as hidden states are. Linears in
     fewer bits keep all of them so.
     """
-    number, quantized = shape.holding.number, shape.quantized
+    number, quantized = shape.policy.number, shape.quantized
     return _weighed(shape) * (quantized.mean(number, quantized.recipe.number) if quantized else number)
 
 
@@ -87,7 +87,7 @@ def _quantized(shape: Shape) -> float:
 
     The other numbers, which norms, attention and activation functions need, stay in 16 bits.
     """
-    quantized, held = shape.quantized, shape.holding
+    quantized, held = shape.quantized, shape.policy
     if quantized is None:
         return 0.0
     # Experts' input is what is dispatched; a router's is in 16 bits.
@@ -105,12 +105,12 @@ def _weighed(shape: Shape) -> float:
     whole = 2 * shape.parts * shape.hidden + shape.attention * narrow
     cut = shape.attention * (shape.attended + shape.queries + shape.projected_keys_and_values)
     cut += (3 if shape.gated else 2) * shape.ffn + 2 * _dispatched(shape) + shape.mixer.projected + shape.mixer.mixed
-    return shape.tokens * (whole * shape.holding.of_whole_layers + cut * shape.holding.of_cut_layers)
+    return shape.tokens * (whole * shape.policy.of_whole_layers + cut * shape.policy.of_cut_layers)
 
 
 def layer_masks(shape: Shape) -> float:
     """Bytes of a layer's two dropout masks: 2sbh."""
-    return shape.parts * shape.tokens * shape.hidden * shape.holding.of_whole_layers if shape.holding.hidden_masks else 0.0
+    return shape.parts * shape.tokens * shape.hidden * shape.policy.of_whole_layers if shape.policy.hidden_masks else 0.0
 
 
 def attention_matrices(shape: Shape) -> float:
@@ -119,7 +119,7 @@ def attention_matrices(shape: Shape) -> float:
     With dropout 5as^2b in 16 bits: the softmax, a mask and what it leaves; without, 2as^2b. A softmax in float32 is 4as^2b, and
     without dropout its copy in 16 bits comes on top. Keys and values are then repeated for heads that share them.
     """
-    held = shape.holding
+    held = shape.policy
     if not held.attention_matrices:
         return 0.0
     softmax = _softmax_number(shape)
@@ -129,14 +129,14 @@ def attention_matrices(shape: Shape) -> float:
 
 
 def layer_checkpoint(shape: Shape) -> float:
-    """Bytes of ``layer_activation`` that are left from F to B where ``holding.recomputed`` is made again.
+    """Bytes of ``layer_activation`` that are left from F to B where ``policy.recomputed`` is made again.
 
     ``core_attn`` is what attention makes of queries and keys, ``layernorm`` the outputs of norms that are modules of their own
     (megatron-core's ``transformer_layer.py``), ``mlp`` and ``moe`` all within these, ``moe_act`` the outputs of the activation
     functions of experts that some tokens visit (``moe/experts.py``), ``shared_experts`` all within those that every token passes,
     and ``mla_up_proj`` queries, keys and values, which are made from narrow vectors (``multi_latent_attention.py``).
     """
-    held = shape.holding
+    held = shape.policy
     routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
     matrices = 3 if shape.gated else 2
     cut = {"mlp": matrices * (shape.ffn - routed), "moe": matrices * routed + 2 * _dispatched(shape)}
@@ -161,7 +161,7 @@ def layer_temporary(shape: Shape, overlap: bool = False) -> float:
     Args:
         overlap: whether all-to-alls of one microbatch run while another one computes: both then need theirs at once.
     """
-    held = shape.holding
+    held = shape.policy
     widest = max([shape.ffn / (shape.share(MLP) + shape.share(EXPERTS) or 1), *(mixer.projected for _, mixer in shape.mixers)])
     mlp = held.number * (3 if shape.gated else 2) * widest * held.of_cut_layers
     matrices = 2 * _softmax_number(shape) * shape.seq * shape.heads * held.of_cut_layers if held.attention_matrices else 0.0
@@ -180,13 +180,13 @@ def exchanged_bytes(shape: Shape) -> float:
 
 def output_activation(shape: Shape) -> float:
     """Bytes that megatron-core's output layer keeps until its backward: its input, and the softmax, in float32 unless fused."""
-    held = shape.holding
+    held = shape.policy
     return hidden_bytes(shape) + held.logits_kept * shape.tokens * shape.vocabulary * held.of_cut_layers
 
 
 def output_retained(shape: Shape) -> float:
     """Bytes of those that its W needs: its input, and the gradient of the logits in the model's precision."""
-    return hidden_bytes(shape) + shape.holding.number * shape.tokens * shape.vocabulary * shape.holding.of_cut_layers
+    return hidden_bytes(shape) + shape.policy.number * shape.tokens * shape.vocabulary * shape.policy.of_cut_layers
 
 
 def output_temporary(shape: Shape) -> float:
@@ -195,7 +195,7 @@ def output_temporary(shape: Shape) -> float:
     Megatron-core's fused cross entropy makes more copies in float32. Deferred weight gradients keep the output layer's input, of
     all ranks, and the gradient of its output.
     """
-    held = shape.holding
+    held = shape.policy
     each = (held.number if held.number < held.logits_kept else 0) + SINGLE * held.logits_copies
     waiting = held.deferred_logits * held.number
     inputs = waiting * shape.tokens * shape.hidden / held.context
@@ -204,19 +204,19 @@ def output_temporary(shape: Shape) -> float:
 
 def shard_activation(shape: Shape, rows: int) -> float:
     """Bytes that S of a shard of ``rows`` rows keeps until T: its input, and its logits unless they are over their limit."""
-    tokens, limit = shape.tokens / shape.holding.context, shape.holding.logits_limit
+    tokens, limit = shape.tokens / shape.policy.context, shape.policy.logits_limit
     kept = limit is None or SINGLE * tokens * rows <= limit
-    return hidden_bytes(shape) + (shape.holding.number * tokens * rows if kept else 0.0)
+    return hidden_bytes(shape) + (shape.policy.number * tokens * rows if kept else 0.0)
 
 
 def hidden_bytes(shape: Shape) -> float:
     """Bytes of what stages hand on: 2sbh in 16 bits."""
-    return shape.holding.number * shape.tokens * shape.hidden * shape.holding.of_whole_layers
+    return shape.policy.number * shape.tokens * shape.hidden * shape.policy.of_whole_layers
 
 
 def _softmax_number(shape: Shape) -> int:
     """Bytes of a number of attention's softmax."""
-    return SINGLE if shape.holding.wide_softmax else shape.holding.number
+    return SINGLE if shape.policy.wide_softmax else shape.policy.number
 
 
 def _dispatched(shape: Shape) -> float:

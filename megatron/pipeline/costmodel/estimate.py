@@ -82,12 +82,12 @@ def estimate(
         return Costs(tuple(stages), hop, shards, copies, MemoryUnit.BYTES, device.beside_communication)
     ends = [(0, embedding_costs(shape, device)), (placement.last_stage, output_costs(shape, device))]
     # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
-    ends += shape.further * [
+    ends += shape.mtp_layers * [
         (placement.last_stage, stage(shape.predictor, shape.predictor.layers)),
         (placement.last_stage, output_costs(shape, device)),
     ]
     for index, more in ends:
-        again = 0.0 if shape.holding.recomputes else more.recompute  # flags recompute layers alone
+        again = 0.0 if shape.policy.recomputes else more.recompute  # flags recompute layers alone
         stages[index] = _sum(stages[index], replace(more, recompute=again))
     return Costs(tuple(stages), hop, VocabularyCosts(), copies, MemoryUnit.BYTES, device.beside_communication)
 
@@ -108,7 +108,7 @@ def _beside_exchange(shape: Shape, device: Device) -> tuple[float, float]:
     if not (experts and experts.beside):
         return 0.0, 0.0
     operations = 2 * shape.tokens * shape.hidden * (3 if shape.gated else 2) * experts.share * experts.shared_ffn
-    each = _linears(shape, device, operations * shape.holding.of_cut_layers)
+    each = _linears(shape, device, operations * shape.policy.of_cut_layers)
     return each, each
 
 
@@ -135,7 +135,7 @@ def shielded_seconds(shape: Shape, device: Device, links: Links) -> tuple[float,
     (``saved_seconds``). None where there is none to hide. Where the layer was measured, they are as large a share of W as by the
     formulas.
     """
-    if shape.latent or shape.hybrid or shape.holding.tensor == 1:
+    if shape.latent or shape.hybrid or shape.policy.tensor == 1:
         return None
     measured = measured_layer(shape, device)
     scale = measured.work.weight / computing_seconds(shape, device).weight if measured else 1.0
@@ -146,14 +146,14 @@ def shielded_seconds(shape: Shape, device: Device, links: Links) -> tuple[float,
 
 def _sum_seconds(shape: Shape, links: Links) -> float:
     """Seconds of the sum of an input's gradient over tensor-parallel ranks."""
-    held = shape.holding
+    held = shape.policy
     number = held.number * shape.tokens * shape.hidden / held.context
     return links.tensor.all_reduce(number, held.tensor) / (2 if held.sequence_parallel else 1)
 
 
 def _products(shape: Shape, device: Device, widths: Sequence[float]) -> list[float]:
     """Seconds of products of hidden states with a rank's part of these widths."""
-    operations = 2 * shape.tokens * shape.hidden * shape.holding.of_cut_layers
+    operations = 2 * shape.tokens * shape.hidden * shape.policy.of_cut_layers
     return [_linears(shape, device, operations * width) for width in widths]
 
 
@@ -186,12 +186,12 @@ def computing_seconds(shape: Shape, device: Device) -> Work:
 
 
 def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
-    """Seconds in which B makes again what ``Holding.recomputed`` says of a layer, or all of it.
+    """Seconds in which B makes again what ``ActivationPolicy.recomputed`` says of a layer, or all of it.
 
     Args:
         whole: seconds of a layer's passes.
     """
-    held = shape.holding
+    held = shape.policy
     if not held.recomputed:
         return whole.forward
     attention = _attention(shape, device).forward if "core_attn" in held.recomputed else 0.0
@@ -214,7 +214,7 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
 
 def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
     """Measurement of a layer of this size, if there is one."""
-    held = shape.holding
+    held = shape.policy
     wanted = layer_size(shape)
     if held.context > 1 or shape.latent or shape.hybrid:
         return None
@@ -223,7 +223,7 @@ def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
 
 def layer_size(shape: Shape) -> tuple[Any, ...]:
     """``MeasuredLayer.size`` on one of the ranks that share the layers."""
-    held, experts = shape.holding, shape.experts
+    held, experts = shape.policy, shape.experts
     words = f"{experts.count} top {experts.topk} over {experts.parallel} x {experts.tensor}" if experts else ""
     widths = (shape.queries / held.tensor, shape.keys_and_values / held.tensor, shape.ffn / held.tensor)
     return (shape.hidden, *widths, shape.gated, shape.seq, shape.microbatch, held.number, not held.attention_matrices, words)
@@ -238,11 +238,11 @@ def embedding_costs(shape: Shape, device: Device) -> StageCosts:
 def output_costs(shape: Shape, device: Device) -> StageCosts:
     """Costs that the output layer and the loss add to the last stage."""
     kept = activations.output_activation(shape)
-    work = _seconds(device, gpt.output_work(shape).times(shape.holding.of_cut_layers))
-    forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.holding.tensor))
+    work = _seconds(device, gpt.output_work(shape).times(shape.policy.of_cut_layers))
+    forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.policy.tensor))
     costs = _stage(work.plus(Work(forward, backward, 0.0)), Held(kept, kept, activations.output_retained(shape)))
     # It has no row-parallel linear before it, and computes its own weight's gradient. Its sum counts as if it were hidden always.
-    return replace(costs, behind=costs.weight) if shape.holding.tensor > 1 else costs
+    return replace(costs, behind=costs.weight) if shape.policy.tensor > 1 else costs
 
 
 def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary, links: Links | None = None) -> VocabularyCosts:
@@ -253,7 +253,7 @@ def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary
     """
     links = links or Links.within(device)
     rows = shards(shape, ranks).rows
-    product = device.seconds(gpt.row_work(shape) * rows) / shape.holding.context
+    product = device.seconds(gpt.row_work(shape) * rows) / shape.policy.context
     early = 2 if vocabulary is Vocabulary.ONE_BARRIER else 1
     loss = list(map(device.moving, traffic.loss_traffic(shape, rows, sharded=True)))
     embedding = list(map(device.moving, traffic.embedding_traffic(shape, 1 / ranks)))
@@ -270,7 +270,7 @@ def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary
 
 def shards(shape: Shape, ranks: int) -> Shards:
     """Shards of the vocabulary over the ranks of a pipeline, and the tensor-parallel ones of each."""
-    return Shards.of(shape.vocabulary, shape.vocabulary, ranks * shape.holding.tensor)
+    return Shards.of(shape.vocabulary, shape.vocabulary, ranks * shape.policy.tensor)
 
 
 def _seconds(device: Device, work: Work) -> Work:
@@ -279,7 +279,7 @@ def _seconds(device: Device, work: Work) -> Work:
 
 def _attention(shape: Shape, device: Device) -> Work:
     """Seconds of attention's products, on one of the ranks that share them."""
-    work = gpt.attention_work(shape).times(shape.holding.of_cut_layers)
+    work = gpt.attention_work(shape).times(shape.policy.of_cut_layers)
     if shape.quantized is None:
         return _seconds(device, work)  # which the efficiency is fitted to together with linears
     return Work(*(operations / (device.peak * device.attention) for operations in work))
@@ -309,7 +309,7 @@ def launch_seconds(shape: Shape) -> Work:
 
 def _linear_work(shape: Shape, device: Device, work: Work) -> Work:
     """Seconds of products of linears, on one of the ranks that share them."""
-    return Work(*(_linears(shape, device, operations) for operations in work.times(shape.holding.of_cut_layers)))
+    return Work(*(_linears(shape, device, operations) for operations in work.times(shape.policy.of_cut_layers)))
 
 
 def _linears(shape: Shape, device: Device, operations: float) -> float:

@@ -189,7 +189,7 @@ def layer_communication(
         attention: seconds of F and B of attention alone.
         beside: of what runs beside the exchange of tokens.
     """
-    held, experts = shape.holding, shape.experts
+    held, experts = shape.policy, shape.experts
     hidden = held.number * shape.tokens * shape.hidden / held.context
     visited = experts.share if experts and not experts.shared_ffn else 0.0  # of the MLPs, by some tokens alone
     tensor = (shape.parts - visited) * links.tensor.all_reduce(hidden, held.tensor)
@@ -210,7 +210,7 @@ def exchange_seconds(shape: Shape, links: Links) -> float:
     It takes as long to combine what experts make of them, and both ways in B. A token is sent once for every expert that it
     visits; where each expert is cut, those that have its parts gather each other's tokens then. Or all ranks gather those of all.
     """
-    held, experts = shape.holding, shape.experts
+    held, experts = shape.policy, shape.experts
     if not experts:
         return 0.0
     own = activations.hidden_bytes(shape)

@@ -26,8 +26,8 @@ from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
+from megatron.pipeline.shape.activation_policy import SINGLE, number_bytes
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import SINGLE, number_bytes
 from megatron.pipeline.shape.precision import HALF, Quantized
 
 GIB = 2**30
@@ -104,7 +104,7 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Dev
     costs = estimate(shape, placement, layers, gpu, schedule.vocabulary, split)
     held = activation_peaks(schedule, costs)
     all_fixed = fixed_memory(args, placement, layers, schedule.vocabulary)
-    graphed = activations.hidden_bytes(shape) if shape.holding.layer_graphs else 0.0
+    graphed = activations.hidden_bytes(shape) if shape.policy.layer_graphs else 0.0
     return [
         RankMemory(
             layers=sum(layers[stage] for stage in stages),
@@ -192,7 +192,7 @@ def any_device(shape: Shape) -> Device:
 def stage_sizes(args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> StageSizes:
     """Arguments as in ``predict``."""
     alone, whole = (costs_in_bytes(args, placement, layers, spread).stages for spread in (Vocabulary.TWO_BARRIERS, vocabulary))
-    kept = attrgetter("checkpoint" if Shape.of(args).holding.recomputes else "activation")
+    kept = attrgetter("checkpoint" if Shape.of(args).policy.recomputes else "activation")
     return StageSizes(
         tuple(map(kept, alone)),
         tuple(kept(every) - kept(own) for every, own in zip(whole, alone, strict=True)),
@@ -273,7 +273,7 @@ def expert_copies(args: Namespace) -> int:
 
 def recomputed(args: Namespace, shape: Shape, schedule: Schedule) -> Schedule:
     """The schedule with an R where B makes activations again; one that has R already stays."""
-    if not shape.holding.recomputes:
+    if not shape.policy.recomputes:
         return schedule
     stages = frozenset(range(schedule.placement.ranks * schedule.placement.chunks))
     return recompute(fuse(schedule, stages) if makes_weights_again(args) else schedule, stages)

@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass, replace
 from megatron.pipeline.costmodel.estimate import shards
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, MLP
 
 
@@ -62,17 +62,17 @@ def parameters(
         shard = shape.hidden * shards(shape, placement.ranks).rows
         dense = [count + (shard if tied else 2 * shard) for count in dense]
     else:
-        matrix = shape.hidden * shape.vocabulary // shape.holding.tensor
+        matrix = shape.hidden * shape.vocabulary // shape.policy.tensor
         dense[first] += matrix
         if not (tied and first == last):
             dense[last] += matrix
-        if shape.further and first != last:
+        if shape.mtp_layers and first != last:
             dense[last] += matrix  # embeddings of the tokens that are predicted from
-    for _ in range(shape.further):
+    for _ in range(shape.mtp_layers):
         predictor = shape.predictor
         counts[last] += sum((layer_parameters(predictor, layer) for layer in range(predictor.layers)), Parameters())
         # Three norms, and the product of hidden states and embeddings side by side.
-        dense[last] += 3 * shape.norm * shape.hidden + 2 * shape.hidden**2 // shape.holding.tensor
+        dense[last] += 3 * shape.norm * shape.hidden + 2 * shape.hidden**2 // shape.policy.tensor
     return [count + Parameters(more) for count, more in zip(counts, dense, strict=True)]
 
 
@@ -81,7 +81,7 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
 
     Tensor-parallel ranks each have the norms, and the biases of outputs that they add up.
     """
-    hidden, tensor, experts, symbols = shape.hidden, shape.holding.tensor, shape.experts, shape.symbols(layer)
+    hidden, tensor, experts, symbols = shape.hidden, shape.policy.tensor, shape.experts, shape.symbols(layer)
     cut, whole, routed = 0, len(symbols) * shape.norm * hidden, 0
     if ATTENTION in symbols:
         cut += (
@@ -109,7 +109,7 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
 def total_parameters(shape: Shape, tied: bool) -> int:
     """Parameters of the whole model, each counted once."""
     experts = shape.experts and replace(shape.experts, parallel=1, tensor=1)
-    whole = replace(shape, experts=experts, holding=Holding())
+    whole = replace(shape, experts=experts, policy=ActivationPolicy())
     return parameters(whole, Placement(((0,),)), [shape.layers], None, tied)[0].total
 
 

@@ -1,15 +1,15 @@
 """Bytes that kernels other than matrix products read and write: norms, activation functions, dropout, softmax.
 
 Each kernel reads what it takes and writes what it makes, once; kernels are those of megatron-core with its fusions: activation
-function with bias, dropout with residual, scaled masked softmax, and fused attention unless ``Holding`` says otherwise. Counts
-are ours, of numbers of ``Holding.number`` bytes for each token; a mask has a byte.
+function with bias, dropout with residual, scaled masked softmax, and fused attention unless ``ActivationPolicy`` says otherwise.
+Counts are ours, of numbers of ``ActivationPolicy.number`` bytes for each token; a mask has a byte.
 """
 
 from __future__ import annotations
 
 from megatron.pipeline.costmodel.activations import hidden_bytes
+from megatron.pipeline.shape.activation_policy import SINGLE
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.holding import SINGLE
 
 # Of every token for every expert that it visits, numbers read or written in F and in B: permutations, paddings, casts, weights by
 # probabilities, buffers. Fitted together with the efficiencies of benchmarks/published_throughput.py, one of 18 values that were
@@ -30,7 +30,7 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
       sums the biases' gradients up;
     - experts' tokens are read and written on their way there and back, ``_COPIES`` times.
     """
-    held, number = shape.holding, shape.holding.number
+    held, number = shape.policy, shape.policy.number
     share, parts = shape.attention, shape.parts
     before, heads = (2 if shape.gated else 1) * shape.ffn, share * shape.queries_and_keys
     masks = parts * held.hidden_masks / number
@@ -70,7 +70,7 @@ def cast_traffic(shape: Shape) -> tuple[float, float]:
     Each number is read in 16 bits, and written once for products by rows and once for those by columns. Weights are cast once in
     an iteration, and count none; casts of experts that some tokens visit are among ``_COPIES``.
     """
-    held, quantized = shape.holding, shape.quantized
+    held, quantized = shape.policy, shape.quantized
     if quantized is None:
         return 0.0, 0.0
     latent, experts = shape.latent, shape.experts
@@ -90,7 +90,7 @@ def expert_products_traffic(shape: Shape) -> tuple[float, float, float]:
     Of every token that visits an expert, and of every weight of the experts that the rank has: W reads and writes the gradient of
     each in float32. Wide products of dense layers hide theirs, and count none.
     """
-    held, experts = shape.holding, shape.experts
+    held, experts = shape.policy, shape.experts
     if experts is None:
         return 0.0, 0.0, 0.0
     matrices, number = 3 if shape.gated else 2, held.number
@@ -107,7 +107,7 @@ def expert_products_traffic(shape: Shape) -> tuple[float, float, float]:
 def expert_traffic(shape: Shape) -> tuple[float, float]:
     """Bytes of those that the experts of a layer move which some tokens visit: the activation function's, and half of what copies
     their tokens."""
-    held, experts = shape.holding, shape.experts
+    held, experts = shape.policy, shape.experts
     if experts is None:
         return 0.0, 0.0
     before, width = 2 if shape.gated else 1, experts.mean_visited_ffn
@@ -125,7 +125,7 @@ def loss_traffic(shape: Shape, rows: float, sharded: bool = False) -> tuple[floa
     Args:
         sharded: with ``--vocab-parallel``, which makes exponentials in float32 before it can divide them by the sum of all ranks.
     """
-    number, entries = shape.holding.number, shape.tokens / shape.holding.context * rows
+    number, entries = shape.policy.number, shape.tokens / shape.policy.context * rows
     return entries * (number + (2 if sharded else 1) * SINGLE), entries * (number + SINGLE)
 
 
@@ -138,4 +138,4 @@ def embedding_traffic(shape: Shape, share: float = 1.0) -> tuple[float, float]:
         share: of the tokens whose rows a rank has; what it does not have is zero.
     """
     part = hidden_bytes(shape)
-    return (1 + share) * part, (1 + share * 2 * SINGLE / shape.holding.number) * part
+    return (1 + share) * part, (1 + share * 2 * SINGLE / shape.policy.number) * part

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 
-from megatron.pipeline.dist.rehearsal_groups import stand_in
+from megatron.pipeline.distributed.rehearsal_groups import stand_in
 
 _NEWS, _SPEAKER = "news", "speaker"
 _PATIENCE = 2.0  # seconds for the store to answer a rank that ends; one that has stopped never answers

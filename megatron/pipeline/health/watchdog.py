@@ -26,8 +26,8 @@ from types import TracebackType
 import torch
 from megatron.core import parallel_state
 
-from megatron.pipeline.dist.groups import barrier
-from megatron.pipeline.dist.rehearsal_groups import stand_in
+from megatron.pipeline.distributed.groups import barrier
+from megatron.pipeline.distributed.rehearsal_groups import stand_in
 from megatron.pipeline.health.heartbeat import Heartbeat
 from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, name_rank
 

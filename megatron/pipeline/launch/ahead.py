@@ -17,8 +17,8 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.pipeline.patches import moe_utils, training_training
 
-from megatron.pipeline.dist.device import to_device
-from megatron.pipeline.dist.reduction import Reduction
+from megatron.pipeline.distributed.device import to_device
+from megatron.pipeline.distributed.reduction import Reduction
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.optimizer.post_validation import PostValidation, TakenStep
 from megatron.pipeline.optimizer.snapshot import Keep

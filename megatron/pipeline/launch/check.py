@@ -11,7 +11,7 @@ from megatron.pipeline.patches.upstream_args import written
 
 from megatron.pipeline.combinations.rows import LAUNCHED, MODELS, QUANTIZED, SCHEDULES, WRONG
 from megatron.pipeline.combinations.table import refuse, sentences
-from megatron.pipeline.dist.device import local_device
+from megatron.pipeline.distributed.device import local_device
 from megatron.pipeline.flags import support
 from megatron.pipeline.flags.facts import PACKED, of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS

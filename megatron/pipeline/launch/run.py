@@ -25,7 +25,7 @@ from megatron.pipeline.patches.upstream_args import write
 
 from megatron.pipeline.combinations.rows import DOCUMENTS, WRONG, YAML
 from megatron.pipeline.combinations.table import Facts, refuse, sentences
-from megatron.pipeline.dist.processes import let_rank_0_speak
+from megatron.pipeline.distributed.processes import let_rank_0_speak
 from megatron.pipeline.flags.arguments import with_config
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
 from megatron.pipeline.flags.facts import of_flags

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron.pipeline.dist.processes import free_port
+from megatron.pipeline.distributed.processes import free_port
 from megatron.pipeline.launch import install
 
 PIP, CHECKOUT = "pip", "checkout"

@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.loops import finalize_upstream
 
-from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.distributed.groups import new_group
 from megatron.pipeline.model.adapter import adapter_of, has_adapter
 from megatron.pipeline.schedule.core.placement import Placement
 

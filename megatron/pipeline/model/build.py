@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import GPT, ModelAdapter
 from megatron.pipeline.model.boundary import BoundaryModules

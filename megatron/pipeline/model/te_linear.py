@@ -28,7 +28,7 @@ from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import stand_in
 from megatron.pipeline.combinations.rows import EXCLUDED
 from megatron.pipeline.combinations.table import of_config, refuse
-from megatron.pipeline.dist import sequence
+from megatron.pipeline.distributed import sequence
 
 OLDEST = "2.8"
 _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.pipeline.dist.device import to_device
-from megatron.pipeline.dist.reduction import Reduction
+from megatron.pipeline.distributed.device import to_device
+from megatron.pipeline.distributed.reduction import Reduction
 from megatron.pipeline.optimizer.policy import Observation, Policy
 from megatron.pipeline.optimizer.snapshot import Keep
 from megatron.pipeline.optimizer.step_ahead import Outcome, StepAhead, clips, parts_of, snapshot_of

@@ -20,8 +20,8 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 
-from megatron.pipeline.dist.device import this_device
-from megatron.pipeline.dist.reduction import Reduction
+from megatron.pipeline.distributed.device import this_device
+from megatron.pipeline.distributed.reduction import Reduction
 from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
 
 

@@ -24,12 +24,12 @@ from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.optimum.bound import least_limit
 from megatron.pipeline.schedule.rules.verify import excess, rounded_up, verify
-from megatron.pipeline.schedule.search.paired import paired
+from megatron.pipeline.schedule.search.overlapped import list_schedule_overlapped
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import braid, combined
 from megatron.pipeline.schedule.transforms.join import join, saves, shields, split
 from megatron.pipeline.schedule.transforms.offload import offload
-from megatron.pipeline.schedule.transforms.vocabulary import postpone, postponed, spread
+from megatron.pipeline.schedule.transforms.vocabulary import delay_backwards, postponed, shard_vocabulary
 
 _NEAR = 1.01  # as short: the schedule that holds less is better then
 _TIMES = (12, 8, 6, 4, 3, 2, 1.5, 1)  # a schedule's own memory, over what offloading leaves of it on the device
@@ -140,7 +140,7 @@ def _with_vocabulary_of(vocabulary: Vocabulary, schedule: Schedule, problem: Pro
     by = postponed(vocabulary, problem.ranks)
     # Interlaced, ranks stand still less often with a little more room, where the limits have it.
     room = range(by, by + 3 if vocabulary is Vocabulary.INTERLACED else by + 1)
-    first, *others = (spread(postpone(schedule, count), vocabulary, problem.costs) for count in room)
+    first, *others = (shard_vocabulary(delay_backwards(schedule, count), vocabulary, problem.costs) for count in room)
     if problem.limits is not None:
         if isinstance(refusal := _fit(first, problem), LimitTooLow):
             return refusal
@@ -240,7 +240,7 @@ def _of_braids(family: families.Family, problem: Problem, own: Schedule) -> Iter
     if family.searches and plain:
         if (hidden := problem.costs.hidden()) != problem.costs:
             yield braid(solve(family.name, replace(problem, costs=hidden)), problem)
-        if family.memory and (order := paired(problem)) is not None:
+        if family.memory and (order := list_schedule_overlapped(problem)) is not None:
             others.append(replace(own, passes=order))
         if problem.placement == placement.v(problem.ranks) and not problem.fused:
             with suppress(ValueError):
@@ -292,4 +292,6 @@ def with_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
     """The schedule with the vocabulary's passes, where the problem has them and the schedule does not."""
     if problem.vocabulary is None or schedule.vocabulary:
         return schedule
-    return spread(postpone(schedule, postponed(problem.vocabulary, schedule.ranks)), problem.vocabulary, problem.costs)
+    return shard_vocabulary(
+        delay_backwards(schedule, postponed(problem.vocabulary, schedule.ranks)), problem.vocabulary, problem.costs
+    )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.pipeline.dist.device import side_stream, this_device
+from megatron.pipeline.distributed.device import side_stream, this_device
 from megatron.pipeline.record.clock import Clock
 from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -46,7 +46,7 @@ class Record:
     copies: tuple[Timed, ...] = ()
 
 
-class Unmeasured:
+class NullRecorder:
     """Measures nothing; ``Recorder`` does."""
 
     def measure(self, _: Pass) -> AbstractContextManager[None]:
@@ -69,7 +69,7 @@ class Unmeasured:
         """Nothing to end."""
 
 
-class Recorder(Unmeasured):
+class Recorder(NullRecorder):
     """Measures one iteration of this rank.
 
     On a GPU passes and waits are timed by events, without waiting for them, and are ranges for NVIDIA's profilers (NVTX).

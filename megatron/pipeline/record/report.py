@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.dist.device import side_stream, this_device
+from megatron.pipeline.distributed.device import side_stream, this_device
 from megatron.pipeline.record.recorder import Record, Waited
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement

@@ -20,7 +20,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.schedule.core.placement import Placement
 

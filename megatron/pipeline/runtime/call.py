@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron.pipeline.combinations.rows import CALLS, EXCLUDED, SCHEDULES, SLICES
 from megatron.pipeline.combinations.table import of_config, refuse
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.program import Flow
 

@@ -25,7 +25,7 @@ from megatron.pipeline.patches import rerun_state_machine
 
 from megatron.pipeline.combinations import table
 from megatron.pipeline.combinations.needs import EVERY_BATCH
-from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.distributed.groups import new_group
 from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Planned

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from megatron.pipeline.health.device_progress import DeviceProgress
-from megatron.pipeline.record.recorder import Unmeasured
+from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import Wiring
 from megatron.pipeline.schedule.core.kinds import Exchange, Flow
@@ -96,7 +96,7 @@ class Executor:
         wiring: Wiring,
         handlers: Handlers,
         transport: Transport,
-        recorder: Unmeasured,
+        recorder: NullRecorder,
         around: Callable[[Pass], AbstractContextManager[None]] = lambda _: nullcontext(),
         device: DeviceProgress | None = None,
     ) -> None:

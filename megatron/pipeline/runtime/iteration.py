@@ -23,7 +23,7 @@ from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
 from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.record.recorder import Unmeasured
+from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
@@ -51,7 +51,7 @@ class _Attempt(NamedTuple):
     stages: ModelStages
     offloaded: InFlight | None
     executor: Executor
-    recorder: Unmeasured
+    recorder: NullRecorder
     embedding: Any  # upstream's buffer of inputs of the output layer
 
 
@@ -75,7 +75,7 @@ class Iteration:
 
     plan: Planned
     channels: Channels
-    record: Callable[[], Unmeasured] = Unmeasured
+    record: Callable[[], NullRecorder] = NullRecorder
     posting: Posting = Posting.SINGLE
     groups: Groups | None = None
     offloading: Offloading | None = None

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import torch
 
-from megatron.pipeline.dist.groups import once_rank_0_has
+from megatron.pipeline.distributed.groups import once_rank_0_has
 from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Planned

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.dist.device import this_device
-from megatron.pipeline.dist.groups import connect, like, memory_noted, new_group, warn_of_eager_groups
+from megatron.pipeline.distributed.device import this_device
+from megatron.pipeline.distributed.groups import connect, like, memory_noted, new_group, warn_of_eager_groups
 from megatron.pipeline.schedule.lower.posting import UNFINISHED_SENDS, Posting
 from megatron.pipeline.schedule.lower.program import Flow, Message, Send
 

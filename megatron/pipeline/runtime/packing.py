@@ -22,7 +22,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.pipeline.patches import rerun_state_machine
 
-from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.distributed.groups import new_group
 from megatron.pipeline.planning.every_batch import pack_at_once
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.every_batch import lengths_of

@@ -14,21 +14,21 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline import patches
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.request import Request
-from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.record.recorder import NullRecorder, Recorder
 from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.device_lock import DeviceLock, SerializedRecorder
 from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, in_places, refuse
 from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.later_plans import LaterPlans
 from megatron.pipeline.runtime.offload.offloading import CopySettings, Offloading
 from megatron.pipeline.runtime.p2p import Channels, Transport
-from megatron.pipeline.runtime.turns import InTurns, Turns
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule.core.boundary import buckets
 from megatron.pipeline.schedule.core.costs import Costs
@@ -86,7 +86,7 @@ class Pipeline:
         # Opened when they are first needed, by all ranks of the world together.
         self._channels_of = cache(partial(Channels.open, max_ctas=max_ctas))
         self._groups_of = cache(partial(Groups.open, max_ctas=max_ctas))
-        self._turns = cache(Turns.open) if rehearses else None
+        self._turns = cache(DeviceLock.open) if rehearses else None
         self._parks = parks
         self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
         # The first chunks of models that are built for this placement, and of those that have trained.
@@ -205,8 +205,8 @@ class Pipeline:
             self._built.add(call.chunks[0])
         measured = self.measures and not call.forward_only
 
-        def record() -> Unmeasured:
-            return self._in_turns(self._record(call.chunks, plan) if measured else Unmeasured())
+        def record() -> NullRecorder:
+            return self._in_turns(self._record(call.chunks, plan) if measured else NullRecorder())
 
         channels = self._channels_of(call.pipeline, call.config.variable_seq_lengths)
         channels.connect(_messages(plan), self._posting)
@@ -228,7 +228,7 @@ class Pipeline:
         return self._turns().optimizer_steps()
 
     def park(self, chunks: Sequence[torch.nn.Module], optimizer: Any, config: Any) -> None:
-        """Keep this rank's weights on the device in its turns alone (see ``Turns.park``), if this pipeline parks.
+        """Keep this rank's weights on the device in its turns alone (see ``DeviceLock.park``), if this pipeline parks.
 
         Collective over the world.
         """
@@ -269,8 +269,8 @@ class Pipeline:
         expected = _simulated_span(report.schedule, self.plans.costs)
         return report.timeline.span / expected if expected else None
 
-    def _in_turns(self, recorder: Unmeasured) -> Unmeasured:
-        return InTurns(recorder, self._turns()) if self._turns else recorder
+    def _in_turns(self, recorder: NullRecorder) -> NullRecorder:
+        return SerializedRecorder(recorder, self._turns()) if self._turns else recorder
 
     def _record(self, model: Any, plan: Planned | None = None) -> Recorder:
         chunks = model if isinstance(model, list) else [model]

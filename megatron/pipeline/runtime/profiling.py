@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from megatron.core import parallel_state
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.record import cost_profile
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import probe

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.dist.groups import once_rank_0_has
+from megatron.pipeline.distributed.groups import once_rank_0_has
 from megatron.pipeline.planning.refusals import HOST_MIB, MIB
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import describe

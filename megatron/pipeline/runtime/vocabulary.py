@@ -16,9 +16,9 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
-from megatron.pipeline.dist import sequence
-from megatron.pipeline.dist.device import side_stream
-from megatron.pipeline.dist.groups import connect, like, memory_noted, new_group
+from megatron.pipeline.distributed import sequence
+from megatron.pipeline.distributed.device import side_stream
+from megatron.pipeline.distributed.groups import connect, like, memory_noted, new_group
 from megatron.pipeline.model.adapter import signature
 from megatron.pipeline.model.slices import noting
 from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from megatron.pipeline import planning
 from megatron.pipeline.planning.choose import best
-from megatron.pipeline.planning.collecting import without_collecting
 from megatron.pipeline.planning.document import Changes, choice_fields, curves, read, report
+from megatron.pipeline.planning.no_gc import without_gc
 from megatron.pipeline.planning.request import Request, Variant, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.problem import LimitTooLow
@@ -102,7 +102,7 @@ def planned(query: Query, ask: Ask, quick: bool = False, costs: str = "") -> Ans
     fields: dict[str, Any] = {}
     status, given = 200, flags(query, costs)
     try:
-        with without_collecting():
+        with without_gc():
             request = replace(ask(given), quick=quick)
             plan, choice = best(request)
             fields["plan"] = report(plan) | (choice_fields(choice) if choice else {})

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from megatron.pipeline.dist.processes import end_with_parent
+from megatron.pipeline.distributed.processes import end_with_parent
 
 PATIENCE = 1.0  # seconds for which an abandoned job goes on, since its request may come again
 MOST_WAITING = 256  # jobs; the oldest ones give way

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.schedule.core.placement import Placement
 
 

@@ -18,7 +18,7 @@ from megatron.pipeline.costmodel.memory import (
     predict,
     stage_sizes,
 )
-from megatron.pipeline.dist.device import device_memory, this_device
+from megatron.pipeline.distributed.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
 from megatron.pipeline.flags.settings import Role, Settings

@@ -184,7 +184,7 @@ def _equal_costs(args: Settings) -> StageCosts:
     """Costs of passes before they are measured: a backward that makes whole layers again runs their forward."""
     if args.recompute_granularity != "full" or args.recompute_method != "uniform":
         return EQUAL_PASSES
-    return replace(EQUAL_PASSES, recompute=1.0, checkpoint=1.0).remade(makes_weights_again(args))
+    return replace(EQUAL_PASSES, recompute=1.0, checkpoint=1.0).with_recomputation(makes_weights_again(args))
 
 
 def _of_any_family(args: Settings, costs: Costs | None) -> Request:

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.dist.groups import done_by_rank_0
+from megatron.pipeline.distributed.groups import done_by_rank_0
 from megatron.pipeline.schedule.core.reading import printable
 
 LOCK = "saving_run.json"

@@ -9,7 +9,7 @@ import torch
 
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
-from megatron.pipeline.dist.device import device_memory, this_device
+from megatron.pipeline.distributed.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.facts import cautions
 from megatron.pipeline.flags.settings import PROFILE, Settings

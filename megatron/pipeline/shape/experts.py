@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron.pipeline.shape.holding import ITERATION, LAYERS, graphed, graphs
+from megatron.pipeline.shape.activation_policy import ITERATION, LAYERS, graphed, graphs
 from megatron.pipeline.shape.hybrid import EXPERTS, Hybrid
 
 

@@ -10,15 +10,15 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.experts import Experts
-from megatron.pipeline.shape.holding import Holding
 from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, MLP, Hybrid
 from megatron.pipeline.shape.latent import Latent
 from megatron.pipeline.shape.mixer import Mixer
 from megatron.pipeline.shape.precision import Quantized
 from megatron.pipeline.shape.windows import Windows
 
-_WHOLE = Holding()
+_WHOLE = ActivationPolicy()
 
 
 class Work(NamedTuple):
@@ -56,10 +56,10 @@ class Shape:
         biases, qkv_bias: whether all linear layers have biases, and whether queries, keys and values do.
         qk_norm: whether queries and keys are normalised.
         positions: rows of learned position embeddings.
-        further: layers of multi-token prediction, each with the output layer once more.
+        mtp_layers: layers of multi-token prediction, each with the output layer once more.
         experts: what the MLP is in some layers.
         latent: what queries, keys and values are made from, if not from hidden states.
-        holding: how a rank holds its share of the activations.
+        policy: how a rank holds its share of the activations.
         quantized: which linears are in fewer than 16 bits, if any.
         windows: how many keys attention reads in every layer, if not all.
         sinks: parameters of attention sinks, one for each head.
@@ -81,10 +81,10 @@ class Shape:
     qkv_bias: bool = False
     qk_norm: bool = False
     positions: int = 0
-    further: int = 0
+    mtp_layers: int = 0
     experts: Experts | None = None
     latent: Latent | None = None
-    holding: Holding = _WHOLE
+    policy: ActivationPolicy = _WHOLE
     quantized: Quantized | None = None
     windows: Windows | None = None
     hybrid: Hybrid | None = None
@@ -121,10 +121,10 @@ class Shape:
             qkv_bias=args.add_qkv_bias or args.add_bias_linear,
             qk_norm=args.qk_layernorm,
             positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
-            further=args.mtp_num_layers or 0,
+            mtp_layers=args.mtp_num_layers or 0,
             experts=experts,
             latent=latent,
-            holding=Holding.of(args),
+            policy=ActivationPolicy.of(args),
             quantized=Quantized.of(args),
             windows=Windows.of(args),
             hybrid=hybrid,
@@ -253,7 +253,7 @@ class Shape:
         Those of megatron-core's ``gpt_layer_specs.py``: Transformer Engine has a norm within the linear layer that reads it,
         unless two of them do, as in multi-latent attention, or experts.
         """
-        if not self.holding.fused_norms:
+        if not self.policy.fused_norms:
             return float(self.parts)
         return self.attention * (self.latent is not None) + self.share(EXPERTS)
 

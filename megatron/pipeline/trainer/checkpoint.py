@@ -26,8 +26,8 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches.torch_checkpoint import DamagedFile
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.pipeline.dist.device import this_device
-from megatron.pipeline.dist.groups import barrier, done_by_rank_0
+from megatron.pipeline.distributed.device import this_device
+from megatron.pipeline.distributed.groups import barrier, done_by_rank_0
 from megatron.pipeline.flags.settings import flat
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.atomic import UNFINISHED, sync, write_text

@@ -21,7 +21,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.trainer.data_files import blend, blend_per_split, check_prefix, split_has_tokens
 
 Batch = dict[str, torch.Tensor]

@@ -13,8 +13,8 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron.pipeline.dist.device import to_device
-from megatron.pipeline.dist.reduction import Reduction
+from megatron.pipeline.distributed.device import to_device
+from megatron.pipeline.distributed.reduction import Reduction
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model import seeding
 from megatron.pipeline.optimizer.post_validation import PostValidation

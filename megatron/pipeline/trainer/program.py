@@ -17,10 +17,10 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.timers import Timers
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.dist import rehearsal_groups
-from megatron.pipeline.dist.device import local_device, this_device
-from megatron.pipeline.dist.groups import barrier
-from megatron.pipeline.dist.processes import free_port, let_rank_0_speak
+from megatron.pipeline.distributed import rehearsal_groups
+from megatron.pipeline.distributed.device import local_device, this_device
+from megatron.pipeline.distributed.groups import barrier
+from megatron.pipeline.distributed.processes import free_port, let_rank_0_speak
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.flags.validation import batch_size_steps, validate

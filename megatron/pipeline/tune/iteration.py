@@ -54,7 +54,7 @@ class IterationParts:
         kernels: what computes, on the ranks that share a layer at the same time.
         messages: waiting for the ranks that share a layer, but for what runs behind another microbatch.
         recomputation: forwards that run again.
-        inequality: until the rank with most to do has done as much.
+        imbalance: until the rank with most to do has done as much.
         bubble: the rest of the pipeline's time, idle.
         between: two pipelines: by how much a period is longer than an iteration alone, with gradients, steps and weights.
     """
@@ -62,7 +62,7 @@ class IterationParts:
     kernels: float
     messages: float
     recomputation: float
-    inequality: float
+    imbalance: float
     bubble: float
     between: float
 
@@ -314,10 +314,10 @@ def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
 def _as_trained(candidate: Candidate, costs: Costs) -> tuple[Costs, float]:
     """The costs where backwards make activations again, if they do, and the most that one of them holds while it runs, beyond
     what is held before and after."""
-    if not Shape.of(candidate.args).holding.recomputes:
+    if not Shape.of(candidate.args).policy.recomputes:
         return costs, 0.0
     whole = makes_weights_again(candidate.args)
-    trained = costs.remade(whole)
+    trained = costs.with_recomputation(whole)
     leanest = _fuses(candidate) or any(stage.grows for stage in trained.stages)  # some backwards may be BW
     ends = (stage.checkpoint if leanest else max(stage.checkpoint, stage.retained) for stage in costs.stages)
     return trained, max(stage.activation - end for stage, end in zip(costs.stages, ends, strict=True))
@@ -325,7 +325,7 @@ def _as_trained(candidate: Candidate, costs: Costs) -> tuple[Costs, float]:
 
 def _work(candidate: Candidate, costs: Costs) -> list[float]:
     """Seconds that every rank computes in an iteration, without the vocabulary's passes."""
-    again = Shape.of(candidate.args).holding.recomputes
+    again = Shape.of(candidate.args).policy.recomputes
     seconds = [stage.forward + stage.value("fused") + stage.recompute * again for stage in costs.stages]
     return [candidate.microbatches * sum(seconds[stage] for stage in row) for row in candidate.placement.stages]
 
@@ -346,7 +346,7 @@ def _parts(
     messages = count * layers * (shared - alone.total) - (1 - split) * hides - fmean(behind)
     work = [seconds + vocabulary + split * hides - less for seconds, less in zip(_work(candidate, costs), behind, strict=True)]
     again = 0.0
-    if shape.holding.recomputes:
+    if shape.policy.recomputes:
         again = count * fmean(sum(costs.stages[stage].recompute for stage in row) for row in candidate.placement.stages)
     mean, most = fmean(work), max(work)
     return IterationParts(mean - messages - again, messages, again, most - mean, max(0.0, pipeline - most), between)

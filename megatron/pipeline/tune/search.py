@@ -17,7 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from megatron.pipeline.dist.processes import end_with_parent
+from megatron.pipeline.distributed.processes import end_with_parent
 from megatron.pipeline.schedule import families
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds, work

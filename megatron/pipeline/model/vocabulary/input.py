@@ -7,7 +7,7 @@ from einops import rearrange
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import gradient_of, mark_accumulated
-from megatron.pipeline.dist.sequence import gather, reduce_scatter
+from megatron.pipeline.distributed.sequence import gather, reduce_scatter
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
 from megatron.pipeline.shape.shards import Shards
 

@@ -14,7 +14,7 @@ from einops import rearrange
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import accumulate, gradient_of
-from megatron.pipeline.dist import sequence
+from megatron.pipeline.distributed import sequence
 from megatron.pipeline.model.vocabulary.input import locate
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, enlarged
 from megatron.pipeline.model.vocabulary.tied import TiedGradient

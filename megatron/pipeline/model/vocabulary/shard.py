@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensorFactory
 from megatron.core.transformer import TransformerConfig
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.model import seeding
 from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.stage import Stage

@@ -185,9 +185,9 @@ class Costs:
         end = combined(lambda values: values[0] - (parts - 1) * values[1], [stage, plain]).capped(stage)
         return [end, *[plain] * (parts - 1)] if place == 0 else [*[plain] * (parts - 1), end]
 
-    def remade(self, weights: bool = False) -> Costs:
-        """The costs where backwards make again what forwards did not keep, and no R runs: see ``StageCosts.remade``."""
-        return replace(self, stages=tuple(stage.remade(weights) for stage in self.stages))
+    def with_recomputation(self, weights: bool = False) -> Costs:
+        """The costs where backwards make again what forwards did not keep, and no R runs: as of ``StageCosts``."""
+        return replace(self, stages=tuple(stage.with_recomputation(weights) for stage in self.stages))
 
     def shielded(self, stages: Set[int]) -> Costs:
         """The costs where B of these stages has work behind its collectives: see ``StageCosts.shielded``."""

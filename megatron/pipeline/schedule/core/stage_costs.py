@@ -159,7 +159,7 @@ class StageCosts:
         """Seconds of one microbatch: F + B + W."""
         return self.forward + self.backward + self.weight
 
-    def remade(self, weights: bool = False) -> StageCosts:
+    def with_recomputation(self, weights: bool = False) -> StageCosts:
         """The costs where no R runs, and the backward itself makes again what F did not keep: what it makes it holds until W.
 
         Args:

@@ -22,7 +22,7 @@ from megatron.pipeline.schedule.search.instance import Instance, Plan
 from megatron.pipeline.schedule.search.rounds_engine import State, line_in_rounds, v_in_rounds
 from megatron.pipeline.schedule.time.orders import MID, Array
 
-_NEAR = 1.01  # a plan up to this many times as long as the best may be shorter than that once it is squeezed
+_NEAR = 1.01  # a plan up to this many times as long as the best may be shorter than that once it is compacted
 _REPEATS = 8  # how often a construction on a V is repeated with what ranks were idle in the one before
 
 

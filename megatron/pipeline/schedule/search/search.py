@@ -16,11 +16,11 @@ from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import rounded_up
+from megatron.pipeline.schedule.search.compact import compact
 from megatron.pipeline.schedule.search.engine import SLACK
 from megatron.pipeline.schedule.search.instance import Few, Instance, Plan, Seed
 from megatron.pipeline.schedule.search.rounds import can_be_in_rounds, rounds
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
-from megatron.pipeline.schedule.search.squeeze import squeeze
 from megatron.pipeline.schedule.time.orders import DOWN, Array
 
 Known: TypeAlias = Callable[[Problem], Iterable[Order]]
@@ -29,7 +29,7 @@ _value = attrgetter("value")
 # Budgets count passes, not seconds, so that every rank and every machine makes the same plan.
 _PASSES, _PASSES_OF_LONG = 800_000, 600_000  # passes placed in the search of one memory level
 _FEWEST, _MOST = 16, 800  # plans made for one memory level
-# Plans to begin with: tried first; squeezed, the best of these; improved, the best of those.
+# Plans to begin with: tried first; compacted, the best of these; improved, the best of those.
 _GLANCE, _SQUEEZED, _STARTS = 12, 6, 3
 _STEPS, _STEPS_OF_LONG = 64, 16  # levels up to the memory of 1F1B at most
 _MEDIUM, _THOROUGH = 1_000, 4  # passes above which only this many of them are searched thoroughly where there are rounds
@@ -40,8 +40,8 @@ _MOST_IN_ROUNDS = 60_000  # passes above which nothing is tried beside rounds, w
 _HUGE = 300_000  # passes above which nothing is tried but a few plans at full length
 _ROUNDS = 3  # with this many per rank, enough to find its two ends and how its middle repeats
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
-_NEAR = 1.02  # a plan up to this many times as long as the best is squeezed, and at first also improved further
-_NEAR_OF_LONG = 1.04  # the same in a long problem before a plan is squeezed
+_NEAR = 1.02  # a plan up to this many times as long as the best is compacted, and at first also improved further
+_NEAR_OF_LONG = 1.04  # the same in a long problem before a plan is compacted
 _CLOSE = 1.005  # a plan of full length up to this many times as long as the bound ends the search of a long problem's level
 _DOMINATED = 1.01  # a level whose best start is this many times as long as another level's plan is not searched further
 _KEPT = 64  # levels whose plans are cached, so that trying several limits searches each level once
@@ -91,12 +91,12 @@ def search(problem: Problem, known: Known, fixed: bool = False) -> Order:
 
 
 def _first(instance: Instance, known: list[Plan], own: Sequence[float] | None) -> Plan | None:
-    """The best of the few plans that are made first, squeezed."""
+    """The best of the few plans that are made first, compacted."""
     room = _room(instance, own)
     made = [*_fitting(instance, known, room), *rounds(instance, room, few=True)]
     made += itertools.islice(starts(instance, room, _PROBES), _PROBES)
     best = min(made, key=_value, default=None)
-    return best and squeeze(instance, best, room)
+    return best and compact(instance, best, room)
 
 
 def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: bool) -> Iterator[tuple[Array, bool]]:
@@ -190,10 +190,10 @@ class _Level:
 
     @cached_property
     def in_rounds(self) -> list[Plan]:
-        """The best plan that is made in rounds, squeezed and improved, if there is one."""
+        """The best plan that is made in rounds, compacted and improved, if there is one."""
         instance, room = self.instance, self._room
         shortest = sorted(rounds(instance, room), key=_value)[:1]
-        return [_improve(instance, squeeze(instance, plan, room), room, self._tries, self._goal) for plan in shortest]
+        return [_improve(instance, compact(instance, plan, room), room, self._tries, self._goal) for plan in shortest]
 
     @cached_property
     def begin(self) -> list[Plan]:
@@ -255,10 +255,10 @@ class _Long:
             quick = [*starts(whole, room, _PROBES)]
         for plan in sorted([*quick, *made], key=_value)[:1]:
             if best is None or plan.value <= best.value * _DOMINATED:
-                squeezed = squeeze(whole, plan, room)
-                best = squeezed if best is None else min(best, squeezed, key=_value)
-                yield squeezed
-                if squeezed.value <= goal * _CLOSE:
+                compacted = compact(whole, plan, room)
+                best = compacted if best is None else min(best, compacted, key=_value)
+                yield compacted
+                if compacted.value <= goal * _CLOSE:
                     return
         if whole.size <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
             yield from _extended(whole, level, room, best)
@@ -285,7 +285,7 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
             exact = whole.sorted(targets)
             few.add([exact] if exact and whole.within(exact, room) else [])
             few.add(whole.construct(Seed(targets, in_order=in_order), room, few.longest()) for in_order in (True, False))
-    yield from (squeeze(whole, plan, room) for plan in _distinct(few.plans))
+    yield from (compact(whole, plan, room) for plan in _distinct(few.plans))
 
 
 def _distinct(plans: Iterable[Plan]) -> list[Plan]:
@@ -300,17 +300,17 @@ def _each(plans: list[Plan], change: Callable[[Plan], Plan]) -> list[Plan]:
 
 
 def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, few: Few) -> list[Plan]:
-    """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal.
+    """The best plans to begin with, compacted, the best first; only that one if it reaches the goal.
 
     Args:
-        few: those that are squeezed, none yet.
+        few: those that are compacted, none yet.
     """
     best = list[Plan]()
     plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most, few.longest))
     for number in (_GLANCE, most):  # the first few are often enough
         few.plans = []
         few.add(itertools.islice(plans, number))
-        best = sorted([*best, *_each(few.plans, lambda plan: squeeze(instance, plan, limits))], key=_value)[:_STARTS]
+        best = sorted([*best, *_each(few.plans, lambda plan: compact(instance, plan, limits))], key=_value)[:_STARTS]
         if best and best[0].value <= goal:
             return best[:1]
     return best
@@ -362,7 +362,7 @@ def _improve(instance: Instance, plan: Plan, limits: Array, tries: int, goal: fl
             new = instance.replay(instance.turned(turned.order)) if turned else None
         if new is None or new.value > best.value * _NEAR:
             continue
-        new = squeeze(instance, new, limits)
+        new = compact(instance, new, limits)
         if new.value <= best.value * (1 + (_NEAR - 1) * (1 - number / tries)):
             current = new  # at first also a slightly worse plan, to leave a local optimum
         if new.value <= best.value * (1 + SLACK):

@@ -206,7 +206,7 @@ def _replay(
                 start = free[rank]
                 if before[kind, stage] >= 0 and ends[before[kind, stage], stage, index] < 0:
                     break
-                # No function for what ``engine`` and ``squeeze`` need too: a call counts references to arrays, and takes longer.
+                # No function for what ``engine`` and ``compact`` need too: a call counts references to arrays, and takes longer.
                 if hops[kind, stage, index] >= 0:
                     made = ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
                     if made < 0:

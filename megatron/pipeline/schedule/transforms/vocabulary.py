@@ -1,9 +1,9 @@
 """Vocabulary parallelism: inserts the passes of a vocabulary that is sharded over all ranks into any schedule.
 
-``postpone`` gives every microbatch more time between its last F and its first B: one interval (the time in which every rank
-works through one microbatch) for each barrier between the ranks. ``spread`` then puts the vocabulary's passes where ranks have
-time. Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288), section 5: every interval
-costs the memory of one microbatch more and adds no bubble.
+``delay_backwards`` gives every microbatch more time between its last F and its first B: one interval (the time in which every
+rank works through one microbatch) for each barrier between the ranks. ``shard_vocabulary`` then puts the vocabulary's passes
+where ranks have time. Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288), section 5:
+every interval costs the memory of one microbatch more and adds no bubble.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
     return barriers[vocabulary] if vocabulary else 0
 
 
-def postpone(schedule: Schedule, by: int) -> Schedule:
+def delay_backwards(schedule: Schedule, by: int) -> Schedule:
     """Delay every backward by the forwards of ``by`` more microbatches.
 
     If ranks interleave differently this can deadlock; then every backward takes the position of the backward ``by``
@@ -86,7 +86,7 @@ def _backwards_behind(schedule: Schedule, by: int) -> Schedule:
     return replace(schedule, passes=tuple(rows))
 
 
-def spread(schedule: Schedule, vocabulary: Vocabulary, costs: Costs) -> Schedule:
+def shard_vocabulary(schedule: Schedule, vocabulary: Vocabulary, costs: Costs) -> Schedule:
     """Insert S, T, IF and IB of every microbatch on every rank.
 
     Ranks are simulated through time. A free rank takes S first, because the last stage waits for S of all ranks (with two
@@ -95,7 +95,7 @@ def spread(schedule: Schedule, vocabulary: Vocabulary, costs: Costs) -> Schedule
     IB can wait, as W can: they run when the rank has nothing else to do, or when ``MOST_WAITING`` of them are due.
 
     Args:
-        schedule: of stages' passes; ``postpone`` has made room. It may consist of forwards only.
+        schedule: of stages' passes; ``delay_backwards`` has made room. It may consist of forwards only.
         costs: of the stages and of the vocabulary's passes.
 
     Raises:

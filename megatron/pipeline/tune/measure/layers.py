@@ -11,7 +11,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.backward import weight_tasks
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.flags.config import transformer_config
 from megatron.pipeline.model.build import build_model
 from megatron.pipeline.record.memory import ActivationMeter

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.dist.device import device_memory
+from megatron.pipeline.distributed.device import device_memory
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.offloading import CopySettings, Offloading
 from megatron.pipeline.tune.measure.clock import MeasureClock, repeated, seconds

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from megatron.pipeline.dist.processes import free_port
+from megatron.pipeline.distributed.processes import free_port
 from megatron.pipeline.tune.measure.rank import SILENCE, Tell
 
 _PATIENCE = 2.0  # seconds for the rank whose death makes others fail to be seen dead

@@ -96,7 +96,7 @@ def run(job: MeasureJob, tell: Tell) -> Measurements:
     patches.install()
     import torch
 
-    from megatron.pipeline.dist.device import this_device
+    from megatron.pipeline.distributed.device import this_device
     from megatron.pipeline.flags.config import params_dtype
     from megatron.pipeline.tune.measure import links, machine
 

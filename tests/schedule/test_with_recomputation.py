@@ -43,18 +43,18 @@ def solved(request: Request, costs: Costs) -> tuple[Schedule, Problem]:
 
 
 def test_a_backward_takes_and_holds_what_it_makes_again() -> None:
-    again = STAGE.remade()
+    again = STAGE.with_recomputation()
     assert (again.seconds(Kind.B), again.seconds(Kind.BW), again.weight) == (2.2, 3.0, 0.8)
     changes = [again.allocated(kind) for kind in (Kind.F, Kind.B, Kind.W)]
     assert changes == pytest.approx([0.1, 0.8, -0.9]) and again.allocated(Kind.BW) == -0.1
     assert (again.grows, STAGE.grows) == (pytest.approx(0.8), 0.0)
-    assert replace(STAGE, fused=1.8).remade().fused == 2.8
+    assert replace(STAGE, fused=1.8).with_recomputation().fused == 2.8
 
 
 def test_where_it_also_does_the_work_of_w() -> None:
-    again = STAGE.remade(weights=True)
+    again = STAGE.with_recomputation(weights=True)
     parts = dict.fromkeys(PARTS, 0.1)
-    of_experts = Costs((replace(STAGE, **parts).remade(weights=True),))
+    of_experts = Costs((replace(STAGE, **parts).with_recomputation(weights=True),))
     assert Costs.from_json(of_experts.to_json()) == of_experts
     assert (again.backward, again.weight, again.seconds(Kind.BW)) == (3.0, 0.0, 3.0)
     assert [again.allocated(kind) for kind in (Kind.F, Kind.B, Kind.W)] == [0.1, -0.1, 0.0]
@@ -65,7 +65,7 @@ def test_where_it_also_does_the_work_of_w() -> None:
 def test_a_plan_is_no_longer_than_one_as_if_nothing_were_made_again(name: str, seed: int) -> None:
     asked = request(name, seed)
     assert isinstance(asked.costs, Costs) and asked.lowest_limit is not None
-    trained = asked.costs.remade()
+    trained = asked.costs.with_recomputation()
     (before, _), (after, problem) = solved(asked, asked.costs), solved(asked, trained)
     assert simulate(after, trained).span <= simulate(before, trained).span * SLACK
     verify(after, trained, asked.lowest_limit)
@@ -75,13 +75,15 @@ def test_a_plan_is_no_longer_than_one_as_if_nothing_were_made_again(name: str, s
 def test_it_is_much_shorter_where_memory_was_short() -> None:
     costs = Costs((STAGE,) * 4, 0.05)
     asked = Request("zb-auto", 4, 6, costs, memory_limit=2.0)
-    before, after = (simulate(solved(asked, one)[0], costs.remade()).span for one in (costs, costs.remade()))
+    before, after = (
+        simulate(solved(asked, one)[0], costs.with_recomputation()).span for one in (costs, costs.with_recomputation())
+    )
     assert after < before / 1.2
 
 
 def test_with_little_memory_some_backwards_hold_nothing_until_w() -> None:
     """One backward without its W would hold 0.9; the limit has room for the forwards' 0.1, and BW alone keeps to it."""
-    costs = Costs((STAGE,) * 3).remade()
+    costs = Costs((STAGE,) * 3).with_recomputation()
     schedule, _ = solved(Request("zb-auto", 3, 4, costs, memory_limit=0.8), costs)
     assert {work.kind for row in schedule.passes for work in row} == {Kind.F, Kind.BW}
     schedule, _ = solved(Request("zb-auto", 3, 4, costs, memory_limit=1.3), costs)
@@ -93,7 +95,7 @@ def test_with_little_memory_some_backwards_hold_nothing_until_w() -> None:
 @pytest.mark.parametrize(("limit", "value"), [(0.3, 16.2), (1.2, 15.4)])
 def test_a_small_plan_is_near_the_optimum(limit: float, value: float) -> None:
     """Within 0.3 every backward is BW, as the optimum knows."""
-    costs = Costs((STAGE,) * 2, 0.1).remade()
+    costs = Costs((STAGE,) * 2, 0.1).with_recomputation()
     schedule, problem = solved(Request("zb-auto", 2, 3, costs, memory_limit=limit), costs)
     found = optimum(problem)
     assert lower_bound(problem) <= found.value * SLACK <= problem.value(simulate(schedule, costs)) * SLACK**2

@@ -23,15 +23,15 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.distributed.groups import new_group
 from megatron.pipeline.record.clock import undisturbed
-from megatron.pipeline.record.recorder import Unmeasured
-from megatron.pipeline.runtime.parking import Parking, state_of
+from megatron.pipeline.record.recorder import NullRecorder
+from megatron.pipeline.runtime.host_offload_of_weights import HostOffloadOfWeights, state_of
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.lower.program import Collective, Message
 
 
-class Turns:
+class DeviceLock:
     """The turns that this rank takes.
 
     Args:
@@ -49,7 +49,7 @@ class Turns:
         self._file = file
         self._together = together if together is not None and together.size() > 1 else None
         self.clock = undisturbed()
-        self.parking: Parking | None = None
+        self.parking: HostOffloadOfWeights | None = None
         self._has_turn = False
         self._around = 0.0  # seconds of the thread
 
@@ -57,7 +57,7 @@ class Turns:
         return time.thread_time() - self._around
 
     @classmethod
-    def open(cls) -> Turns:
+    def open(cls) -> DeviceLock:
         """Turns between all ranks of this machine. Collective over the world.
 
         Raises:
@@ -113,7 +113,7 @@ class Turns:
         What reads or writes it outside passes takes turns too: the optimizer, the clearing of gradients, and upstream's end of
         the backwards. These add up numbers over ranks of other stages, for which the turn is given up.
         """
-        self.parking = Parking(lambda: state_of(chunks, optimizer))
+        self.parking = HostOffloadOfWeights(lambda: state_of(chunks, optimizer))
         with self.turn():
             pass
         for owner, name in (
@@ -242,10 +242,10 @@ def _sharing_passes() -> torch.distributed.ProcessGroup | None:
     return new_group([rank for rank, stage in enumerate(stages) if stage == mine])
 
 
-class InTurns(Unmeasured):
+class SerializedRecorder(NullRecorder):
     """Recorder of an iteration, or of none, with every pass in a turn."""
 
-    def __init__(self, recorder: Unmeasured, turns: Turns) -> None:
+    def __init__(self, recorder: NullRecorder, turns: DeviceLock) -> None:
         self._recorder, self._turns = recorder, turns
 
     @contextmanager

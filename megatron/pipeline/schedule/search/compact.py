@@ -16,8 +16,8 @@ from megatron.pipeline.schedule.search.instance import Instance, Plan
 from megatron.pipeline.schedule.time.orders import DOWN, Array
 
 
-def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
-    """The plan squeezed from its start and from its end in turn, until that makes it no shorter."""
+def compact(instance: Instance, plan: Plan, limits: Array) -> Plan:
+    """The plan compacted from its start and from its end in turn, until that makes it no shorter."""
     best = _once(instance, plan, limits)
     while True:
         turned = instance.reversed.replay(instance.turned(best.order))
@@ -34,15 +34,15 @@ def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
     order, ends, starts = plan.order.copy(), plan.ends.copy(), plan.ends - instance.seconds
     by_start = instance.numbers[np.argsort(starts.ravel()[instance.numbers], kind="stable")]
     places = np.zeros((2, len(order)), np.int64)
-    if not _squeeze(instance.arrays, limits, order, ends, by_start, *np.zeros((2, *order.shape[:2])), *places):
+    if not _compact(instance.arrays, limits, order, ends, by_start, *np.zeros((2, *order.shape[:2])), *places):
         return plan
-    squeezed = instance.replay(order)
+    compacted = instance.replay(order)
     # Where two times differ by no more than a rounding error, a pass may have moved before one that it needs.
-    return squeezed if squeezed is not None and squeezed.value <= plan.value else plan
+    return compacted if compacted is not None and compacted.value <= plan.value else plan
 
 
 @compiled
-def _squeeze(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
+def _compact(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
     arrays: Any,
     limits: Array,
     order: Array,

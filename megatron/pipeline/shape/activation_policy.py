@@ -13,7 +13,7 @@ _FUSED_KEYS = {"local": 4096, "transformer_engine": 16384}  # the most that the 
 
 
 @dataclass(frozen=True)
-class Holding:
+class ActivationPolicy:
     """Policy by which a rank holds its share of the activations. By default it holds all of them, in 16 bits, under fused
     attention.
 
@@ -54,7 +54,7 @@ class Holding:
     logits_limit: int | None = None
 
     @classmethod
-    def of(cls, args: Namespace) -> Holding:
+    def of(cls, args: Namespace) -> ActivationPolicy:
         """From Megatron-LM's flags after ``validate``; those of kernels may be missing."""
         modules = args.recompute_modules or ("core_attn",)
         fused = getattr(args, "cross_entropy_loss_fusion", False) and getattr(args, "cross_entropy_fusion_impl", "native")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pool import Pool
 
-from megatron.pipeline.runtime.turns import Turns
+from megatron.pipeline.runtime.device_lock import DeviceLock
 
 Interval = tuple[float, float]
 
@@ -26,7 +26,7 @@ def in_turns(path: Path, count: int, together: bool) -> list[Interval]:
         group = halves[torch.distributed.get_rank() // 2]
     found = []
     with path.open("ab") as file:
-        turns = Turns(file, group)
+        turns = DeviceLock(file, group)
         torch.distributed.barrier()
         for _ in range(count):
             with turns.turn():
@@ -64,7 +64,7 @@ def test_a_rank_that_dies_gives_its_turn_back(tmp_path: Path) -> None:
     ready = multiprocessing.get_context("fork").Event()
 
     def hold() -> None:
-        with path.open("ab") as file, Turns(file).turn():
+        with path.open("ab") as file, DeviceLock(file).turn():
             ready.set()
             time.sleep(60)
 
@@ -73,7 +73,7 @@ def test_a_rank_that_dies_gives_its_turn_back(tmp_path: Path) -> None:
     assert ready.wait(30)
     os.kill(holder.pid or 0, 9)
     holder.join(30)
-    with path.open("ab") as file, Turns(file).turn():
+    with path.open("ab") as file, DeviceLock(file).turn():
         pass
 
 
@@ -83,7 +83,7 @@ def opened_elsewhere(hosts: list[str]) -> str:
 
     with patch("socket.gethostname", lambda: hosts[torch.distributed.get_rank()]):
         try:
-            Turns.open()
+            DeviceLock.open()
         except ValueError as error:
             return str(error)
     return "no error"
@@ -97,7 +97,7 @@ def test_ranks_of_several_machines_are_refused(pool: Pool) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_pass_that_fails_gives_the_turn_back(tmp_path: Path, fails: bool) -> None:
     with (tmp_path / "turns").open("ab") as file, (tmp_path / "turns").open("ab") as other:
-        one, two = Turns(file), Turns(other)
+        one, two = DeviceLock(file), DeviceLock(other)
         try:
             with one.turn():
                 if fails:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.dist.device import side_stream
+from megatron.pipeline.distributed.device import side_stream
 
 
 class Reduction:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collecting() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Planning makes up to millions of tuples that live until it ends, none of them in a cycle: looking through them again and
     again takes 20 to 40 % of its time.
     """

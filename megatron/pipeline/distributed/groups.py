@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.distributed.device import this_device
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

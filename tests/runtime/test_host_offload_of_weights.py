@@ -11,12 +11,12 @@ import torch
 from marked import rest
 from pool import Pool
 
-from megatron.pipeline.runtime.parking import DoesNotFit, Parking
+from megatron.pipeline.runtime.host_offload_of_weights import DoesNotFit, HostOffloadOfWeights
 
 STEPS = 4
 
 
-def resident(parking: Parking) -> int:
+def resident(parking: HostOffloadOfWeights) -> int:
     """Bytes on the device."""
     return sum(storage.nbytes() for storage in parking._storages().values())
 
@@ -68,7 +68,7 @@ def test_nothing_of_a_parked_rank_is_resident_while_another_may_run(pool: Pool, 
 def test_views_and_values_return() -> None:
     whole = torch.arange(8.0)
     views = [whole[:4].view(2, 2), whole[4:], whole]
-    parking = Parking(lambda: views)
+    parking = HostOffloadOfWeights(lambda: views)
     assert resident(parking) == 32
     for _ in range(2):  # the second time host memory is there
         parking.leave()
@@ -82,8 +82,8 @@ def test_views_and_values_return() -> None:
 
 def test_what_does_not_fit_is_named_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = torch.zeros(3 * 2**18)  # 3 MiB
-    parking = Parking(lambda: [parameter])
-    monkeypatch.setattr("megatron.pipeline.runtime.parking._free", lambda: 2**20)
+    parking = HostOffloadOfWeights(lambda: [parameter])
+    monkeypatch.setattr("megatron.pipeline.runtime.host_offload_of_weights._free", lambda: 2**20)
     parking.leave()
     with pytest.raises(
         DoesNotFit, match=r"are 3\.0 MiB, and the device has 1\.0 MiB .*: 2\.0 MiB are missing\. Raise --pipeline"
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_named_with_what_is_missing(monkeypatch: pytest.Mon
 def test_a_gpu_gets_its_memory_back() -> None:
     weight = torch.randn(2**20, device="cuda")
     expected, before = weight.cpu(), torch.cuda.memory_allocated()
-    parking = Parking(lambda: [weight])
+    parking = HostOffloadOfWeights(lambda: [weight])
     parking.leave()
     assert torch.cuda.memory_allocated() == before - weight.numel() * 4
     parking.enter()

@@ -18,7 +18,7 @@ class DoesNotFit(RuntimeError):
     """Error: one rank needs more in its turn than the device has."""
 
 
-class Parking:
+class HostOffloadOfWeights:
     """Moves the storages of tensors to host memory and back.
 
     Args:

@@ -45,7 +45,7 @@ class PairingPolicy(NamedTuple):
     spare: int = 0
 
 
-def paired(problem: Problem) -> Order | None:
+def list_schedule_overlapped(problem: Problem) -> Order | None:
     """The shortest order of braids within the problem's limits that is found: of a grid of policies, and of changes to the best.
 
     None for what braids do not go with, for unequal microbatches, and where the limits have no room for one on every stage.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from megatron.pipeline.dist.device import side_stream, this_device
+from megatron.pipeline.distributed.device import side_stream, this_device
 
 BACKEND = "rehearsal"
 _SPIN = 2e-4  # seconds before the end of a wait that are not slept, since a sleep is late by some of them
