@@ -3,8 +3,9 @@
 Every schedule trains from the same seed and data; what follows ``--`` goes to ``pretrain_gpt.py``. Prints one table and writes
 one picture with a timeline per schedule. On one machine every training is rehearsed: the ranks share its cores, run their passes
 one at a time, and the seconds are those of an iteration with a device for every rank. The trainings take turns, an iteration
-each, so that a machine that becomes slower or faster does so for all of them. With ``--launcher``, for devices that the ranks
-have, they run one after another and the seconds are measured: those of each schedule's fastest iteration.
+each, so that a machine that becomes slower or faster does so for all of them; and a stage of the same layers computes the same
+under all schedules, so that it takes the least that any of them measured. With ``--launcher``, for devices that the ranks have,
+they run one after another and the seconds are measured: those of each schedule's fastest iteration.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import shlex
 import signal
@@ -20,6 +22,7 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +30,11 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.session.rehearsal import RESULT
+from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.session.rehearsal import COSTS, RESULT
 from megatron.pipeline.session.trace import trace_of
 from megatron.pipeline.view.picture import draw
 
@@ -115,12 +121,14 @@ class Run(NamedTuple):
         metrics: one record per iteration.
         folder: has a trace of every iteration, or what a rehearsal found.
         rehearsed: whether it was a rehearsal.
+        costs: of a rehearsal; None for those that it measured.
     """
 
     schedule: str
     metrics: list[dict[str, Any]]
     folder: Path
     rehearsed: bool
+    costs: Costs | None = None
 
     @property
     def fastest(self) -> dict[str, Any]:
@@ -133,14 +141,16 @@ class Run(NamedTuple):
 
     @property
     def timeline(self) -> Timeline:
-        if self.rehearsed:
-            return Timeline.from_json(json.dumps(self.rehearsal["timeline"]))
+        if self.costs:
+            return simulate(Schedule.from_json(json.dumps(self.rehearsal["plan"])), self.costs)
         return Timeline.from_json(trace_of(str(self.folder), self.fastest["iteration"]).read_text())
 
     @property
     def seconds(self) -> float:
         """Of an iteration: with a device for every rank, or the fastest one that was measured."""
-        return float(self.rehearsal["iteration_seconds"] if self.rehearsed else self.fastest["iteration_seconds"])
+        if not self.rehearsed:
+            return float(self.fastest["iteration_seconds"])
+        return self.timeline.makespan + float(self.rehearsal["step_seconds"] + (self.rehearsal["replicas_seconds"] or 0.0))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -154,12 +164,37 @@ def main(argv: Sequence[str]) -> int:
             console.print(words, markup=False)
             return code
         runs.append(Run(training.schedule, training.metrics, training.folder, rehearsed=not args.launcher))
+    runs = _alike(runs) if runs[0].rehearsed else runs
     console.print(_table(runs))
     console.print(_note(args), markup=False, highlight=False)
     picture = Path(args.output) / "timelines.png"
     draw({run.schedule: run.timeline for run in runs}, picture, unit="s")
     console.print(f"timelines: {picture}")
     return 0
+
+
+def _alike(runs: list[Run]) -> list[Run]:
+    """Rehearsed runs with the same seconds for the same computation: the least that any of them measured.
+
+    Stages compute the same where as many have the same layers, and their backwards where these are split, or are not.
+    """
+    measured, least = [Costs.from_json((run.folder / COSTS).read_text()) for run in runs], dict[Any, float]()
+    names = ("forward", "backward", "weight")
+
+    def places(run: Run, number: int) -> list[Any]:
+        split = any(row["kind"] == "W" for row in run.rehearsal["passes"])
+        return [(*run.rehearsal["layers"], number, name, split or name == "forward") for name in names]
+
+    for run, costs in zip(runs, measured, strict=True):
+        for number, stage in enumerate(costs.stages):
+            for place, name in zip(places(run, number), names, strict=True):
+                least[place] = min(getattr(stage, name), least.get(place, math.inf))
+    found = []
+    for run, costs in zip(runs, measured, strict=True):
+        seconds = [[least[place] for place in places(run, number)] for number in range(len(costs.stages))]
+        stages = (replace(stage, **dict(zip(names, row, strict=True))) for stage, row in zip(costs.stages, seconds, strict=True))
+        found.append(run._replace(costs=replace(costs, stages=tuple(stages))))
+    return found
 
 
 def difference(run: Run, reference: Run) -> str:

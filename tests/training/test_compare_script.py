@@ -12,7 +12,10 @@ import compare
 import pytest
 from rich.console import Console
 
+from megatron.pipeline.planning.request import Request
+from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 
 
@@ -128,17 +131,32 @@ def test_table_and_picture_show_the_fastest_iteration(tmp_path: Path) -> None:
     assert cells[-3:] == ["1000.0", "0.0%", "1.00"]
 
 
-def test_a_rehearsal_is_compared_by_what_it_predicts(tmp_path: Path) -> None:
+def test_rehearsals_are_compared_by_what_they_predict_of_the_same_computation(tmp_path: Path) -> None:
+    """Each training is a process of its own, and the same stage took up to a twelfth longer in one than in another."""
     runs = []
-    for name, seconds in (("stock", 0.3), ("zb-v", 0.2)):
-        timeline = Timeline(((Timed(Pass(Kind.F, 0, 0), 0.0, 0.15), Timed(Pass(Kind.BW, 0, 0), seconds - 0.01, seconds)),))
-        found = {"iteration_seconds": seconds, "timeline": json.loads(timeline.to_json())}
+    for name, family, kinds, (forward, backward, weight) in (
+        ("stock", "1f1b", ("F", "BW"), (0.2, 0.15, 0.15)),
+        ("zb-h1", "zb-h1", ("F", "B", "W"), (0.1, 0.1, 0.1)),
+        ("zb-h2", "zb-h2", ("F", "B", "W"), (0.3, 0.2, 0.05)),
+    ):
+        costs = uniform(linear(2), forward=forward, backward=backward, weight=weight)
+        plan = Request(family, 2, 2, costs).plan().schedule
+        found = {"plan": plan.fields(), "layers": [1, 1], "step_seconds": 0.01, "replicas_seconds": None}
         (tmp_path / name).mkdir()
-        (tmp_path / name / "rehearsal.json").write_text(json.dumps(found))
+        (tmp_path / name / "rehearsal.json").write_text(json.dumps(found | {"passes": [{"kind": kind} for kind in kinds]}))
+        (tmp_path / name / "costs.json").write_text(costs.to_json())
         metrics = [{"iteration": 1, "iteration_seconds": 9.0, "loss": 1.0, "grad_norm": 1.0, "peak_activation_bytes": [2**20]}]
         runs.append(compare.Run(name, metrics, tmp_path / name, rehearsed=True))
-    columns = compare._table(runs).columns
-    assert [list(column.cells)[-1] for column in columns][-3:] == ["200.0", "20.0%", "1.50"]
+    alike = compare._alike(runs)
+    seconds = [[(one.forward, one.backward, one.weight) for one in run.costs.stages] for run in alike if run.costs]
+    assert seconds == [[(0.1, 0.15, 0.15)] * 2, *[[(0.1, 0.1, 0.05)] * 2] * 2]
+    assert alike[0].seconds == pytest.approx(3 * (0.1 + 0.3) + 0.01)
+    last = [list(column.cells)[-1] for column in compare._table(alike).columns]
+    assert last[-3:] == [
+        f"{1e3 * alike[2].seconds:.1f}",
+        f"{alike[2].timeline.bubble_rate:.1%}",
+        f"{1.21 / alike[2].seconds:.2f}",
+    ]
 
 
 def test_one_machine_rehearses_and_a_launcher_measures() -> None:

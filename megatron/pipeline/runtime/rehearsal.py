@@ -84,6 +84,7 @@ class Rehearsal:
         ]
         return {
             "schedule": self.report.schedule.name,
+            "plan": self.report.schedule.fields(),
             "microbatches": self.report.schedule.microbatches,
             "hop_seconds": self.costs.hop,
             "passes_seconds": self.timeline.makespan,

@@ -123,9 +123,11 @@ def _collectives(args: Settings) -> str:
 def _write(args: Settings, found: Rehearsal) -> list[str]:
     """Write the files on rank 0 of the world; returns lines that say where they are, on every rank."""
     folder, absent = Path(args.rehearsal.directory), about_absent_ranks(args)
+    layers = list(decoder_layers(args, found.report.schedule.placement))
+    of_flags = {"ranks_of_a_stage": args.rehearsal.share, "layers": layers}
     if torch.distributed.get_rank() == 0:
         try:
-            write_text(folder / RESULT, json.dumps(found.fields() | {"ranks_of_a_stage": args.rehearsal.share}))
+            write_text(folder / RESULT, json.dumps(found.fields() | of_flags))
             write_text(folder / COSTS, json.dumps(found.costs.fields() | {"of": described(args, _collectives(args))}))
             _draw(found, folder / PICTURE)
         except OSError as error:
