@@ -171,7 +171,7 @@ FLAGS = (
     Row("pipeline_packing", "micro_batch_size>1", "makes microbatches of one row", "give --micro-batch-size 1"),
     Row("pipeline_packing", "post_validation | rampup_batch_size | step_batch_size_schedule | iterations_to_skip",
         "reads each batch while the one before it trains, and {other} begins it, skips it, or changes its size"),
-    Row("pipeline_packing", "pipeline_schedule", "packs into other numbers of microbatches, and {other} is for one",
+    Row("pipeline_packing", "pipeline_schedule", "packs into other numbers of microbatches, and {other}, a file, is for one",
         "take a family's schedule, or leave {flag} out", when=lambda to: str(to.pipeline_schedule).startswith("file:")),
     Row("pipeline_packing", "rehearse_replicas", "exchanges sequences between replicas, of which {other} has one"),
     *VOCABULARY,
