@@ -9,7 +9,7 @@ judges them in their order, in its own words. No setting does so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,12 @@ def beneath(items: Any, replace: Callable[[Any], Any]) -> Any:
         return replace(items)
     items.iterable = replace(items.iterable)
     return items
+
+
+def replayed(iterators: Sequence[Any]) -> int | None:
+    """Microbatches of an iteration that is run again, 0 where a rank reads none; None where an iteration is new."""
+    again = [items for items in iterators if getattr(items, "replaying", False)]
+    return max(len(items.saved_microbatches) for items in again) if again else None
 
 
 def _later(judge: Any, machine: Any, result: Any, *given: Any, **options: Any) -> None:

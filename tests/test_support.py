@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 def on(feature: Feature) -> Namespace:
     """Flags with a feature switched on."""
     name, values = next(iter(feature.names.items()))
-    return Namespace(**{name: next(iter(values), True)})
+    return Namespace(**{name: next(iter(values), 2)})
 
 
 def ids(feature: Feature) -> str:

@@ -83,6 +83,20 @@ def later(costs: str, fails: bool) -> Trained:
         PlanningProcess.plan = real  # type: ignore[method-assign]
 
 
+def evaluates_alone(costs: str) -> int:
+    """Microbatches of an evaluation that one of two replicas runs more often than the other, while a search goes on."""
+    real, PlanningProcess.plan = PlanningProcess.plan, lambda *_: Future()  # type: ignore[method-assign, assignment]
+    try:
+        train("zb-auto", 2, costs=costs, counts=(4,))
+        from megatron.core import parallel_state
+
+        for _ in range(1 + (parallel_state.get_data_parallel_rank() == 0)):
+            losses = _iterate(_model(""), 2, example("own_training_loop").batches(5, seed=9), forward_only=True)
+        return len(losses)
+    finally:
+        PlanningProcess.plan = real  # type: ignore[method-assign]
+
+
 LATER = (6, 6, 4, 6)  # microbatches of the iterations of ``later``
 
 

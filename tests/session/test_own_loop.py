@@ -116,6 +116,11 @@ def test_searched_plans_take_the_place_of_quick_ones(pool: Pool, tmp_path: Path,
         assert six == ([quick] * 3 if fails else [quick, searched, searched])
 
 
+def test_an_evaluation_of_one_replica_waits_for_no_searched_plan(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(UNEQUAL.to_json(), encoding="utf-8")
+    assert pool.run(4, own_loops.evaluates_alone, str(tmp_path / "costs.json"), timeout=60)[-1] == 5
+
+
 def test_a_loss_that_megatron_core_gets_wrong_is_named(pool: Pool) -> None:
     """The loss without smoothing is right of logits in parts, and of gathered ones too high by log 2."""
     right = math.log(sum(map(math.exp, range(8)))) - 1

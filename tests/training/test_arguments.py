@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.flags.arguments import parse, with_config
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, actions, neutral
-from megatron.pipeline.flags.settings import Role, Settings, VocabularySettings, flat
+from megatron.pipeline.flags.settings import Role, Settings, StepSettings, VocabularySettings, flat
 from megatron.pipeline.flags.validation import batch_size_steps, batch_sizes, validate
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.session.planning import plan_pipeline
@@ -281,6 +281,7 @@ def test_other_settings_are_made_by_the_names_of_flags() -> None:
     assert (args.vocabulary.spread, args.seq_length) == (None, 32)
     assert (flat(other)["vocab_parallel"], flat(other)["offload"]) == ("2", "off")  # as checkpoints have them
     assert flat(Settings.of(parse(BASE.split()))) == vars(parse(BASE.split()))
+    assert Settings.of(Namespace(steps=100)).steps == StepSettings(), "a script may have a flag of a topic's name"
 
 
 def test_missing_flags_are_listed_together() -> None:

@@ -269,7 +269,9 @@ class Settings(Flags):
     @classmethod
     def of(cls, flags: Namespace) -> Settings:
         """Settings of flags that were read; some of them may be missing, and are not given then."""
-        return cls(**{name: topic() for name, topic in _TOPICS.items()}) | vars(flags)
+        # A script may have a flag --steps of its own.
+        values = {name: value for name, value in vars(flags).items() if isinstance(value, _TOPICS.get(name, object))}
+        return cls(**{name: topic() for name, topic in _TOPICS.items()}) | values
 
     def __or__(self, values: Mapping[str, Any]) -> Settings:
         changed: dict[str, Any] = {name: value for name, value in values.items() if name not in _PLACES}

@@ -195,7 +195,8 @@ class BatchPlans:
         Raises:
             ValueError: on all these ranks, where one cannot read lengths.
         """
-        reader = None if call.forward_only or self._announced else self._reader(call)
+        again = rerun_state_machine.replayed(call.iterators) is not None
+        reader = None if call.forward_only or self._announced or again else self._reader(call)
         if self._readers:
             call = replace(call, data_iterator=[self._readers.get(id(items), items) for items in call.iterators])
         if call.forward_only:
@@ -210,7 +211,7 @@ class BatchPlans:
         except Exception as error:  # the other ranks are to end with this one
             sizes, failed = (), error
         following = sizes[count:] if len(sizes) == 2 * count else ()
-        pending = self._due(count)
+        pending = None if again else self._due(count)  # what is planned is for the batch behind
         why, message = ("failed", b"") if failed else _state(pending)
         # MAX also joins the lengths of replicas.
         parts = [sizes[:count], following, pending.sizes if pending else ()]

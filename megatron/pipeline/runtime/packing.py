@@ -53,7 +53,6 @@ class Packing:
         self._replicas: torch.distributed.ProcessGroup | None = None
         self._model: torch.distributed.ProcessGroup | None = None
         self._readers: dict[int, _Packed] = {}  # by the place of the chunk
-        self._count = 0  # of the last batch's microbatches
 
     def packed(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of an iteration with the packed microbatches, and how many there are; collective over the world at first,
@@ -73,19 +72,18 @@ class Packing:
             model = parallel_state.get_model_parallel_group(check_initialized=False)
             self._model = new_group(torch.distributed.get_process_group_ranks(model), backend="gloo")
         iterators, made = list(call.iterators), list[list[Any]]()
-        if not any(getattr(items, "replaying", False) for items in iterators):
-            self._count = 0
-            for place, items in enumerate(iterators):
-                if items is not None:
-                    iterators[place] = self._beneath(place, items)
-                    self._count, made = self._readers[place].begin(lambda source: self._make(source, call))
-        shared = torch.tensor([self._count])  # some ranks read no data
+        replayed = rerun_state_machine.replayed(iterators)
+        count = replayed or 0
+        for place, items in enumerate(iterators):
+            if items is not None and replayed is None:
+                iterators[place] = self._beneath(place, items)
+                count, made = self._readers[place].begin(lambda source: self._make(source, call))
+        shared = torch.tensor([count])  # some ranks read no data
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self._model)
-        self._count = int(shared)
         for batch in filter(None, made if self._announce else ()):
             self._announce([lengths_of(item) for item in batch])  # type: ignore[misc]
         data = iterators if isinstance(call.data_iterator, list) else iterators[0]
-        return {**keywords, "data_iterator": data, "num_microbatches": self._count or call.num_microbatches}
+        return {**keywords, "data_iterator": data, "num_microbatches": int(shared) or call.num_microbatches}
 
     def _beneath(self, place: int, items: Any) -> Any:
         """The iterator of a chunk, which gives packed items."""
@@ -174,7 +172,7 @@ def _sequences(item: Any, step: int) -> Iterator[Sequence_]:
             "packing takes sequences apart, and the data has no items of one row with tokens, loss_mask and cu_seqlens: give "
             "--sft and --micro-batch-size 1, or leave packing out"
         )
-    for begin, end in pairwise(int(bound) for bound in item["cu_seqlens"].flatten()):
+    for begin, end in pairwise(item["cu_seqlens"].flatten().tolist()):
         if end > begin:
             counted = [0, *item["loss_mask"][0, begin:end].nonzero().flatten().tolist()]
             last = min(begin + -(-(counted[-1] + 1) // step) * step, end)

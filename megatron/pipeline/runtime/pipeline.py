@@ -191,14 +191,15 @@ class Pipeline:
 
     def _make(self, call: Call, of_batch: Planned | None = None) -> Iteration:
         """Args: of_batch: a plan that all ranks have, in place of the one for equal microbatches."""
-        if self._later:
-            self._later.take()
+        later = None if call.forward_only else self._later  # replicas may evaluate more or less often than others
+        if later:
+            later.take()
         plan = self.plans.plan(call.num_microbatches, call.forward_only)
         if plan not in self._agreed:
             agree({_title(call.num_microbatches, call.forward_only): plan})
             self._agreed.add(plan)
-        if self._later and not call.forward_only:
-            self._later.search(call.num_microbatches)
+        if later:
+            later.search(call.num_microbatches)
         plan = of_batch or plan
         if call.chunks[0] not in self._built:
             check_chunks(call.pipeline, self.placement, self.name, call.chunks)
