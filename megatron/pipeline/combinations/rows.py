@@ -45,7 +45,7 @@ EXCLUDED = (
     _excluded("inprocess_restart", reason="restarts ranks that fail within their processes, which our watchdog ends",
         price="a rank that fails ends all, and the training has to be started again from its last checkpoint"),
     *HYBRID,
-    _excluded("moe_load_factor>1", reason="is for predictions: in a training routers say where tokens go", instead="leave it out"),
+    _excluded("moe_load_factor>1", reason="is for predictions: in training routers say where tokens go", instead="leave it out"),
     _excluded("moe_paged_stash", reason=_ORDER, price="experts' activations take memory as tokens come"),
     _excluded("overlap_dispatch_backward_with_experts_wgrad",
         reason="delays the experts' weight gradients on a stream of its own; W delays them as the schedule says",
