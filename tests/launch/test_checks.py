@@ -84,7 +84,10 @@ def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
         ({"rampup_batch_size": [1, 1, 8]}, "and --rampup-batch-size"),
         ({"iterations_to_skip": [3]}, "and --iterations-to-skip 3 begins it, skips it"),
         ({"iterations_to_skip": []}, None),
-        ({"pipeline_schedule": "file:zb.json"}, "packs into other numbers of microbatches, and --pipeline-schedule file:zb.json"),
+        (
+            {"pipeline_schedule": "file:zb.json"},
+            "and --pipeline-schedule file:zb.json, a file, is for one",
+        ),
         ({"rehearse_replicas": "fake"}, "between replicas, of which --rehearse-replicas fake has one"),
         ({}, None),
     ],
