@@ -40,6 +40,7 @@ def test_a_script_of_megatron_lm_is_launched() -> None:
         ("", "which training? mpipe rehearse -- FLAGS"),
         ("--", "which training? mpipe rehearse -- FLAGS"),
         ("-- --mock-dat", "unknown flag --mock-dat; did you mean --mock-data?"),
+        ("there_is_none.py --mock-data", "there is no script there_is_none.py"),
         (f"-- {SIZES} --rehearse-hop -1", "--rehearse-hop -1: a message takes 0 seconds or more"),
         (f"-- {SIZES} --rehearse-replicas fake:3", "a global batch of 32 samples is 2.66667 microbatches"),
         (f"-- {SIZES} --num-layers 4096 --hidden-size 8192", "--rehearse has all 4 ranks on one machine"),

@@ -122,6 +122,7 @@ FLAGS = (
     ("flags", "words"),
     [
         ("--rehearse --train-iters 4", "--rehearse measures 5 iterations, and --train-iters is 4: raise it"),
+        ("--rehearse --exit-interval 4", "--rehearse measures 5 iterations, and --exit-interval is 4: raise it"),
         ("--rehearse-hop 1e-4", "--rehearse-hop 1e-4 is for a rehearsal: add --rehearse, or leave it out"),
         ("--rehearse-park", "--rehearse-park is for a rehearsal: add --rehearse, or leave it out"),
         ("--rehearse --rehearse-park --post-validation", "one rank's weights .* does not go with --post-validation: leave one"),

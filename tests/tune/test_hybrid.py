@@ -106,10 +106,18 @@ def test_patterns_of_all_releases() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--hybrid-layer-pattern MX*-", "a pattern of layers with X: known are M * - E"),
-        ("--hybrid-layer-pattern MM*- --num-layers 8", "--num-layers 8: the pattern has 4 layers"),
-        ("--hybrid-layer-pattern ME*E", "needs --num-experts"),
-        ("--hybrid-layer-pattern MM*-/*-/M-", "give all of them alike"),
+        ("--hybrid-layer-pattern MX*-", "--hybrid-layer-pattern MX*- with X: known are M * - E"),
+        ("--hybrid-layer-pattern MM*- --num-layers 8", "--num-layers 8: --hybrid-layer-pattern MM*- has 4 layers"),
+        ("--hybrid-layer-pattern ME*E", "ME*E has layers of experts (E): give --num-experts"),
+        ("--hybrid-layer-pattern MM*-/*-/M-", "give the same symbols behind every /"),
+        ("--hybrid-layer-pattern |||", "||| has no layers: give some of M * - E"),
+        ("--num-layers 8 --hybrid-attention-ratio 0.7 --hybrid-mlp-ratio 0.7", "0.7 are more than all 8 layers: lower one"),
+        ("--hybrid-layer-pattern MM*- --mamba-num-groups 3", "--mamba-num-groups 3 does not divide 128 heads of Mamba-2"),
+        (
+            "--hybrid-layer-pattern MM*- --mamba-num-groups 1",
+            "--tensor-model-parallel-size 2 does not divide --mamba-num-groups 1",
+        ),
+        ("--moe-load-factor 0.5", "--moe-load-factor: expected a number of at least 1, got 0.5"),
         ("--hybrid-layer-pattern MM*- --pipeline-schedule zb-v", "our schedules place those of a GPTModel"),
     ],
 )

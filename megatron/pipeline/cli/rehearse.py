@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
 from megatron.pipeline.cli.memory import quietly
@@ -85,6 +86,8 @@ def _check(ranks: str, program: str, *flags: str) -> None:
             from megatron.pipeline.trainer.program import prepare
 
             prepare(flags, int(ranks))
+    elif not Path(script := flags[2]).is_file():
+        raise ValueError(f"there is no script {script}")
 
 
 def _ranks(flags: Sequence[str]) -> int:

@@ -33,6 +33,7 @@ _YEAR = 366 * 24 * 60  # minutes
 positive_int = _number(int, "a whole number of at least 1", 1)
 whole = _number(int, "a whole number of at least 0", 0)
 positive_float = _number(float, "a number above 0", _ABOVE_0)
+at_least_one = _number(float, "a number of at least 1", 1, sys.float_info.max)
 not_negative = _number(float, "a number of at least 0", 0, sys.float_info.max)
 minutes = _number(float, "a number of minutes above 0, of at most a year", _ABOVE_0, _YEAR)
 pass_seconds = _number(float, "a number of seconds of at least 5", 5)

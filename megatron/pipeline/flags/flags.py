@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.pipeline.combinations.rows import CHUNKS
 from megatron.pipeline.flags.flag_types import (
+    at_least_one,
     layer_pattern,
     minutes,
     not_negative,
@@ -154,7 +155,7 @@ MEGATRON = {
         add("--moe-shared-expert-intermediate-size", "width of the experts that see every token", positive_int),
         predicted("--moe-shared-expert-overlap", "these beside the exchange of the other experts' tokens"),
         # Not of Megatron-LM, whose routers decide.
-        predicted("--moe-load-factor", "tokens of the rank with most, over the mean", positive_float, 1.0),
+        predicted("--moe-load-factor", "tokens of the rank with most, over the mean", at_least_one, 1.0),
         add("--moe-grouped-gemm", "all experts of a rank in one product"),
         add("--moe-router-topk", "experts per token", positive_int, 2),
         add("--moe-router-score-function", "score of an expert", ["softmax", "sigmoid"], "softmax"),

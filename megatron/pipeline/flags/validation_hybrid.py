@@ -28,17 +28,25 @@ def of_hybrid(args: Settings) -> Settings:
     main, *further = pattern.split("/")
     if unknown := sorted(set(pattern) - {*_KNOWN, "|", "/"}):
         raise ValueError(
-            f"a pattern of layers with {' and '.join(unknown)}: known are {' '.join(_KNOWN)} (Mamba-2, attention, "
+            f"--hybrid-layer-pattern {pattern} with {' and '.join(unknown)}: known are {' '.join(_KNOWN)} (Mamba-2, attention, "
             "MLP, experts), | between stages, / before layers that predict further"
         )
     if len(set(further)) > 1 or "|" in "".join(further):
-        raise ValueError(f"a pattern of layers that predicts further by {' and '.join(further)}: give all of them alike")
+        raise ValueError(
+            f"--hybrid-layer-pattern {pattern} predicts further by {' and '.join(further)}: give the same symbols behind every /"
+        )
     stages = main.split("|")
     layers = sum(map(len, stages))
+    if not layers:
+        raise ValueError(f"--hybrid-layer-pattern {pattern} has no layers: give some of {' '.join(_KNOWN)} before the first /")
+    if "M" in pattern:
+        _check_heads(args)
     if args.num_layers not in (None, layers):
-        raise ValueError(f"--num-layers {args.num_layers}: the pattern has {layers} layers: give one of them, or make them equal")
+        raise ValueError(
+            f"--num-layers {args.num_layers}: --hybrid-layer-pattern {pattern} has {layers} layers: leave --num-layers out"
+        )
     if EXPERTS in pattern and not args.num_experts:
-        raise ValueError(f"a pattern with experts ({EXPERTS}) needs --num-experts")
+        raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts ({EXPERTS}): give --num-experts")
     predicting = len(further) or args.mtp_num_layers
     args |= {"num_layers": layers, "mtp_num_layers": predicting}
     if len(stages) > 1:
@@ -54,6 +62,11 @@ def _pattern(args: Settings) -> str | None:
     shares = args.hybrid_attention_ratio, args.hybrid_mlp_ratio
     if not (args.is_hybrid_model or any(shares)) or not args.num_layers:
         return None
+    if sum(round(share * args.num_layers) for share in shares) > args.num_layers:
+        raise ValueError(
+            f"--hybrid-attention-ratio {shares[0]:g} and --hybrid-mlp-ratio {shares[1]:g} are more than all "
+            f"{args.num_layers} layers: lower one of them"
+        )
     symbols = ["M"] * args.num_layers
     for symbol, share in zip((ATTENTION, MLP), shares, strict=True):  # as evenly as they go, the latter between the former
         free = [layer for layer, other in enumerate(symbols) if other == "M"]
@@ -61,3 +74,15 @@ def _pattern(args: Settings) -> str | None:
         for index in range(count):
             symbols[free[round((index + 1) * len(free) / (count + 1)) - (symbol == ATTENTION)]] = symbol
     return "".join(symbols)
+
+
+def _check_heads(args: Settings) -> None:
+    """Refuse sizes of Mamba-2 that megatron-core's ``MambaMixer`` asserts not to get."""
+    heads, size, inner = args.mamba_num_heads, args.mamba_head_dim, 2 * (args.hidden_size or 0)
+    if heads is None and inner % size:
+        raise ValueError(f"--mamba-head-dim {size} does not divide {inner}, twice --hidden-size: change one of them")
+    heads, groups = heads or inner // size, args.mamba_num_groups
+    if heads % groups:
+        raise ValueError(f"--mamba-num-groups {groups} does not divide {heads} heads of Mamba-2: change it or --mamba-num-heads")
+    if groups % (ranks := args.tensor_model_parallel_size):
+        raise ValueError(f"--tensor-model-parallel-size {ranks} does not divide --mamba-num-groups {groups}: change one of them")

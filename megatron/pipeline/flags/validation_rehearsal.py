@@ -63,8 +63,9 @@ def of_rehearsal(args: Settings) -> Settings:
     """
     if not args.rehearsal.on:
         return args
-    if args.train_iters is not None and args.train_iters < MEASURED:
-        raise ValueError(f"--rehearse measures {MEASURED} iterations, and --train-iters is {args.train_iters}: raise it")
+    for flag, last in (("--train-iters", args.train_iters), ("--exit-interval", args.exit_interval)):
+        if last is not None and last < MEASURED:
+            raise ValueError(f"--rehearse measures {MEASURED} iterations, and {flag} is {last}: raise it")
     if (text := args.rehearsal.hop) is None:
         return args
     try:
