@@ -239,7 +239,7 @@ def test_bad_exports(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     again = tmp_path / "again.json"
     plan = "plan --schedule 1f1b --pp 2 --microbatches 2 --recompute all --json -o"
     printed(capsys, f"{plan} {again}")
-    assert "recompute" in refusal(capsys, f"export {again} -o {tmp_path / 'x.csv'}")
+    assert "no kind for passes R, which 1f1b has" in refusal(capsys, f"export {again} -o {tmp_path / 'x.csv'}")
 
 
 def test_pages(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,7 +249,7 @@ def test_stages(text: str, stages: set[int]) -> None:
         ("--fuse first", "'first': expected all"),
         ("--objective time", "invalid choice: 'time'"),
         ("--activation B=1,R=2", "activation B=1,W=1,R=2: F must allocate"),
-        ("--splits 2", "zb-h1 does not cut microbatches into slices"),
+        ("--splits 2", "--splits 2 cuts microbatches into slices, and zb-h1 does not: leave it out"),
         ("--group 2", "--group 2 sets groups of microbatches, and zb-h1 has its own or none"),
         (
             "--cost F.attention=0.5",

@@ -121,6 +121,7 @@ def train(schedule: str) -> tuple[list[float], dict[str, list[float]]]:
     from megatron.core.transformer import TransformerConfig
     from megatron.pipeline.patches import schedules
 
+    from megatron.pipeline.flags.settings import Settings
     from megatron.pipeline.model.build import build_model
     from megatron.pipeline.model.layout import PlacementLayout, stage_layers
     from megatron.pipeline.planning import Request
@@ -132,14 +133,14 @@ def train(schedule: str) -> tuple[list[float], dict[str, list[float]]]:
     placement, adapter = pipeline.placement, StackAdapter()
     virtual = placement.chunks if placement.chunks > 1 else None
     parallel_state.initialize_model_parallel(1, ranks, virtual)
-    args = Namespace(
+    args = Settings.of(Namespace(
         num_layers=LAYERS, pipeline_model_parallel_layout=None, decoder_first_pipeline_num_layers=None,
         decoder_last_pipeline_num_layers=None, account_for_embedding_in_pipeline_split=False, ddp_bucket_size=None,
         account_for_loss_in_pipeline_split=False, layer_redistribution=False, mtp_num_layers=None, seed=SEED,
-        pipeline_schedule=schedule, transformer_impl="local", vocab_parallel="off", recompute_fused_backward=False,
+        pipeline_schedule=schedule, transformer_impl="local", recompute_fused_backward=False,
         accumulate_allreduce_grads_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False,
         use_distributed_optimizer=False, check_for_nan_in_loss_and_grad=False,
-    )  # fmt: skip
+    ))  # fmt: skip
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=1, use_cpu_initialization=True,
         pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=virtual, pipeline_dtype=torch.float32,

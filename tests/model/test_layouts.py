@@ -194,7 +194,7 @@ def test_experts_without_tokens_are_heard_of(pool: Pool) -> None:
         ("--num-experts 2 --moe-aux-loss-coeff 1 2", "has 1 values and --moe-aux-loss-coeff 2"),
         (
             "--num-experts 2 --moe-shared-expert-intermediate-size 64",
-            "--moe-shared-expert-intermediate-size needs --disable-bias",
+            "--moe-shared-expert-intermediate-size 64 needs --disable-bias",
         ),
         ("--num-experts 2", "experts with biases that no ranks share cannot be trained"),
         ("--mtp-num-layers 1 --untie-embeddings-and-output-weights", "--position-embedding-type rope or none"),

@@ -254,7 +254,7 @@ def test_chimera_holds_no_more_for_any_number_of_microbatches(p: int, m: int) ->
         ("gis", 5, {"group": 2}, "with 5 ranks a group is 3 to 5 microbatches, got 2: leave the group out"),
         ("gis-h", 4, {"group": 5}, "with 4 ranks a group is 2 to 4 microbatches, got 5"),
         ("seq-1f1b", 4, {"splits": 0}, "a microbatch can be cut into 1 slice or more, got 0"),
-        ("gis", 4, {"splits": 2}, "gis does not cut microbatches into slices: leave --splits out"),
+        ("gis", 4, {"splits": 2}, "--splits 2 cuts microbatches into slices, and gis does not: leave it out"),
         ("dualpipe", 3, {}, "dualpipe needs an even number of ranks, at least 2, got 3"),
         ("chimera", 1, {}, "chimera needs an even number of ranks, at least 2, got 1"),
         ("dualpipe-v", 2, {"chunks": 4}, r"dualpipe-v has 2 chunk\(s\) per rank, got 4"),

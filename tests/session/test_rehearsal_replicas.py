@@ -99,7 +99,7 @@ def test_ranks_that_share_a_sequence_sum_their_gradients() -> None:
 @pytest.mark.parametrize(
     ("flags", "ranks", "words"),
     [
-        ("--rehearse-replicas fake", 2, "--rehearse-replicas is for a rehearsal: add --rehearse, or leave it out"),
+        ("--rehearse-replicas fake", 2, "--rehearse-replicas fake is for a rehearsal: add --rehearse, or leave it out"),
         ("--rehearse --rehearse-replicas real", 2, "--rehearse-replicas real: fake, or fake:8 for 8 data-parallel replicas"),
         ("--rehearse --rehearse-replicas fake:0", 2, "--rehearse-replicas fake:0: fake, or fake:8"),
         ("--rehearse --rehearse-replicas fake", 4, "runs one rank for each of the 2 .*, and 4 were started: start 2, or leave"),

@@ -85,7 +85,8 @@ def test_a_schedule_from_a_file(pool: Pool, data: str, tmp_path: Path, variant: 
     for name in ("with", "without", "recomputing"):
         assert losses(tmp_path / f"{name}.jsonl") == pytest.approx(losses(tmp_path / "zb-h1.jsonl"), rel=NEAR), name
     _, error = pool.run(2, train, f"{run} --pipeline-schedule {names['with']} --vocab-parallel interlaced")
-    assert error.endswith(f"spreads the vocabulary as {variant}, not as interlaced: give one of the two")
+    assert error.startswith("--vocab-parallel interlaced is asked for, and file:")
+    assert f" spreads the vocabulary as {variant}: give one" in error
 
 
 def recomputed(row: list[str]) -> list[str]:

@@ -129,10 +129,9 @@ def test_a_file_with_copies(pool: Pool, data: str, tmp_path: Path) -> None:
         flags = f"{run} --pipeline-schedule file:{tmp_path}/{file} --metrics {tmp_path}/{name}.jsonl"
         assert pool.run(2, train, flags) == [""] * 2
     assert metrics(tmp_path / "moving.jsonl") == metrics(tmp_path / "offloaded.jsonl") == metrics(tmp_path / "plain.jsonl")
-    assert "has copies to host memory of its own, which run as they are: leave offloading out" in refusal(
-        f"{TWO} --pipeline-schedule file:{tmp_path}/moving.json --offload full"
-    )
-    assert "no passes of a spread vocabulary, which come first: plan it with both (mpipe plan --vocab-parallel 2" in refusal(
+    said = refusal(f"{TWO} --pipeline-schedule file:{tmp_path}/moving.json --offload full")
+    assert "--offload full adds copies, and those of file:" in said and "run as they are: leave --offload out" in said
+    assert "--vocab-parallel 2 has passes that come before copies to host memory, which file:" in refusal(
         f"{TWO} --pipeline-schedule file:{tmp_path}/moving.json --vocab-parallel 2"
     )
     args, _, pipeline = program.prepare(f"{MODEL} {run} --pipeline-schedule file:{tmp_path}/moving.json".split(), world_size=2)
@@ -165,7 +164,7 @@ FAST = CopyCosts(1e-10, 1e-10)
         ),
         (
             "zb-v --offload-min-size 1KiB --offload-host-memory 1GiB",
-            "--offload-host-memory and --offload-min-size: there is nothing",
+            "--offload-host-memory 1024MiB and --offload-min-size 1024: there is nothing",
         ),
         ("zb-v --offload full --offload-profile --pipeline-costs FAST", "says it: leave one of the two out"),
         (

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.trainer.data_files import blend, blend_per_split, check_prefix, split_has_tokens
@@ -126,7 +126,7 @@ def cut_for_context_parallelism(batch: Batch) -> Batch:
     """The part of whole sequences that this context-parallel rank has."""
     if parallel_state.get_context_parallel_world_size() <= 1:
         return batch
-    part: Batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+    part: Batch = utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
     return part
 
 
