@@ -121,6 +121,8 @@ def _tamper(training: Any, injections: Injections, terminate_in: int | None) -> 
 def _digests(training: Any) -> list[str]:
     from megatron.pipeline.optimizer.step_ahead import parts_of
 
+    for chunk in training.chunks if training.chunks[0].ddp_config.overlap_param_gather else ():
+        chunk.start_param_sync(force_sync=True)  # gathers of the last step may be on their way
     found = [_digest(parameter) for chunk in training.chunks for parameter in chunk.parameters()]
     found += [_digest(buffer) for chunk in training.chunks for buffer in chunk.module.buffers()]
     for part in parts_of(training.optimizer):
