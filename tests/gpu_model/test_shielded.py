@@ -37,7 +37,9 @@ def shielding(schedule: str, flags: str, unmade: str = "") -> tuple[int, int]:
 
 
 def _is_sum(post: Post) -> bool:
-    return post.asynchronous and post.place.startswith(("distributed/sequence.py", "backward/linear.py")) and "reduce" in post.what
+    return (
+        post.asynchronous and post.place.startswith(("distributed/sequence.py", "backward/linear.py")) and "reduce" in post.what
+    )
 
 
 @pytest.mark.parametrize(
