@@ -120,14 +120,12 @@ class Run(NamedTuple):
     Attributes:
         metrics: one record per iteration.
         folder: has a trace of every iteration, or what a rehearsal found.
-        rehearsed: whether it was a rehearsal.
-        costs: of a rehearsal; None for those that it measured.
+        costs: of a rehearsal, by which its passes are timed; None where the iterations themselves were measured.
     """
 
     schedule: str
     metrics: list[dict[str, Any]]
     folder: Path
-    rehearsed: bool
     costs: Costs | None = None
 
     @property
@@ -148,9 +146,10 @@ class Run(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of an iteration: with a device for every rank, or the fastest one that was measured."""
-        if not self.rehearsed:
+        if self.costs is None:
             return float(self.fastest["iteration_seconds"])
-        return self.timeline.makespan + float(self.rehearsal["step_seconds"] + (self.rehearsal["replicas_seconds"] or 0.0))
+        found = self.rehearsal
+        return self.timeline.makespan + float(found["step_seconds"] + (found["replicas_seconds"] or 0.0))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -163,8 +162,8 @@ def main(argv: Sequence[str]) -> int:
             words = f"{training.schedule} failed; the end of {training.log}:\n{training.log.read_text()[-3000:]}"
             console.print(words, markup=False)
             return code
-        runs.append(Run(training.schedule, training.metrics, training.folder, rehearsed=not args.launcher))
-    runs = _alike(runs) if runs[0].rehearsed else runs
+        runs.append(Run(training.schedule, training.metrics, training.folder))
+    runs = runs if args.launcher else _alike(runs)
     console.print(_table(runs))
     console.print(_note(args), markup=False, highlight=False)
     picture = Path(args.output) / "timelines.png"
@@ -178,23 +177,25 @@ def _alike(runs: list[Run]) -> list[Run]:
 
     Stages compute the same where as many have the same layers, and their backwards where these are split, or are not.
     """
-    measured, least = [Costs.from_json((run.folder / COSTS).read_text()) for run in runs], dict[Any, float]()
-    names = ("forward", "backward", "weight")
-
-    def places(run: Run, number: int) -> list[Any]:
-        split = any(row["kind"] == "W" for row in run.rehearsal["passes"])
-        return [(*run.rehearsal["layers"], number, name, split or name == "forward") for name in names]
-
-    for run, costs in zip(runs, measured, strict=True):
-        for number, stage in enumerate(costs.stages):
-            for place, name in zip(places(run, number), names, strict=True):
+    names, least = ("forward", "backward", "weight"), dict[Any, float]()
+    rows = []  # of every run: its costs, and for each stage where its seconds are among the least
+    for run in runs:
+        costs, found = Costs.from_json((run.folder / COSTS).read_text()), run.rehearsal
+        split = any(row["kind"] == "W" for row in found["passes"])
+        places = [
+            [(*found["layers"], number, name, split or name == "forward") for name in names]
+            for number in range(len(costs.stages))
+        ]
+        rows.append((costs, places))
+        for stage, own in zip(costs.stages, places, strict=True):
+            for name, place in zip(names, own, strict=True):
                 least[place] = min(getattr(stage, name), least.get(place, math.inf))
-    found = []
-    for run, costs in zip(runs, measured, strict=True):
-        seconds = [[least[place] for place in places(run, number)] for number in range(len(costs.stages))]
-        stages = (replace(stage, **dict(zip(names, row, strict=True))) for stage, row in zip(costs.stages, seconds, strict=True))
-        found.append(run._replace(costs=replace(costs, stages=tuple(stages))))
-    return found
+
+    def alike(costs: Costs, places: list[list[Any]]) -> Costs:
+        seconds = [{name: least[place] for name, place in zip(names, own, strict=True)} for own in places]
+        return replace(costs, stages=tuple(replace(stage, **own) for stage, own in zip(costs.stages, seconds, strict=True)))
+
+    return [run._replace(costs=alike(*row)) for run, row in zip(runs, rows, strict=True)]
 
 
 def difference(run: Run, reference: Run) -> str:

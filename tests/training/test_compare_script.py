@@ -30,7 +30,7 @@ from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 def test_differences(losses: tuple[float, ...], norms: tuple[float, ...], expected: str) -> None:
     def run(losses: tuple[float, ...], norms: tuple[float, ...]) -> compare.Run:
         records = [{"loss": loss, "grad_norm": norm} for loss, norm in zip(losses, norms, strict=True)]
-        return compare.Run("any", records, Path(), rehearsed=False)
+        return compare.Run("any", records, Path())
 
     assert compare.difference(run(losses, norms), run((2.0, 1.5), (0.5, 0.25))) == expected
 
@@ -124,7 +124,7 @@ def test_table_and_picture_show_the_fastest_iteration(tmp_path: Path) -> None:
         | {"peak_activation_bytes": [2**20]}
         for number, length in enumerate(seconds, start=1)
     ]
-    run = compare.Run("zb-v", metrics, tmp_path, rehearsed=False)
+    run = compare.Run("zb-v", metrics, tmp_path)
     assert run.fastest["iteration"] == 4
     assert run.timeline.makespan == 1.0
     cells = [next(iter(column.cells)) for column in compare._table([run]).columns]
@@ -146,7 +146,7 @@ def test_rehearsals_are_compared_by_what_they_predict_of_the_same_computation(tm
         (tmp_path / name / "rehearsal.json").write_text(json.dumps(found | {"passes": [{"kind": kind} for kind in kinds]}))
         (tmp_path / name / "costs.json").write_text(costs.to_json())
         metrics = [{"iteration": 1, "iteration_seconds": 9.0, "loss": 1.0, "grad_norm": 1.0, "peak_activation_bytes": [2**20]}]
-        runs.append(compare.Run(name, metrics, tmp_path / name, rehearsed=True))
+        runs.append(compare.Run(name, metrics, tmp_path / name))
     alike = compare._alike(runs)
     seconds = [[(one.forward, one.backward, one.weight) for one in run.costs.stages] for run in alike if run.costs]
     assert seconds == [[(0.1, 0.15, 0.15)] * 2, *[[(0.1, 0.1, 0.05)] * 2] * 2]
