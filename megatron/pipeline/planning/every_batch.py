@@ -221,20 +221,22 @@ def pack_at_once(
     def seconds(own: list[list[int]]) -> float:
         packed = [[sequences[place] for place in microbatch] for microbatch in own]
         lacks = [[tokens - sum(one)] if padded and sum(one) < tokens else [] for one in packed]
-        work = [
-            sum(load[:3])
-            for load in loads_of([[*one, *more] for one, more in zip(packed, lacks, strict=True)], tokens, attention)
-        ]
+        work = _work([[*one, *more] for one, more in zip(packed, lacks, strict=True)], tokens, attention)
         return sum(work) + (ranks - 1) * max(work)
 
     return min(_packings(sequences, tokens, replicas, attention, most=1), key=lambda packed: max(map(seconds, packed)))
+
+
+def _work(microbatches: Sequence[Sequence[int]], tokens: int, attention: float) -> list[float]:
+    """F, B and W of each microbatch, in times of those of equal ones."""
+    return [sum(load[:3]) for load in loads_of(microbatches, tokens, attention)]
 
 
 def _packings(
     sequences: Sequence[int], tokens: int, replicas: int, attention: float, most: int = _MORE
 ) -> list[list[list[list[int]]]]:
     """Packings to choose from, at least one; with more microbatches while there are fewer than ``most``."""
-    work = [sum(load[:3]) for load in loads_of([[length] for length in sequences], tokens, attention)]
+    work = _work([[length] for length in sequences], tokens, attention)
     found: list[list[list[list[int]]]] = []
     count = -(-sum(sequences) // (tokens * replicas))
     while len(found) < most and replicas * count <= len(sequences):

@@ -89,8 +89,8 @@ def first_and_last(passes: Sequence[Pass]) -> tuple[dict[int, int], dict[int, in
 def within(passes: Sequence[Pass]) -> set[Pass]:
     """RS and AG of a turn that begin within the pass beside them: see above."""
     found = set[Pass]()
-    places = {Kind.AG: (1, first_and_last(passes)[0]), Kind.RS: (-1, first_and_last(passes)[1])}
-    for kind, (step, place) in places.items():
+    first, last = first_and_last(passes)
+    for kind, step, place in ((Kind.AG, 1, first), (Kind.RS, -1, last)):
         for chunk, slot in place.items():
             beside = slot + step
             while 0 <= beside < len(passes) and passes[beside].kind.row.bucket:
