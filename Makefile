@@ -7,7 +7,6 @@
 # make test-rest what make test leaves out: long cases, the device model, the oracle of the planner, all pages, browsers
 # make test-all all tests with all of their random examples, and every schedule in every layout: hours
 # make gpu      CUDA tests, sanitizers and benchmarks on this machine's GPU, at most 30 minutes; writes the tables of docs/gpu.md
-# make evidence 2,000 iterations on real text under ten schedules and options, and the page that compares them: 45 minutes
 # make docs     the pages as a site that makes no request elsewhere: build/site/index.html
 # make setup    only what these share: .venv with all that is needed
 # make clean    remove prepared data, runs and caches; .venv stays
@@ -40,7 +39,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup docs train compare evidence versions frameworks slurm test test-rest test-all gpu clean
+.PHONY: setup docs train compare versions frameworks slurm test test-rest test-all gpu clean
 
 setup: $(ready)
 
@@ -53,9 +52,6 @@ train: $(ready) $(DATA_PATH).idx
 compare: $(ready) $(DATA_PATH).idx
 	$(venv) scripts/compare.py --ranks $(RANKS) --output runs/compare -- \
 		--config $(CONFIG) --data-path $(DATA_PATH) --clip-grad 0 $(ARGS)
-
-evidence: $(ready) $(DATA_PATH).idx
-	$(venv) scripts/evidence.py --data-path $(DATA_PATH) $(ARGS)
 
 docs: $(ready)
 	$(venv) -m pip install -q -e '.[docs]' -c constraints.txt
