@@ -1,15 +1,12 @@
-"""Predicted memory of every rank under megatron-core's 1F1B and under a configuration's own schedule, as stacked bars.
-
-``python benchmarks/memory.py [FILE]`` draws it for some files of ``configs/``; nothing is trained.
-"""
+"""Draw the predicted memory of ranks under megatron-core's 1F1B and under the schedules of some files of ``configs/``."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from common import command_line
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -51,4 +48,6 @@ def _bars(axes: Any, prediction: Prediction, title: str) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images" / "memory.png")
+    parser = command_line(__doc__)
+    parser.add_argument("picture", nargs="?", type=Path, default=ROOT / "docs" / "images" / "memory.png")
+    draw(parser.parse_args().picture)

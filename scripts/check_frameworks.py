@@ -9,6 +9,7 @@ without replicas and with one chunk per rank. ``check_frameworks.py [PROGRAM | S
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -99,12 +100,14 @@ FRAMEWORKS = {
 }
 
 
-def main(chosen: Sequence[str]) -> int:
-    """Print a line for each framework, pipeline and schedule; returns 1 if numbers differ or a training fails.
-
-    Args:
-        chosen: programs and schedules; all where there are none.
-    """
+def main() -> int:
+    """Print a line for each framework, pipeline and schedule; returns 1 if numbers differ or a training fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = [*(framework.program for framework in FRAMEWORKS.values()), *SCHEDULES[1:]]
+    parser.add_argument("chosen", nargs="*", metavar="PROGRAM | SCHEDULE", help=f"of {', '.join(known)}; by default all")
+    chosen = parser.parse_args().chosen
+    if unknown := set(chosen).difference(known):
+        parser.error(f"there are {', '.join(known)}, not {', '.join(sorted(unknown))}")
     engine = fetch_transformer_engine.fetch(fetch_transformer_engine.NEWEST)
     if engine is None:
         return 1
@@ -171,4 +174,4 @@ def _same(found: Numbers, stock: Numbers, exact: bool) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -58,8 +58,10 @@ def main() -> None:
     if sys.argv[1:] == [_ALL]:
         print(json.dumps(flags_here()))
         return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="+", metavar="RELEASE=CHECKOUT")
     releases = {}
-    for release, _, checkout in (given.partition("=") for given in sys.argv[1:]):
+    for release, _, checkout in (given.partition("=") for given in parser.parse_args().checkouts):
         ended = subprocess.run(
             [sys.executable, "-W", "ignore", __file__, _ALL],
             env=os.environ | {"PYTHONPATH": checkout},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
 import sys
 import types
@@ -15,13 +16,22 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 
-def start(engine: str, *absent: str) -> None:
-    """Ready this process for a framework's files; megatron-core must not be imported yet.
+def start(description: str | None, *absent: str, trains: Sequence[str] = ("",)) -> argparse.Namespace:
+    """Read the command line of a framework's program, and ready this process for its files, in a world of all processes.
+
+    megatron-core must not be imported yet.
 
     Args:
-        engine: folder with Transformer Engine's own Python, whose kernels are the stand-in's of the tests.
+        description: of the program, for its help.
         absent: modules that are not there, any name of which can be imported.
+        trains: words for what can train, of which the first needs no word.
     """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schedule")
+    parser.add_argument("ranks", type=int, help="of the pipeline")
+    parser.add_argument("engine", help="folder with Transformer Engine's own Python, whose kernels are the tests' stand-in's")
+    parser.add_argument("trains", nargs="?", choices=trains, default=trains[0], help="what, instead of all weights")
+    given = parser.parse_args()
     if sys.version_info < (3, 12):  # which these packages ask for
         import typing_extensions
 
@@ -29,7 +39,7 @@ def start(engine: str, *absent: str) -> None:
             setattr(typing, name, getattr(typing_extensions, name))
     from engine import stand_in
 
-    stand_in.load(Path(engine))
+    stand_in.load(Path(given.engine))
     sys.meta_path.append(_Absent(absent))
     from megatron.pipeline.patches import training_cpu
 
@@ -38,6 +48,8 @@ def start(engine: str, *absent: str) -> None:
     patches.install()
     training_cpu.install()  # Megatron Bridge takes functions of megatron.training
     stand_in.see_the_cpu()
+    torch.distributed.init_process_group("gloo")
+    return given
 
 
 def see_the_cpu(*packages: str) -> None:

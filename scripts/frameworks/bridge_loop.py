@@ -11,7 +11,6 @@ the stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -157,6 +156,5 @@ def main(schedule: str, ranks: int, trains: str) -> None:
 
 
 if __name__ == "__main__":
-    borders.start(sys.argv[3])
-    torch.distributed.init_process_group("gloo")
-    main(sys.argv[1], int(sys.argv[2]), (sys.argv[4:] or [""])[0])
+    given = borders.start(__doc__, trains=("", "lora", *LOADED))
+    main(given.schedule, given.ranks, given.trains)

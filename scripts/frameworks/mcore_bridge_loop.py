@@ -8,7 +8,6 @@ numbers megatron-core divides by; sequences of a step have its length. An evalua
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from typing import Any
 
@@ -137,6 +136,5 @@ def main(schedule: str, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    borders.start(sys.argv[3], "cryptography")
-    torch.distributed.init_process_group("gloo")
-    main(sys.argv[1], int(sys.argv[2]))
+    given = borders.start(__doc__, "cryptography")
+    main(given.schedule, given.ranks)

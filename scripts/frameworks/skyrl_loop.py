@@ -8,7 +8,6 @@ a Megatron Bridge after 0.6.2, for adapters of experts, are absent; without adap
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import borders
@@ -122,6 +121,5 @@ def main(schedule: str, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    borders.start(sys.argv[3], "ray", "wandb", "vllm", "megatron.energon", "skyrl_gym", "fastapi", "sqlmodel")
-    torch.distributed.init_process_group("gloo")
-    main(sys.argv[1], int(sys.argv[2]))
+    given = borders.start(__doc__, "ray", "wandb", "vllm", "megatron.energon", "skyrl_gym", "fastapi", "sqlmodel")
+    main(given.schedule, given.ranks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 import tempfile
 from functools import partial
 from types import SimpleNamespace
@@ -117,6 +116,5 @@ def main(schedule: str, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    borders.start(sys.argv[3], "ray", "wandb", "vllm", "megatron.energon")
-    torch.distributed.init_process_group("gloo")
-    main(sys.argv[1], int(sys.argv[2]))
+    given = borders.start(__doc__, "ray", "wandb", "vllm", "megatron.energon")
+    main(given.schedule, given.ranks)

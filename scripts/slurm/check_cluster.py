@@ -6,6 +6,7 @@ names it and leaves no process; a job that does not get on gives up; and schedul
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -174,6 +175,7 @@ CHECKS = (
 
 def main() -> int:
     """Run all checks; returns the exit code."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory(prefix="a place ") as folder:
         print(f"{len(CHECKS)} checks, of about 4 minutes together", flush=True)
         for check in CHECKS:
