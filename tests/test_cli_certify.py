@@ -84,29 +84,19 @@ def test_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[str],
     assert json.loads(path.read_text()) == data
 
 
-def test_what_stands_in_line_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["megatron-interleaved", "--pp", "4", "--microbatches", "8", "--chunks", "2", "--cost", "F=1,B=1,W=1,comm=0.5"]
-    data = json.loads(run(capsys, *sizes, "--json"))
-    assert data["messages"] == "messages where megatron-core has them"
+def test_what_stands_in_line_is_named(capsys: pytest.CaptureFixture[str], planned: str) -> None:
+    data = json.loads(run(capsys, planned, "--json", "--cost", "F=1,B=1,W=1,comm=0.5"))
+    assert data["messages"] == "messages where training has them"
     shared = data["transports"]["shared"]
     assert shared["waiting"] == pytest.approx(shared["makespan"] - data["makespan_unlimited"])
     assert shared["longest_wait"]["start"] > shared["longest_wait"]["ready"]
-    assert "4 ranks with 2 chunks each, 8 microbatches" in run(capsys, *sizes)
 
 
-def test_megatrons_flags_change_what_hangs(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["megatron-interleaved", "--pp", "4", "--microbatches", "4", "--chunks", "2", "--transport", "batched"]
-    run(capsys, *sizes)
-    run(capsys, *sizes, "--no-overlap")
-    assert "shape of the" in run(capsys, *sizes, "--no-overlap", "--variable-seq-lengths", code=1)
-    run(capsys, *sizes[:4], "8", *sizes[5:], "--group", "8", "--no-overlap", "--variable-seq-lengths", "--cold", code=0)
-
-
-def test_swapped_messages_are_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["megatron-interleaved", "--pp", "2", "--microbatches", "4", "--chunks", "2", "--no-overlap"]
-    out = run(capsys, *sizes, "--transport", "batched", code=1)
-    assert "batched  does not hang" in out
-    assert "swapped: rank 0 receives the activation" in out
+def test_swapped_messages_are_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "swapped.csv"
+    path.write_text("\n".join(HEAD_ON).replace("0SEND_F0,0SEND_F1", "0SEND_F1,0SEND_F0") + "\n")
+    out = run(capsys, str(path), "--transport", "batched", code=1)
+    assert "swapped: rank 1 receives the activation of microbatch 0" in out
 
 
 def test_passes_in_a_circle_hang_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -122,10 +112,6 @@ def test_passes_in_a_circle_hang_too(capsys: pytest.CaptureFixture[str], tmp_pat
     [
         (["/nowhere/at/all.csv"], "cannot read /nowhere/at/all.csv: No such file or directory"),
         (["FILE", "--transport", "pigeon"], "unknown transport 'pigeon'; they are rendezvous, shared, pair, direction, batched"),
-        (["FILE", "--pp", "4"], "--pp is only for megatron-interleaved; a file has its own sizes"),
-        (["FILE", "--no-overlap"], "--no-overlap is only for megatron-interleaved"),
-        (["megatron-interleaved", "--pp", "4"], "megatron-interleaved needs --microbatches, --chunks"),
-        (["megatron-interleaved", "--pp", "4", "--microbatches", "2", "--chunks", "2"], "a group between 4, the ranks, and 2"),
         (["FILE", "-o", "x.png"], "cannot write x.png: the file name must end in .json or .txt"),
     ],
 )

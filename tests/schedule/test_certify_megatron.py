@@ -1,8 +1,9 @@
-"""What ``megatron_interleaved`` says that ranks do is what megatron-core's own function does: it runs here, one rank after
-another, with process groups and messages that record."""
+"""Which of the hangs that are reported of megatron-core's interleaved schedule are there: its own function runs here, one rank
+after another, with process groups and messages that record, and what it does is certified."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,19 +14,15 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from releases import CORE
 
 from megatron.pipeline.schedule.certify.certificate import Certificate, certify
-from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.lower.program import Compute, Message, Receive, Send, Wait
-from megatron.pipeline.schedule.lower.traffic import Row, Start, Sync
+from megatron.pipeline.schedule.lower.traffic import Row, Start, Sync, Traffic
 from megatron.pipeline.schedule.rules.transports import TRANSPORTS
 
 pytestmark = pytest.mark.skipif(CORE != (0, 16), reason="the rows are those of megatron-core 0.16")
-
-# (ranks, microbatches, chunks, group): a group of more than one per rank, a last group that is smaller, all forwards in warm-up.
-SIZES = [(2, 4, 2, 2), (3, 6, 2, 3), (4, 8, 2, 4), (4, 8, 3, 4), (4, 4, 2, 4), (4, 10, 2, 5), (4, 9, 2, 5), (3, 5, 2, 5)]
 
 
 class Instead:
@@ -149,63 +146,43 @@ class Recorder:
         self._kept.append(result)
         return result
 
-    def flat(self) -> list[Any]:
-        """Steps with names; shapes without theirs, which no pass takes."""
-
-        def name(tensor: torch.Tensor) -> Any:
-            return "shape" if tensor.dtype == torch.int64 else self.names[id(tensor)]
-
-        named: list[Any] = []
+    def row(self) -> Row:
+        """Steps with the names of messages; the shape of a tensor, in a group before it, has the name of that."""
+        names, groups = dict(self.names), [step for step in self.steps if isinstance(step, list)]
+        for shapes, tensors in pairwise(groups):
+            if shapes[0][1].dtype == torch.int64:
+                for (_, shape, _), (_, tensor, _) in zip(shapes, tensors, strict=True):
+                    names[id(shape)] = self.names[id(tensor)]._replace(flow="shape")
+        row: list[Any] = []
         for step in self.steps:
             if isinstance(step, list):
-                named.append([(sends, name(tensor), peer) for sends, tensor, peer in step])
+                row += [(Send if sends else Receive)(names[id(tensor)], peer) for sends, tensor, peer in step]
+                row.append(Start())
+            elif isinstance(step, torch.Tensor):
+                row.append(Wait(names[id(step)]))
             else:
-                named.append(("wait", name(step)) if isinstance(step, torch.Tensor) else step)
-        return named
+                row.append(Compute(step) if isinstance(step, Pass) else step)
+        return tuple(row)
 
 
-def flat(row: Row) -> list[Any]:
-    def name(message: Message) -> Any:
-        return message if isinstance(message.flow, Flow) else "shape"
+def recorded(ranks: int, microbatches: int, chunks: int, group: int = 0, overlap: bool = True, shapes: bool = False) -> Traffic:
+    """The traffic of megatron-core's function.
 
-    told: list[Any] = []
-    together: list[Any] = []  # posts that nothing has started
-    for step in row:
-        if isinstance(step, Send | Receive):
-            if not together:
-                told.append(together)
-            together.append((isinstance(step, Send), name(step.message), step.peer))
-            continue
-        together = []
-        match step:
-            case Compute(work):
-                told.append(work)
-            case Wait(Message() as message):
-                told.append(("wait", name(message)))
-            case Sync():
-                told.append(step)
-            case _:
-                assert isinstance(step, Start)
-    return told
-
-
-@pytest.mark.parametrize("shapes", [False, True], ids=["fixed", "variable"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "batched"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_it_is_what_megatron_core_does(
-    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int, int], overlap: bool, shapes: bool
-) -> None:
-    traffic = megatron_interleaved(*size, overlap=overlap, shapes=shapes)
-    for rank in range(size[0]):
-        with monkeypatch.context() as patched:
-            recorded = Recorder(patched, rank, size, overlap, shapes).flat()
-        assert flat(traffic.rows[rank]) == recorded, f"rank {rank}"
+    Args:
+        group: microbatches that run through a chunk before the next one does; 0 for one of each rank.
+        overlap, shapes: ``--overlap-p2p-communication``, ``--variable-seq-lengths``.
+    """
+    rows = []
+    for rank in range(ranks):
+        with pytest.MonkeyPatch.context() as patched:
+            rows.append(Recorder(patched, rank, (ranks, microbatches, chunks, group or ranks), overlap, shapes).row())
+    return Traffic("recorded", interleaved(ranks, chunks), microbatches, tuple(rows))
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [*((ranks, 2) for ranks in range(2, 9)), (2, 3), (3, 4), (4, 3)])
 def test_overlapped_messages_hang_over_no_transport(ranks: int, chunks: int) -> None:
     for microbatches, group in ((ranks, ranks), (ranks + 1, ranks + 1), (2 * ranks, ranks)):
-        traffic = megatron_interleaved(ranks, microbatches, chunks, group)
+        traffic = recorded(ranks, microbatches, chunks, group)
         for cold in (False, True):
             certificate = certify(traffic, uniform(traffic.placement), cold=cold)
             assert not certificate.hangs
@@ -213,7 +190,7 @@ def test_overlapped_messages_hang_over_no_transport(ranks: int, chunks: int) -> 
 
 
 def over_groups(ranks: int, microbatches: int, shapes: bool, cold: bool) -> Certificate:
-    traffic = megatron_interleaved(ranks, microbatches, 2, overlap=False, shapes=shapes)
+    traffic = recorded(ranks, microbatches, 2, overlap=False, shapes=shapes)
     return certify(traffic, uniform(traffic.placement), [TRANSPORTS["batched"]], cold)
 
 
@@ -225,11 +202,11 @@ def test_shapes_in_groups_hang_at_4_ranks_where_all_forwards_of_rank_0_are_warm_
     hang = certificate.outcomes[0].hang
     assert hang is not None
     assert not hang.missing
-    assert any("shape of the" in blocked.what for blocked in hang.chain)
+    assert any("Send of the shape" in blocked.what for blocked in hang.chain)
     assert not over_groups(4, 4, shapes=False, cold=False).hangs
     assert not over_groups(4, 8, shapes=True, cold=True).hangs
     # The order that the issue quotes, one operation after another instead of in a group, does hang.
-    one_by_one = certify(megatron_interleaved(4, 8, 2, overlap=False), uniform(interleaved(4, 2)), [TRANSPORTS["rendezvous"]])
+    one_by_one = certify(recorded(4, 8, 2, overlap=False), uniform(interleaved(4, 2)), [TRANSPORTS["rendezvous"]])
     assert one_by_one.outcomes[0].hang
 
 
@@ -237,7 +214,7 @@ def test_lazy_communicators_do_not_hang_by_their_order_at_4_ranks_and_2_chunks()
     """Megatron-LM pull request 5240 supposes that 2-rank communicators, made at the first unbatched message at pp 4 and vpp 2,
     are entered in an order that ranks disagree on. They agree; with groups (its remedy) there is nothing to disagree on,
     either."""
-    overlapped = certify(megatron_interleaved(4, 8, 2), uniform(interleaved(4, 2)), [TRANSPORTS["pair"]], cold=True)
+    overlapped = certify(recorded(4, 8, 2), uniform(interleaved(4, 2)), [TRANSPORTS["pair"]], cold=True)
     assert not overlapped.hangs
     assert not over_groups(4, 8, shapes=False, cold=True).hangs
 
@@ -249,18 +226,3 @@ def test_two_ranks_receive_each_others_other_tensor() -> None:
     assert "rank 0 receives the activation" in certificate.swapped[0]
     assert "sends the gradient" in certificate.swapped[0]
     assert not over_groups(4, 8, shapes=False, cold=False).swapped
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ((1, 4, 2), "needs at least 2 ranks and 2 chunks"),
-        ((4, 8, 1), "needs at least 2 ranks and 2 chunks"),
-        ((4, 3, 2), "a group between 4, the ranks, and 3"),
-        ((4, 8, 2, 3), "a group between 4, the ranks, and 8"),
-        ((4, 9, 2), "9 leave 1"),
-    ],
-)
-def test_sizes_that_megatron_core_refuses_are_refused(sizes: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        megatron_interleaved(*sizes)

@@ -9,16 +9,11 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags, names, report_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, write
-from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.planning.certify import TrafficSource, read_traffic
-from megatron.pipeline.planning.costs import costs_of
 from megatron.pipeline.schedule.certify.certificate import Certificate, TransportOutcome, certify
-from megatron.pipeline.schedule.certify.megatron import NAME, megatron_interleaved
 from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.rules.deadlock import Hang
 from megatron.pipeline.schedule.rules.transports import TRANSPORTS, TransportModel
-
-_SIZES = ("pp", "microbatches", "chunks")
 
 
 def add(commands: Commands) -> None:
@@ -31,35 +26,26 @@ def add(commands: Commands) -> None:
         help,
         run,
         "mpipe certify plan.json --cold",
-        f"mpipe certify {NAME} --pp 4 --microbatches 8 --chunks 2 --transport pair,direction",
+        "mpipe certify torch.csv --transport pair,direction",
         description=f"{help}. Exit code: 0 if nothing hangs, 1 if something does, 2 for bad input.",
         parents=[cost_flags(), report],
     )
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="what mpipe plan --json wrote; .csv of torch.distributed.pipelining, passes alone or with communication; or "
-        f"{NAME}, which is Megatron's own schedule for --pp, --microbatches and --chunks",
+        help="what mpipe plan --json wrote, or .csv of torch.distributed.pipelining, passes alone or with communication",
     )
     parser.add_argument("--transport", type=names, metavar="NAME,..", help=f"only these (default: all). {listed}")
     parser.add_argument(
         "--cold", action="store_true", help="as in a first iteration: communicators and connections are made at the first message"
     )
-    parser.add_argument("--pp", type=positive_int, metavar="P", help=f"{NAME}: pipeline ranks")
-    parser.add_argument("--microbatches", type=positive_int, metavar="M", help=f"{NAME}: microbatches of an iteration")
-    parser.add_argument("--chunks", type=positive_int, metavar="V", help=f"{NAME}: chunks of a rank")
-    parser.add_argument(
-        "--group", type=positive_int, metavar="G", help=f"{NAME}: microbatches that run through a chunk in a row (default: P)"
-    )
-    parser.add_argument("--no-overlap", action="store_true", help=f"{NAME}: with --no-overlap-p2p-communication")
-    parser.add_argument("--variable-seq-lengths", action="store_true", help=f"{NAME}: with --variable-seq-lengths")
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns 1 if anything hangs over one of the transports, or messages are swapped; else 0."""
     check_output(options)
     transports = _transports(options.transport)
-    source = _source(options)
+    source = read_traffic(options.file, changes(options).costs)
     certificate = certify(source.traffic, source.costs, transports, options.cold)
     write(_fields(source, certificate, options.cold), lambda: "\n".join(_text(source, certificate, options.cold)), options)
     return int(certificate.hangs)
@@ -70,21 +56,6 @@ def _transports(asked: list[str] | None) -> list[TransportModel]:
         if name not in TRANSPORTS:
             raise ValueError(f"unknown transport {name!r}; they are {', '.join(TRANSPORTS)}")
     return [each for name, each in TRANSPORTS.items() if not asked or name in asked]
-
-
-def _source(options: argparse.Namespace) -> TrafficSource:
-    flags = changes(options).costs
-    if options.file != NAME:
-        for name in (*_SIZES, "group", "no_overlap", "variable_seq_lengths"):
-            if getattr(options, name):
-                raise ValueError(f"--{name.replace('_', '-')} is only for {NAME}; a file has its own sizes")
-        return read_traffic(options.file, flags)
-    missing = [f"--{name}" for name in _SIZES if getattr(options, name) is None]
-    if missing:
-        raise ValueError(f"{NAME} needs {', '.join(missing)}")
-    sizes = options.pp, options.microbatches, options.chunks, options.group
-    traffic = megatron_interleaved(*sizes, overlap=not options.no_overlap, shapes=options.variable_seq_lengths)
-    return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages where megatron-core has them")
 
 
 def _fields(source: TrafficSource, certificate: Certificate, cold: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Traffic between ranks, from any schedule: passes, messages posted, and waits, in the order of every rank.
 
-Programs of ours are traffic as they stand. A file with communication operations of its own, or Megatron's own schedule, becomes
-traffic as it stands, too, and so may hang. In traffic a rank may also wait for what it sends.
+Programs of ours are traffic as they stand. A file with communication operations of its own becomes traffic as it
+stands, too, and so may hang. In traffic a rank may also wait for what it sends.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ class Traffic:
     @property
     def ranks(self) -> int:
         return len(self.rows)
-
-
-def shape_of(message: Message) -> Message:
-    """The shape of a tensor, which travels before it."""
-    return message._replace(flow=f"shape of the {message.flow}")  # type: ignore[arg-type]  # a message to transports
 
 
 def of_programs(schedule: Schedule, programs: Sequence[Program]) -> Traffic:
