@@ -13,6 +13,7 @@ from megatron.core import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from releases import CORE
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule.certify.certificate import Certificate, certify
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.kinds import Flow
@@ -177,6 +178,18 @@ def recorded(ranks: int, microbatches: int, chunks: int, group: int = 0, overlap
         with pytest.MonkeyPatch.context() as patched:
             rows.append(Recorder(patched, rank, (ranks, microbatches, chunks, group or ranks), overlap, shapes).row())
     return Traffic("recorded", interleaved(ranks, chunks), microbatches, tuple(rows))
+
+
+# A group of more than one per rank, a last group that is smaller, all forwards in warm-up.
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "chunks", "group"),
+    [(2, 4, 2, 2), (3, 6, 2, 3), (4, 8, 3, 4), (4, 4, 2, 4), (4, 10, 2, 5), (4, 9, 2, 5), (3, 5, 2, 5)],
+)
+def test_its_order_is_that_of_our_interleaved(ranks: int, microbatches: int, chunks: int, group: int) -> None:
+    ours = planning.plan("interleaved", ranks, microbatches, chunks=chunks, group=group).passes
+    for overlap in (True, False):
+        rows = recorded(ranks, microbatches, chunks, group, overlap).rows
+        assert ours == tuple(tuple(step.work for step in row if isinstance(step, Compute)) for row in rows)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [*((ranks, 2) for ranks in range(2, 9)), (2, 3), (3, 4), (4, 3)])

@@ -11,10 +11,8 @@ from schedule_strategies import exact, parse
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.program import Compute
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
@@ -60,15 +58,12 @@ def test_interleaved_takes_any_number_of_microbatches(p: int, v: int, m: int) ->
 @examples(100)
 @given(st.integers(2, 5), st.integers(2, 3), st.integers(0, 6), st.integers(1, 24))
 def test_interleaved_takes_groups_as_megatron_does(p: int, v: int, more: int, m: int) -> None:
-    """Its order where it has one, and other numbers of microbatches within the same memory."""
+    """Within the same memory for any number of microbatches; test_certify_megatron.py compares the order."""
     group = p + more
     costs = equal("interleaved", p, 3, 4, 2, v)
     schedule = planning.plan("interleaved", p, m, costs, v, group=group)
     most = [min(m * v, 2 * (p - r - 1) + (v - 1) * group + 1) for r in range(p)]
     assert all(peak <= exact(chunks, v) for peak, chunks in zip(activation_peaks(schedule, costs), most, strict=True))
-    if group <= m and (m % group or group) >= p:
-        rows = megatron_interleaved(p, m, v, group).rows
-        assert schedule.passes == tuple(tuple(step.work for step in row if isinstance(step, Compute)) for row in rows)
 
 
 def test_interleaved_on_two_ranks_is_megatrons() -> None:
