@@ -9,10 +9,12 @@ from pathlib import Path
 from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
-from megatron.pipeline.planning.document import curves, is_schedule, naming, read_recorded_plan, read_timeline
+from megatron.pipeline.planning.document import curves, naming, read_recorded_plan, read_timeline
 from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.schedule.core.reading import read_text
 from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.view import Consecutive, Entry, RecordedIteration, draw, write_page
+from megatron.pipeline.view import Entry, draw, write_page
+from megatron.pipeline.view.consecutive import joined
 
 _SUFFIXES = (".png", ".svg", ".html")
 
@@ -36,14 +38,17 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.consecutive:
-        _join(options)
-        return
     suffix = check_suffix(options.output, _SUFFIXES)
     if options.memory and not options.output:
         raise ValueError("--memory is for pictures: add -o FILE.png, .svg or .html, or leave it out")
     shown: dict[str, tuple[Timeline, Planned | None]] = {}
-    for path in options.files:
+    if options.consecutive:
+        texts = {path: read_text(path) for path in options.files}
+        for path, text in texts.items():
+            naming(path, Timeline.from_json, text)
+        title, timeline = joined(list(texts.values()))
+        shown[title] = timeline, None
+    for path in [] if options.consecutive else options.files:
         timeline, planned = read_timeline(path, changes(options))
         title = planned.title if planned else Path(path).stem
         title = f"{title} ({path})" if title in shown else title
@@ -64,20 +69,6 @@ def run(options: argparse.Namespace) -> None:
         print("\n\n".join(f"{title}\n{drawing(timeline, splits.get(title, 1))}" for title, timeline in timelines.items()))
 
 
-def _join(options: argparse.Namespace) -> None:
-    """Draw iterations that follow one another in one panel."""
-    check_suffix(options.output, (".png", ".svg"))
-    if options.memory:
-        raise ValueError("--memory is for schedules, and --consecutive joins recorded iterations: leave one of them out")
-    joined = Consecutive(tuple(_read_iteration(path) for path in options.files))
-    title, timeline = joined.title, joined.timeline
-    if options.output:
-        draw({title: timeline}, options.output, unit="s", consecutive={title: joined})
-        wrote(options.output)
-    else:
-        print(f"{title}: {joined.summary()}; every second one in small letters\n{drawing(timeline, consecutive=joined)}")
-
-
 def page(path: str, shown: Mapping[str, tuple[Timeline, Planned | None]]) -> None:
     """Write an HTML page of timelines by title, with stages, memory and gap where the schedule is known."""
     entries = []
@@ -88,16 +79,3 @@ def page(path: str, shown: Mapping[str, tuple[Timeline, Planned | None]]) -> Non
             facts = {f"above bound ({planned.problem.objective})": f"{planned.gap:z.1%}"}
             entries.append(Entry(title, timeline, planned.schedule, planned.problem.costs, facts))
     write_page(entries, path)
-
-
-def _read_iteration(path: str) -> RecordedIteration:
-    """Read the record of one iteration of a training.
-
-    Raises:
-        ValueError: the file cannot be read, is malformed, or a schedule; the message names the file.
-    """
-    if is_schedule(path):
-        raise ValueError(
-            f"{path} is a schedule, and only iterations that ran are joined: name the iteration_*.json of --pipeline-trace"
-        )
-    return naming(path, RecordedIteration.from_json)

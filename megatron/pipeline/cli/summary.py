@@ -15,7 +15,7 @@ from megatron.pipeline.planning.refusals import MIB, Unit, unit_of
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.view import Consecutive, render
+from megatron.pipeline.view import render
 
 
 def above_bound(objective: str) -> str:
@@ -152,9 +152,9 @@ def _offloaded(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
     ]
 
 
-def drawing(timeline: Timeline, splits: int = 1, consecutive: Consecutive | None = None) -> str:
+def drawing(timeline: Timeline, splits: int = 1) -> str:
     """A timeline as text, as wide as the terminal."""
-    return render(timeline, shutil.get_terminal_size().columns, splits=splits, consecutive=consecutive)
+    return render(timeline, shutil.get_terminal_size().columns, splits=splits)
 
 
 def _within(memory: float, unit: Unit) -> str:

@@ -13,7 +13,7 @@ from megatron.pipeline.optimizer.post_validation import TakenStep
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.metrics import Metrics, Step
 from megatron.pipeline.session.reports import Reports
-from megatron.pipeline.session.trace import draw_consecutive, draw_last_trace
+from megatron.pipeline.session.trace import draw_last_trace
 
 
 def is_last_rank() -> bool:
@@ -41,9 +41,8 @@ class LaunchProgress:
             self._metrics.close()
         traces = self._args.pipeline.trace
         ended_well = error is None or isinstance(error, SystemExit)  # upstream exits from within its loop
-        if traces and ended_well and torch.distributed.get_rank() == 0:
-            drawn = [draw_last_trace(traces), draw_consecutive(traces)]
-            print("\n".join(f" timeline picture: {path}" for path in drawn if path), flush=True)
+        if traces and ended_well and torch.distributed.get_rank() == 0 and (drawn := draw_last_trace(traces)):
+            print(f" timeline picture: {drawn}", flush=True)
 
     def measures(self) -> bool:
         """Tell whether iterations are measured, to plan again or for a rehearsal."""

@@ -20,12 +20,9 @@ from megatron.pipeline.schedule.lower.program import Collective, Message
 from megatron.pipeline.schedule.time.simulate import activation_profile, simulate
 from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.view.chrome_trace import to_trace
-from megatron.pipeline.view.consecutive import RecordedIteration, latest
 from megatron.pipeline.view.picture import Profile, draw
 
 logger = logging.getLogger(__name__)
-
-_MOST_JOINED = 4  # iterations of one picture: boxes of more are too narrow to tell apart
 
 
 def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Report) -> None:
@@ -76,17 +73,13 @@ def trace_of(directory: str, iteration: int) -> Path:
     return Path(directory) / f"iteration_{iteration:07d}.json"
 
 
-def _written(directory: str) -> list[Path]:
-    # By time, not by name: an earlier run into the same directory may have gone further.
-    return sorted(Path(directory).glob("iteration_*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-
-
 def draw_last_trace(directory: str) -> Path | None:
     """Draw the iteration that was written last, below its plan, and return the path of the picture, next to the trace."""
-    written = _written(directory)
-    if not written:
+    # By time, not by name: an earlier run into the same directory may have gone further.
+    last = max(Path(directory).glob("iteration_*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+    if last is None:
         return None
-    text, path = written[-1].read_text(), written[-1].with_suffix(".png")
+    text, path = last.read_text(), last.with_suffix(".png")
     record = json.loads(text)
     costs = "the run's costs" if record["planned"]["costs"] == "of all iterations" else "this iteration's pass times, free hops"
     planned, measured = f"{record['schedule']}, planned at {costs}", f"measured in iteration {record['iteration']}"
@@ -109,23 +102,6 @@ def no_picture(path: Path, error: Exception) -> None:
     """Say why there is no picture: a full disk, what others have put into the directory, or no matplotlib."""
     why = missing(error) if isinstance(error, ModuleNotFoundError) else getattr(error, "strerror", None) or error
     logger.warning("WARNING: no picture in %s (%s)", path, why)
-
-
-def draw_consecutive(directory: str) -> Path | None:
-    """Draw the iterations that were written last and ran one directly after another, at most 4; returns the picture's path.
-
-    None where there are no two such, as with a ``--log-interval`` above 1.
-    """
-    path = Path(directory) / "consecutive.png"
-    try:
-        joined = latest([RecordedIteration.from_json(path.read_text()) for path in _written(directory)[-_MOST_JOINED:]])
-        if joined is None:
-            return None
-        draw({joined.title: joined.timeline}, path, unit="s", consecutive={joined.title: joined})
-    except (OSError, ValueError, ModuleNotFoundError) as error:  # what others put into the directory may be no trace
-        no_picture(path, error)
-        return None
-    return path
 
 
 def in_mib(profile: Profile) -> Profile:

@@ -39,7 +39,7 @@ from megatron.pipeline.session.planning import as_planned, plan_pipeline
 from megatron.pipeline.session.rehearsal import about_absent_ranks, price_absent_ranks
 from megatron.pipeline.session.startup_lines import first_words, plan_in_words
 from megatron.pipeline.session.tokenizer import build_tokenizer, sizes_of_vocabulary
-from megatron.pipeline.session.trace import draw_consecutive, draw_last_trace
+from megatron.pipeline.session.trace import draw_last_trace
 from megatron.pipeline.trainer import checkpoint, checkpoint_files
 from megatron.pipeline.trainer.data import Samples, check_data
 from megatron.pipeline.trainer.loop import train
@@ -231,6 +231,5 @@ def _last_words(args: Settings, log: Log) -> str:
         "checkpoint": latest(args.save) if args.save else None,
         "traces": traces if drawn else f"none in {traces}: no iteration was logged (--log-interval)" if traces else None,
         "timeline picture": drawn,
-        "picture of consecutive iterations": draw_consecutive(traces) if traces else None,
     }
     return "\n".join(lines + [f" {name}: {place}" for name, place in places.items() if place])

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.view.consecutive import Consecutive
 from megatron.pipeline.view.style import (
     COLOURS,
     INK,
@@ -17,7 +16,6 @@ from megatron.pipeline.view.style import (
     lane_kinds,
     lanes,
     number,
-    rgb,
     save,
     shade,
     start_of,
@@ -26,7 +24,6 @@ from megatron.pipeline.view.style import (
 )
 
 if TYPE_CHECKING:
-    import numpy
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -35,15 +32,12 @@ Profile: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 Intervals: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 
 _IDLE = "#F1F1F1"
-_NEXT_IDLE = "#D9E4EE"  # of every second of several iterations
 _WAIT = "#BBA9C9"
 _WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
-_ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH, _ITERATIONS = 0.3, 0.05, 9.0, 0.13, 0.2  # inches
+_ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH = 0.3, 0.05, 9.0, 0.13  # inches
 _LANES = 0.45  # by how much a row is taller that has copy lanes below its passes
-_FONT, _HALF_FONT, _SMALLEST, _NARROWEST = 8.0, 6.5, 5.5, 0.9  # points
+_FONT, _HALF_FONT, _SMALLEST = 8.0, 6.5, 5.5  # points
 _LETTERS_OF_LINE, _BESIDE_LABEL = 190, 5  # of the legend, and what a colour and the space around it take
-_MOST_BOXES = 60_000  # of one panel: an SVG with more is tens of megabytes
-_BINS = 900  # columns of a panel whose passes are too narrow, or too many, to draw each of them
 
 
 def draw(
@@ -54,13 +48,11 @@ def draw(
     splits: Mapping[str, int] | None = None,
     memory_unit: str = "",
     waits: Mapping[str, Intervals] | None = None,
-    consecutive: Mapping[str, Consecutive] | None = None,
 ) -> None:
     """Draw timelines, planned or measured, one under another.
 
     Lanes are thin and below the passes of their rank: copies to host memory and back, and what runs between replicas. A
-    forward and a backward that run as one are two boxes of half the height, one above the other. Where passes are too narrow or
-    too many, each rank's row shows columns instead, in which every kind of pass is as high as its share of the time.
+    forward and a backward that run as one are two boxes of half the height, one above the other.
 
     Args:
         timelines: what to draw, by title. Each is shifted to start at 0.
@@ -70,7 +62,6 @@ def draw(
         splits: for some of the titles, into how many slices each microbatch is cut.
         memory_unit: of the memory, such as ``MiB``.
         waits: for some of the titles, for each rank, from when to when it waited for messages; drawn as flat bars.
-        consecutive: for some of the titles, the iterations that its timeline joins; a line separates each from the next.
 
     Raises:
         ValueError: there is nothing to draw, or the suffix is another one.
@@ -81,14 +72,11 @@ def draw(
 
     if not timelines:
         raise ValueError("nothing to draw: give at least one timeline")
-    memory, waits, consecutive = memory or {}, waits or {}, consecutive or {}
-    rows = {
-        title: _row(timeline) * len(timeline.ranks) + (_ITERATIONS if title in consecutive else 0.0)
-        for title, timeline in timelines.items()
-    }
+    memory, waits = memory or {}, waits or {}
+    rows = {title: _row(timeline) * len(timeline.ranks) for title, timeline in timelines.items()}
     longest = max(timeline.makespan for timeline in timelines.values()) or 1.0
     numbers = _Numbers(timelines, splits or {}, (_WIDTH - 1.5 * _SIDE) * 72 / longest)
-    handles = _handles(list(timelines.values()), any(map(numbers.crowded, timelines.values())), bool(waits))
+    handles = _handles(list(timelines.values()), bool(waits))
     legend = _LEGEND * _lines(handles)
     total = legend + sum(_TITLE + height + _GAP for height in rows.values()) + len(memory) * (_CURVE + _GAP) + _AXIS
     figure = Figure(figsize=(_WIDTH, total), facecolor="white")
@@ -103,7 +91,7 @@ def draw(
 
     for title, timeline in timelines.items():
         top -= _TITLE
-        _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), consecutive.get(title), unit)
+        _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), unit)
         top -= rows[title] + _GAP
         if title in memory:
             _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit)
@@ -140,11 +128,6 @@ class _Numbers:
         """Tell whether every number would fit into a box of that length in time, so that like boxes look alike."""
         return self._height >= _SMALLEST and self._largest(length) > self.size - 0.1
 
-    def crowded(self, timeline: Timeline) -> bool:
-        """Tell whether the boxes would be too narrow to see, or too many for a file of sensible size."""
-        length = typical_length([timeline]) * self.points
-        return length > 0 and (length < _NARROWEST or sum(map(len, timeline.ranks)) > _MOST_BOXES)
-
     def _largest(self, length: float) -> float:
         return (length * self.points - 2) / (0.64 * self._letters)
 
@@ -165,35 +148,24 @@ def _bars(timeline: Timeline) -> dict[Kind | None, tuple[float, float]]:
     return {None: (-0.46, 0.14)} | {kind: (top, top + 0.8 * pitch) for kind, top in tops.items()}
 
 
-def _panel(
-    axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, joined: Consecutive | None, unit: str
-) -> None:
+def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, unit: str) -> None:
     """One row per rank; grey is idle time between the first pass of any rank and the last."""
     ranks = len(timeline.ranks)
-    if numbers.crowded(timeline):
-        _columns(axes, timeline)
-    else:
-        _boxes(axes, title, timeline, numbers, waits, idle=joined is None)
-    top = -0.5
-    if joined:
-        _iterations(axes, joined, numbers)
-        top -= _ITERATIONS / _row(timeline)
-    axes.set_ylim(ranks - 0.5, top)
+    _boxes(axes, title, timeline, numbers, waits)
+    axes.set_ylim(ranks - 0.5, -0.5)
     every = 2 ** max(0, math.ceil(math.log2(_LABEL_PITCH / _row(timeline))))
     axes.set_yticks(range(0, ranks, every), [f"rank {rank}" for rank in range(0, ranks, every)])
     _plain(axes)
     axes.text(0, 1.0, title, transform=axes.transAxes, va="bottom", fontsize=_FONT + 3, fontweight="bold", color=INK)
-    summary = joined.summary() if joined else _summary(timeline, unit)
-    axes.text(1, 1.0, summary, transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=INK)
+    axes.text(1, 1.0, _summary(timeline, unit), transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=INK)
 
 
-def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, idle: bool) -> None:
+def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals) -> None:
     origin, chunks, bars = start_of(timeline), _chunks([timeline]), _bars(timeline)
     for row, rank in enumerate(timeline.ranks):
         low, high = (row + edge for edge in bars[None])
-        if idle:
-            for top, bottom in bars.values():
-                axes.broken_barh([(0, timeline.makespan)], (row + top, bottom - top), facecolor=_IDLE, linewidth=0)
+        for top, bottom in bars.values():
+            axes.broken_barh([(0, timeline.makespan)], (row + top, bottom - top), facecolor=_IDLE, linewidth=0)
         if waits:
             intervals = [(start - origin, end - start) for start, end in waits[row]]
             axes.broken_barh(intervals, ((low + high) / 2 - 0.12, 0.24), facecolor=_WAIT, linewidth=0)
@@ -246,57 +218,6 @@ def _paths(axes: Axes, passes: Sequence[Timed], bar: tuple[float, float], origin
         )
 
 
-def _columns(axes: Axes, timeline: Timeline) -> None:
-    """Columns of stacked shares of time, as an image: its size does not grow with the number of passes."""
-    import numpy
-
-    bars, ranks = _bars(timeline), len(timeline.ranks)
-    lines = 24 if timeline.copies else 16
-    image = numpy.full((ranks * lines, _BINS, 3), 255, dtype=numpy.uint8)
-    for row, rank in enumerate(timeline.ranks):
-        by_bar: dict[tuple[float, float], list[Timed]] = {}
-        for kind, passes in ({None: rank} | lanes(timeline, row)).items():
-            by_bar.setdefault(bars[kind], []).extend(passes)
-        for bar, passes in by_bar.items():
-            top, bottom = (row * lines + round((edge + 0.5) * lines) for edge in bar)
-            image[top:bottom] = _stacked(passes, start_of(timeline), _BINS / float(timeline.makespan), bottom - top)
-    extent = (0, float(timeline.makespan), ranks - 0.5, -0.5)
-    axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest")
-
-
-def _stacked(passes: Sequence[Timed], origin: float, per_time: float, lines: int) -> numpy.ndarray:
-    """An image of ``lines`` lines: in each column, every kind of pass is as high as its share of the time."""
-    import numpy
-
-    kinds = list(COLOURS)
-    shares = numpy.zeros((len(kinds), _BINS))
-    for work, start, end in passes:
-        begin, stop = float(start - origin) * per_time, min(_BINS, float(end - origin) * per_time)
-        for column in range(int(begin), math.ceil(stop)):
-            shares[kinds.index(work.kind), column] += min(stop, column + 1) - max(begin, column)
-    # Lines count from the bottom: a line belongs to the first kind whose top lies above its middle.
-    tops = numpy.cumsum(shares, axis=0) * lines
-    middles = numpy.arange(lines)[::-1, None] + 0.5
-    palette = numpy.array([rgb(colour) for colour in (*(COLOURS[kind] for kind in kinds), _IDLE)], dtype=numpy.uint8)
-    return palette[(tops[:, None, :] <= middles[None]).sum(axis=0)]
-
-
-def _iterations(axes: Axes, consecutive: Consecutive, numbers: _Numbers) -> None:
-    """Stairs down the ranks where each iteration begins, its number above them, and behind boxes two colours in turns."""
-    origin, ranks = start_of(consecutive.timeline), len(consecutive.timeline.ranks)
-    begins = [[start - origin for start in one.starts] for one in consecutive.iterations]
-    begins.append([end - origin for end in consecutive.iterations[-1].ends])
-    edges = [row + side for row in range(ranks) for side in (-0.5, 0.5)]
-    for index, one in enumerate(consecutive.iterations):
-        left, right = ([time for time in begins[at] for _ in range(2)] for at in (index, index + 1))
-        if not numbers.crowded(consecutive.timeline):
-            axes.fill_betweenx(edges, left, right, facecolor=_NEXT_IDLE if index % 2 else _IDLE, linewidth=0, zorder=0.5)
-        axes.plot(left, edges, color=INK, linewidth=1.3, solid_capstyle="butt", solid_joinstyle="miter", zorder=3)
-        room = (begins[index + 1][0] - left[0]) * numbers.points
-        label = one.label(room / (0.6 * _FONT))
-        axes.text(left[0], -0.56, label, va="bottom", fontsize=_FONT, fontweight="bold", color=INK)
-
-
 def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) -> None:
     """Activation memory over time, one line per rank, from the first rank (dark) to the last (light).
 
@@ -307,7 +228,7 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) 
     colours = colormaps["viridis"]
     top = max((held for steps in profile for _, held in steps), default=0.0)
     for rank, steps in enumerate(profile):
-        times, held = _thinned([(time - origin, level) for time, level in steps])
+        times, held = zip(*((time - origin, level) for time, level in steps), strict=True)
         colour = colours(0.9 * rank / max(1, len(profile) - 1))
         axes.step(times, held, where="post", color=colour, linewidth=1.2, label=f"rank {rank}")
     axes.set_ylim(0, peak * 1.25 or 1)
@@ -323,20 +244,7 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) 
     _plain(axes)
 
 
-def _thinned(steps: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """The times and levels of a curve; of those too close together to tell apart, the highest level."""
-    if len(steps) <= 2 * _BINS:
-        return [time for time, _ in steps], [level for _, level in steps]
-    begin, length = steps[0][0], steps[-1][0] - steps[0][0] or 1
-    highest: dict[int, float] = {}
-    for time, level in steps[:-1]:
-        column = int((time - begin) / length * _BINS)
-        highest[column] = max(level, highest.get(column, level))
-    times = [begin + column * length / _BINS for column in highest]
-    return [*times, steps[-1][0]], [*highest.values(), steps[-1][1]]
-
-
-def _handles(timelines: Sequence[Timeline], crowded: bool, waits: bool) -> list[Patch]:
+def _handles(timelines: Sequence[Timeline], waits: bool) -> list[Patch]:
     """Entries of the legend: the kinds of passes that occur, and how chunks are shaded."""
     from matplotlib.patches import Patch
 
@@ -348,8 +256,6 @@ def _handles(timelines: Sequence[Timeline], crowded: bool, waits: bool) -> list[
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     if waits:
         handles.append(Patch(facecolor=_WAIT, label="waits for a message"))
-    if crowded:
-        handles.append(Patch(facecolor="none", label="columns: share of time"))
     return handles
 
 

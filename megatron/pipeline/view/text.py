@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TypeAlias
 
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.view.consecutive import Consecutive
 from megatron.pipeline.view.style import lane_kinds, lanes, number, typical_length
 
 # What fills a pass behind its name, so that its length shows.
@@ -22,28 +18,22 @@ _FILL = {
 _LETTERS = {Kind.D2H: ">", Kind.H2D: "<"}  # not written as they are called: lines of their own say which they are
 _IDLE = "."
 _CUT = " ... "
-_Texts: TypeAlias = Iterable[tuple[int, int, str, str]]  # first column, column behind the last, what stands there, what fills it
 _MOST_COLUMNS = 1e9  # of a drawing before it is cut: keeps columns whole numbers for any times
 
 
-def render(
-    timeline: Timeline, width: int = 100, height: int = 48, splits: int = 1, consecutive: Consecutive | None = None
-) -> str:
+def render(timeline: Timeline, width: int = 100, height: int = 48, splits: int = 1) -> str:
     """One line per rank on one time axis; never more than a screen, and what that leaves out is said below.
 
     A pass is its kind and microbatch (``F0--``, ``B0==``, ``W0~~``, ``R0++``; with several chunks ``F0.1``, with slices
     ``F0a``), or, where the line is too short for that, the first letter of its kind. Dots are idle time. Copies to host memory
     (``>0--``) and back (``<0--``) are on two lines below those of their rank. Where the line is too short even for letters, the
-    middle of the time is left out; where there are too many ranks, the middle ranks are. Of consecutive iterations all of the
-    time is there, and the shortest passes are left out.
+    middle of the time is left out; where there are too many ranks, the middle ranks are.
 
     Args:
         timeline: planned or measured.
         width: most characters of a line.
         height: most lines; in less than 10 lines of 40 characters, what is left out may take more.
         splits: slices per microbatch, as the schedule has them.
-        consecutive: the iterations that the timeline joins: a line above says where each begins on the first rank, and the
-            passes of every second one are in small letters.
     """
     computed = [[timed for timed in rank if not timed.work.kind.is_copy] for rank in timeline.ranks]
     passes = [timed for rank in (*computed, *timeline.copies) for timed in rank]
@@ -51,7 +41,7 @@ def render(
     origin = min((timed.start for timed in passes), default=0.0)
     room = max(10, width - margin)
     makespan = timeline.makespan
-    scale = min(_scale(timeline, room), room / makespan if consecutive and makespan else math.inf)
+    scale = _scale(timeline, room)
     columns = round(makespan * scale)
     chunked = any(timed.work.chunk for timed in passes)
 
@@ -68,34 +58,27 @@ def render(
     def column(time: float) -> int:
         return round((time - origin) * scale)
 
-    def line(label: str, blank: str, texts: _Texts) -> str:
-        """Texts between blanks, as far as they are in the windows."""
-        cells = [[blank] * (stop - first) for first, stop in windows]
-        for begin, end, text, fill in texts:
+    def row(label: str, some: Iterable[Timed], with_names: bool) -> str:
+        """Passes between dots, as far as they are in the windows."""
+        cells = [[_IDLE] * (stop - first) for first, stop in windows]
+        for timed in some:
+            begin, end = column(timed.start), column(timed.end)
+            text = name(timed)[: None if with_names else 1].ljust(end - begin, _FILL.get(timed.work.kind, "-"))
             for (first, stop), seen in zip(windows, cells, strict=True):
                 low, high = max(begin, first), min(end, stop)
                 if low < high:
-                    seen[low - first : high - first] = text.ljust(end - begin, fill)[low - begin : high - begin]
+                    seen[low - first : high - first] = text[low - begin : high - begin]
         return label.ljust(margin) + _CUT.join(map("".join, cells))
 
-    def row(label: str, index: int, some: Iterable[Timed], with_names: bool) -> str:
-        later = [one.starts[index] for one in consecutive.iterations[1:]] if consecutive else []
-        texts = []
-        for timed in some:
-            text = name(timed)[: None if with_names else 1]
-            text = text.lower() if bisect_right(later, timed.start) % 2 else text
-            texts.append((column(timed.start), column(timed.end), text, _FILL.get(timed.work.kind, "-")))
-        return line(label, _IDLE, texts)
-
     def rows(index: int) -> Iterator[str]:
-        yield row(f"rank {index}", index, computed[index], passes_named)
+        yield row(f"rank {index}", computed[index], passes_named)
         for kind, copies in lanes(timeline, index).items():
-            yield row(f" {kind}", index, copies, copies_named)
+            yield row(f" {kind}", copies, copies_named)
 
     def shown(timed: Timed) -> bool:
         return any(max(column(timed.start), first) < min(column(timed.end), stop) for first, stop in windows)
 
-    first, last = _folded(len(timeline.ranks), height - (consecutive is not None), 1 + len(lane_kinds(timeline)))
+    first, last = _folded(len(timeline.ranks), height, 1 + len(lane_kinds(timeline)))
     above, below = range(first), range(last, len(timeline.ranks))
     lines = [text for index in above for text in rows(index)]
     left_out = []
@@ -105,8 +88,6 @@ def render(
     lines += [text for index in below for text in rows(index)]
     if columns > room:
         left_out.append(f"time {windows[0][1] / scale:.4g} to {windows[1][0] / scale:.4g} of {makespan:.4g}")
-    if consecutive:
-        lines.insert(0, line("", " ", _numbers(consecutive, column)).rstrip())
     drawn = (table[index] for table in (computed, timeline.copies) if table for index in (*above, *below))
     seen = sum(shown(timed) for some in drawn for timed in some)
     if left_out or seen < sum(timed.start < timed.end for timed in passes):
@@ -114,14 +95,6 @@ def render(
         note = f"left out: {reason}; {len(passes) - seen:,} of {len(passes):,} passes"
         lines += textwrap.wrap(note, max(20, width))
     return "\n".join(lines)
-
-
-def _numbers(consecutive: Consecutive, column: Callable[[float], int]) -> _Texts:
-    """The line above the first rank: a label for each iteration, from its start to that of the next one."""
-    first = [one.starts[0] for one in consecutive.iterations] + [consecutive.iterations[-1].ends[0]]
-    for one, start, end in zip(consecutive.iterations, first, first[1:], strict=False):
-        begin, behind = column(start), column(end)
-        yield begin, behind, one.label(behind - begin), " "
 
 
 def _windows(columns: int, room: int) -> list[tuple[int, int]]:
