@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from browser.opened import TIMEOUT, Opened, expect, needs_chromium
+from browser.opened import Opened, expect, needs_chromium
 
 pytestmark = needs_chromium
 
@@ -27,34 +27,6 @@ class Held:
         self._holds = False
         for route in self.routes:
             route.continue_()
-
-
-def test_work_on_a_model_is_told_at_once_and_can_be_given_up(opened: Opened) -> None:
-    page, held = opened.page, Held()
-    page.route("**/api/costs?*", held.take)
-    opened.go({"schedule": "zb-h1"})
-    model = {"name": "8B.yaml", "mimeType": "text/plain", "buffer": b"num_layers: 8"}
-    file, told = page.get_by_label("costs, or a model's YAML"), page.locator("#opened output")
-    page.get_by_label("GPU of a model").select_option("H100-80GB")
-    file.set_input_files(model)
-    text = "predicting costs of 8B.yaml for H100-80GB"
-    for _ in range(2):  # also where something else is typed meanwhile
-        expect(told).to_have_text(f"{text}: mpipe costs loads torch, and counts what every layer computes and holds")
-        expect(page.locator("#message")).to_have_text(text)
-        expect(page.locator("#elapsed")).to_have_text(re.compile(r"^\d+ s$"))
-        page.get_by_label("p2p time").fill("0.2")
-        opened.ready()
-    page.get_by_role("button", name="close").click()
-    expect(told).to_be_hidden()
-    expect(page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
-    expect(page.locator("#elapsed")).to_be_empty()
-    file.set_input_files(model)
-    expect(told).to_contain_text(text)
-    page.wait_for_timeout(100)
-    held.routes[-1].fulfill(status=400, json={"message": "mpipe: 8B.yaml: no"})
-    expect(page.locator("#wrong-file")).to_have_text("8B.yaml: no")
-    expect(told).to_be_hidden()
-    expect(page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
 
 
 def test_nothing_of_a_schedule_stays_while_another_is_planned_in_its_place(opened: Opened) -> None:

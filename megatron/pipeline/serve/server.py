@@ -42,7 +42,6 @@ WEB = Path(__file__).parent / "web"
 KEPT = 128 << 20  # bytes of answers and queries; the ones used longest ago go first
 SENDING = 30.0  # seconds for a request to arrive as a whole
 _EVERY_ADDRESS = ("0.0.0.0", "::")
-_OWN = ("127.0.0.1", "localhost", "::1")  # that only this machine reaches
 _HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -88,7 +87,7 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         workers: how many processes plan; by default one per core, at least 2 and at most 4.
     """
     pool = Workers(workers or default_count(), partial(_warm_up, ask), [*_PRELOAD, ask.__module__], long=answers.LONG)
-    kept, opened = _Kept(), Opened(models=host in _OWN)
+    kept, opened = _Kept(), Opened()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -136,14 +135,8 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         return response
 
     async def open_costs(request: Request) -> Response:
-        """``POST /api/costs?name=..``: a costs file; or with ``gpu=..`` a model's YAML, whose costs are predicted."""
-        text = await _text(request)
-
-        async def made() -> Answer:
-            name, gpu = (request.query_params.get(one, "") for one in ("name", "gpu"))
-            return Answer(200, json.dumps(await opened.add(name, text, gpu)).encode())
-
-        return await _while_wanted(request, made())
+        """``POST /api/costs?name=..``: a costs file."""
+        return JSONResponse(opened.add(request.query_params.get("name", ""), await _text(request)))
 
     async def costs(request: Request) -> Response:
         """``/api/costs/ID``: what there is to know of a file that was opened."""
@@ -153,7 +146,7 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         """Choices of the page, their limits, and the looks of passes."""
         rows = [{name: getattr(family, name) for name in _ABOUT} for family in families.FAMILIES.values()]
         most = {"pp": MOST_RANKS, "passes": MOST_PASSES, "chunks": MOST_CHUNKS}
-        return JSONResponse({"families": rows, "auto": families.AUTO, "most": most, "gpus": opened.gpus, **looks()})
+        return JSONResponse({"families": rows, "auto": families.AUTO, "most": most, **looks()})
 
     async def index(_: Request) -> Response:
         return FileResponse(WEB / "index.html")
@@ -173,7 +166,7 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         exception_handlers={ValueError: _refused, Busy: _busy, ClientDisconnect: _gone},
         lifespan=lifespan,
     )
-    app.state.refuse = [pool.refuse, opened.refuse]
+    app.state.refuse = pool.refuse
     return app
 
 
@@ -256,7 +249,7 @@ async def _text(request: Request) -> str:
     try:
         return received.decode()
     except UnicodeDecodeError:
-        raise ValueError("the file is no text: give a costs file (.json) or a model's flags (.yaml)") from None
+        raise ValueError("the file is no text: give a costs file (.json) of mpipe costs or mpipe rehearse") from None
 
 
 async def _left(request: Request) -> None:
@@ -305,10 +298,10 @@ class _Server(uvicorn.Server):
     """Ends quietly, and at once: also when its terminal is closed, and with plans that are being made.
 
     Args:
-        refuse: called first; they answer all who wait for a plan, or for a model's costs.
+        refuse: called first; it answers all who wait for a plan.
     """
 
-    def __init__(self, config: uvicorn.Config, refuse: list[Callable[[], None]]) -> None:
+    def __init__(self, config: uvicorn.Config, refuse: Callable[[], None]) -> None:
         super().__init__(config)
         self._refuse = refuse
 
@@ -324,8 +317,7 @@ class _Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, before)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for refuse in self._refuse:
-            refuse()
+        self._refuse()
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # who does not read an answer is cut off, without a word
         await super().shutdown(sockets)
 

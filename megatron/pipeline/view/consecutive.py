@@ -43,4 +43,6 @@ def joined(texts: Sequence[str]) -> tuple[str, Timeline]:
     period = max(last[0].start - first[0].start for first, last in begins) / (len(timelines) - 1)
     spans = f"span {mean(each.span for each in timelines):.4g} s, bubble {mean(each.span_bubble_rate for each in timelines):.1%}"
     about = f"{records[-1].get('schedule') or 'measured'}, iterations {numbers[0]} to {numbers[-1]}"
-    return f"{about}: on average one every {period:.4g} s ({spans})", Timeline(whole([each.ranks for each in timelines]), whole(copies) if all(copies) else ())
+    return f"{about}: on average one every {period:.4g} s ({spans})", Timeline(
+        whole([each.ranks for each in timelines]), whole(copies) if all(copies) else ()
+    )

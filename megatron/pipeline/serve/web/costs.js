@@ -47,10 +47,9 @@ async function answer(response) {
   return { ...about, unit: new Unit(about.unit, about.size) };
 }
 
-/** Have the server open a file; `gpu`: where it has a model's flags. Throws an Error with a message for the user, or if aborted. */
-export async function open(file, gpu, signal) {
-  const address = `/api/costs?${new URLSearchParams({ name: file.name, gpu })}`;
-  return answer(await fetch(address, { method: "POST", body: file, signal }));
+/** Have the server open a file. Throws an Error with a message for the user. */
+export async function open(file) {
+  return answer(await fetch(`/api/costs?${new URLSearchParams({ name: file.name })}`, { method: "POST", body: file }));
 }
 
 /** What is known of a file that was opened before. Throws as `open`. */

@@ -1,5 +1,5 @@
 // The page: what is typed and dragged becomes flags, flags become plans, and plans are shown.
-/* global Timelines, byId, element */
+/* global Timelines, byId */
 
 import { known, MICROBATCHES, open } from "./costs.js";
 import { check, mark } from "./fields.js";
@@ -36,7 +36,7 @@ class Page {
     }
     this.form.addEventListener("input", () => this.#typed());
     this.form.addEventListener("submit", (event) => event.preventDefault());
-    this.#listenToFiles(about.gpus);
+    this.#listenToFiles();
     byId("add").addEventListener("click", () => this.#append(card()).row.inputs.schedule.focus());
     byId("sort").addEventListener("click", () => this.#sort());
     byId("link").addEventListener("click", () => this.#copyLink());
@@ -54,47 +54,28 @@ class Page {
   }
 
   /** A file is chosen, or closed again. */
-  #listenToFiles(gpus) {
-    const [input, gpu] = [byId("file"), byId("gpu")];
-    for (const name of gpus) element("option", name, gpu);
-    gpu.parentElement.hidden = !gpus.length;
-    for (const one of [input, gpu]) {
-      one.addEventListener("change", () => input.files.length && this.#open(input.files[0], gpu.value));
-    }
+  #listenToFiles() {
+    const input = byId("file");
+    input.addEventListener("change", () => input.files.length && this.#open(input.files[0]));
     byId("opened").querySelector("button").addEventListener("click", () => {
       input.value = "";
-      this.opening?.abort();
-      this.opening = undefined;
       this.#use(null);
       this.update();
     });
   }
 
-  /** Open a file, and say so at once: a model's costs take a while. */
-  async #open(file, gpu) {
-    const predicts = /\.ya?ml$/i.test(file.name);
-    const text = predicts ? `predicting costs of ${file.name} for ${gpu}` : `opening ${file.name}`;
-    this.opening?.abort();
-    const { signal } = (this.opening = Object.assign(new AbortController(), { text }));
-    this.plans.stopAhead(); // that takes what computes the costs
-    byId("opened").hidden = false;
-    const what = predicts ? ": mpipe costs loads torch, and counts what every layer computes and holds" : "";
-    byId("opened").querySelector("output").textContent = text + what;
-    this.#report();
-    await this.#useAsked(() => open(file, gpu, signal), signal);
-    if (signal.aborted) return;
-    this.opening = undefined;
+  async #open(file) {
+    await this.#useAsked(() => open(file));
     if (this.opened) for (const one of this.shown) one.values = { ...one.values, "memory-limit": "" }; // of another unit
     this.update();
   }
 
   /** Use the costs that are asked for, or say why there are none. */
-  async #useAsked(asked, signal) {
+  async #useAsked(asked) {
     byId("wrong-file").textContent = "";
     try {
       this.#use(await asked());
     } catch (error) {
-      if (signal?.aborted) return;
       this.#use(null);
       byId("wrong-file").textContent = error.message;
     }
@@ -142,7 +123,7 @@ class Page {
     this.draw();
     Promise.all(all).then(() => {
       clearTimeout(this.pause);
-      if (!this.wrong && !this.opening && !document.hidden) this.pause = setTimeout(() => this.#planAhead(), PAUSE);
+      if (!this.wrong && !document.hidden) this.pause = setTimeout(() => this.#planAhead(), PAUSE);
     });
   }
 
@@ -208,7 +189,7 @@ class Page {
   #report(ahead) {
     const busy = this.shown.filter((one) => one.busy).length;
     const refused = this.shown.filter((one) => one.answer && !one.plan).length;
-    const doing = this.opening?.text ?? (busy ? `planning ${busy} of ${this.shown.length}` : "");
+    const doing = busy ? `planning ${busy} of ${this.shown.length}` : "";
     this.#count(!this.wrong && doing !== "");
     if (this.wrong) return this.#tell("correct the fields that are marked");
     if (doing) return this.#tell(doing);
