@@ -109,16 +109,6 @@ def test_the_table_is_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> No
     assert all(map(str.isascii, lines))
 
 
-def test_the_table_of_a_terminal_is_never_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    compare = "compare --pp 4 --microbatches 8 --schedules interleaved,dualpipe-v --cost F=1,B=1.21,W=0.83,comm=0.14"
-    for columns, framed, seconds in ((120, True, True), (93, True, False), (80, False, False), (40, False, False)):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        text = printed(capsys, compare)
-        assert ("┃" in text, "plan s" in text) == (framed, seconds), columns
-        assert all(word in text for word in ("interleaved v=4", "dualpipe-v", "makespan", "above bound")) and "…" not in text
-
-
 def test_files_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, page = tmp_path / "table.json", tmp_path / "page.html"
     assert printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {table}") == f"wrote {table}\n"

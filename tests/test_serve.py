@@ -156,29 +156,6 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("sent", HALVES.values(), ids=HALVES)
-def test_a_request_that_does_not_arrive_as_a_whole_is_ended_without_a_word(
-    sent: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(server, "SENDING", 0.2)
-
-    async def ended() -> None:
-        with server._listen("127.0.0.1", 0) as listening:
-            serving = server.uvicorn.Server(server._config(server.application(requested)))
-            task = asyncio.create_task(serving.serve([listening]))
-            reader, writer = await asyncio.open_connection(*listening.getsockname())
-            writer.write(sent.encode())
-            with contextlib.suppress(ConnectionResetError):
-                while await asyncio.wait_for(reader.read(1 << 16), 60):
-                    pass
-            writer.close()
-            serving.should_exit = True
-            await task
-
-    asyncio.run(ended())
-    assert capfd.readouterr().err == ""
-
-
 def test_a_client_that_goes_away_leaves_no_word() -> None:
     with serving() as (address, process):
         at = urllib.parse.urlsplit(address)

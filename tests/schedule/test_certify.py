@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -21,9 +22,9 @@ from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import interleaved, linear
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Compute, Message, Program, Receive, Send, Wait
-from megatron.pipeline.schedule.lower.traffic import Row, Start, Step, Traffic, late, of_programs, with_waits_of_batches
+from megatron.pipeline.schedule.lower.lower import lower, messages
+from megatron.pipeline.schedule.lower.program import Compute, Message, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.lower.traffic import Row, Start, Step, Traffic, of_programs, with_waits_of_batches
 from megatron.pipeline.schedule.rules.deadlock import Blocked, End, TrafficNetwork, nothing_deadlocks
 from megatron.pipeline.schedule.rules.transports import TRANSPORTS, TransportModel
 from megatron.pipeline.schedule.time.simulate import simulate
@@ -42,6 +43,25 @@ def forward(number: int = 0) -> Compute:
 def traffic(*rows: list[Step], batches: bool = True) -> Traffic:
     made = [tuple(row) if batches else tuple(chain(*((step, Start()) for step in row))) for row in rows]
     return Traffic("by hand", linear(len(rows)), 4, tuple(made))
+
+
+def late(schedule: Schedule) -> Traffic:
+    """A schedule with every Receive directly before the pass that needs it, and every Send directly after the pass that makes it:
+    also of one whose passes wait for each other in a circle."""
+    before: dict[tuple[int, int], list[Receive]] = defaultdict(list)
+    after: dict[tuple[int, int], list[Send]] = defaultdict(list)
+    for message, sender, producer, receiver, consumer in messages(schedule):
+        after[sender, producer].append(Send(message, receiver))
+        before[receiver, consumer].append(Receive(message, sender))
+
+    def steps(rank: int) -> Iterator[Operation]:
+        for slot, work in enumerate(schedule.passes[rank]):
+            yield from before[rank, slot]
+            yield from (Wait(receive.message) for receive in before[rank, slot])
+            yield Compute(work)
+            yield from after[rank, slot]
+
+    return of_programs(schedule, [tuple(steps(rank)) for rank in range(schedule.ranks)])
 
 
 def posts_of(traffic: Traffic) -> dict[End, Send | Receive]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -41,7 +40,6 @@ from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.view import Point, draw_pareto
 from megatron.pipeline.view.table import plain_table
 
-_FRAMED, _PLAIN = (3, 1), (2, -2)  # columns of characters that a table's frame takes: per column, and once
 _SUFFIXES = (".json", ".html", ".png", ".svg")
 
 
@@ -163,10 +161,7 @@ def _print_table(compared: Comparison) -> None:
         ]
         for plan in compared.planned
     ]
-    if sys.stdout.isatty():
-        _rich_table(heads, cells)
-    else:
-        print(plain_table(heads, cells))
+    print(plain_table(heads, cells))
     print(f"\n{above_bound(compared.objective)}")
     if twice := [str(plan.variant) for plan in compared.planned if plan.schedule.placement.replicas > 1]:
         print(f"{', '.join(twice)}: planned and simulated alone; a training holds the model once")
@@ -193,29 +188,3 @@ def _exposed(plan: Planned) -> str:
     """The share of all-to-alls in which a rank computes nothing."""
     exposed, whole = plan.communication
     return f"{exposed / whole:.0%}" if whole else "-"
-
-
-def _rich_table(heads: list[str], cells: list[list[str]]) -> None:
-    # Imported here: rich takes longer to import than a small comparison takes to make.
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-
-    def is_wide(by_column: int, once: int) -> bool:
-        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-        return sum(widths) + by_column * len(widths) + once > console.width
-
-    for head, kind in (("plan s", _FRAMED), ("of 1F1B", _PLAIN)):  # a narrow terminal does without
-        if is_wide(*kind):
-            at = heads.index(head)
-            heads, cells = [*heads[:at], *heads[at + 1 :]], [[*line[:at], *line[at + 1 :]] for line in cells]
-    if is_wide(*_FRAMED):
-        print(plain_table(heads, cells))
-        return
-    table = Table()
-    for column, head in enumerate(heads):
-        table.add_column(head, justify="right" if column else "left")
-    for line in cells:
-        table.add_row(*line)
-    console.print(table)

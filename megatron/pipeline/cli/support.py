@@ -9,6 +9,7 @@ from megatron.pipeline.cli.arguments import Commands, add_command
 from megatron.pipeline.combinations.rows import OF_FEATURES
 from megatron.pipeline.combinations.table import in_general
 from megatron.pipeline.flags.support import FEATURES
+from megatron.pipeline.view.table import plain_table
 
 _HEADER = ("feature", "pretrain_gpt.py", "mpipe launch", "")
 _LEGEND = (
@@ -26,7 +27,8 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    print(markdown() if options.markdown else _columns())
+    header, *rows = _rows()
+    print(markdown() if options.markdown else f"{plain_table(header, rows, words=len(header))}\n\n{_LEGEND}")
 
 
 def markdown() -> str:
@@ -39,13 +41,6 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
     header, *rest = rows
     lines = [header, ("---",) * len(header), *rest]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
-
-
-def _columns() -> str:
-    rows = _rows()
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*table, "", _LEGEND])
 
 
 def _rows() -> list[tuple[str, ...]]:

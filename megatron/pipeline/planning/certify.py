@@ -10,9 +10,9 @@ from megatron.pipeline.planning.document import is_csv, naming, schedule_of
 from megatron.pipeline.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.traffic import Traffic, late, of_programs
+from megatron.pipeline.schedule.lower.traffic import Traffic, of_programs
 from megatron.pipeline.schedule.rules.boundary import verify_boundary
-from megatron.pipeline.schedule.rules.verify import dependencies_can_be_met, verify_passes
+from megatron.pipeline.schedule.rules.verify import verify_passes
 
 
 class TrafficSource(NamedTuple):
@@ -26,11 +26,11 @@ class TrafficSource(NamedTuple):
 def read_traffic(path: str, flags: CostFlags) -> TrafficSource:
     """The traffic of a schedule from a JSON or CSV file.
 
-    Passes alone are lowered as training does it. Where they wait for each other in a circle there is no lowering, and each
-    message stands next to the passes that make and need it: the hang is theirs.
+    Passes alone are lowered as training does it.
 
     Raises:
-        ValueError: the file cannot be read, is malformed, or lacks a pass that another needs; the message names the file.
+        ValueError: the file cannot be read, is malformed, or lacks a pass that another needs, or passes wait for each other in a
+            circle; the message names the file.
     """
     return naming(path, lambda text: _read(path, text, flags))
 
@@ -44,8 +44,4 @@ def _read(path: str, text: str, flags: CostFlags) -> TrafficSource:
     verify_boundary(schedule)
     costs = costs_of(flags, schedule.placement, file, copies=schedule.has_copies)
     costs = with_shards(costs, schedule.vocabulary, schedule.ranks)
-    try:
-        dependencies_can_be_met(schedule)
-    except ValueError:
-        return TrafficSource(late(schedule), costs, "each message next to its passes, which wait for each other in a circle")
     return TrafficSource(of_programs(schedule, lower(schedule, costs)), costs, "messages where training has them")

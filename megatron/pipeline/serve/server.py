@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -27,7 +26,6 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.pipeline.planning.request import MOST_CHUNKS, MOST_PASSES, MOST_RANKS
 from megatron.pipeline.schedule import families
@@ -40,7 +38,6 @@ from megatron.pipeline.view.page import looks
 
 WEB = Path(__file__).parent / "web"
 KEPT = 128 << 20  # bytes of answers and queries; the ones used longest ago go first
-SENDING = 30.0  # seconds for a request to arrive as a whole
 _EVERY_ADDRESS = ("0.0.0.0", "::")
 _HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -272,28 +269,6 @@ def _in_address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-class Connection(H11Protocol):
-    """Is closed where a request takes longer than ``SENDING`` to arrive, since it was opened or the answer before was sent."""
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        self._watch()
-
-    def _watch(self) -> None:
-        waits = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
-        if waits and self._late is None:
-            self._late = self.loop.call_later(SENDING, self.transport.abort)
-        elif not waits and self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-
 class _Server(uvicorn.Server):
     """Ends quietly, and at once: also when its terminal is closed, and with plans that are being made.
 
@@ -334,15 +309,12 @@ def serve(ask: Ask, host: str, port: int, workers: int | None, browser: bool) ->
     address = f"http://{_in_address(socket.gethostname() if host in _EVERY_ADDRESS else host)}:{port}/"
     print(f"mpipe serves at {address} (Ctrl-C ends it)", flush=True)
     app = application(ask, host, workers)
-    server = _Server(_config(app), app.state.refuse)
+    config = uvicorn.Config(app, http="h11", log_level="warning", timeout_graceful_shutdown=1)
+    server = _Server(config, app.state.refuse)
     if browser:
         _open(address)
     with contextlib.suppress(KeyboardInterrupt), listening:
         server.run(sockets=[listening])
-
-
-def _config(app: Starlette) -> uvicorn.Config:
-    return uvicorn.Config(app, http=Connection, log_level="warning", timeout_graceful_shutdown=1)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -26,7 +26,6 @@ from megatron.pipeline.trainer.state import Training
 def train(args: Settings, training: Training, samples: Samples, pipeline: Pipeline, log: Log, timers: Timers | None) -> None:
     """Train until ``--train-iters``, or until SIGTERM, ``--exit-interval`` or ``--exit-duration-in-mins`` stops it."""
     with _termination_signal() as terminated, _quick_garbage_collection():
-        log.resume(training.iteration)
         saved_at = training.iteration if args.load else None
         reason = ""
         for reason in _pauses(args, training, samples, pipeline, log, timers, terminated):  # noqa: B007

@@ -1,4 +1,4 @@
-"""Outputs of a run: log lines in Megatron's style, a progress bar, TensorBoard, one JSON line per iteration."""
+"""Outputs of a run: log lines in Megatron's style, TensorBoard, one JSON line per iteration."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ from contextlib import ExitStack, closing
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.session.metrics import Measured, Metrics, Step, tokens_per_second, training_flops
 
 
 class Log:
-    """The outputs of one run; it writes on one rank, the one that has the loss, and is silent on all others.
-
-    On a terminal a progress bar stays below the log lines; elsewhere there are lines alone.
-    """
+    """The outputs of one run; it writes on one rank, the one that has the loss, and is silent on all others."""
 
     def __init__(self, args: Settings, writes: bool, world_size: int) -> None:
         self._args = args
@@ -26,8 +20,6 @@ class Log:
         self._world_size = world_size
         self._outputs = ExitStack()
         self._window: list[Step] = []
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
         self._metrics: Metrics | None = None
         self._board: Any = None
         self.first_loss: float | None = None
@@ -43,30 +35,14 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = self._outputs.enter_context(SummaryWriter(args.tensorboard_dir))
-        console = Console()
-        if console.is_terminal:
-            loss = TextColumn("loss {task.fields[loss]}")
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
-            self._progress = self._outputs.enter_context(Progress(*columns, console=console))
-            self._task = self._progress.add_task("training", total=args.train_iters, loss="-")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._outputs.close()
 
     def line(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one."""
-        if not self.writes:
-            return
-        if self._progress:
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
+        if self.writes:
             print(text, flush=True)
-
-    def resume(self, iteration: int) -> None:
-        """Start the bar where the training starts."""
-        if self._progress:
-            self._progress.update(self._task, completed=iteration)
 
     def step(self, step: Step, measured: Measured | None) -> None:
         """Record an iteration; every ``--log-interval`` iterations a line tells about those since the last.
@@ -85,8 +61,6 @@ class Log:
             self._metrics = None
         if self._board and step.iteration % self._args.tensorboard_log_interval == 0:
             self._write_board(step, measured)
-        if self._progress:
-            self._progress.update(self._task, completed=step.iteration, loss=f"{step.loss:.4f}")
         if step.iteration % self._args.log_interval == 0:
             self.line(self._log_line(step, measured))
             self._window.clear()

@@ -14,9 +14,8 @@ from typing import NamedTuple, TypeAlias
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.lower import messages
 from megatron.pipeline.schedule.lower.posting import UNFINISHED_SENDS
-from megatron.pipeline.schedule.lower.program import Compute, Join, Message, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.lower.program import Compute, Join, Message, Operation, Program, Send, Wait
 
 
 class Start(NamedTuple):
@@ -87,30 +86,3 @@ def _waiting(row: Row, stages: Sequence[int]) -> Iterator[Step]:
                 yield Wait(before.popleft())
         elif type(step) is Join:
             yield Wait(step.collective)
-
-
-def late(schedule: Schedule) -> Traffic:
-    """A schedule with every Receive directly before the pass that needs it, and every Send directly after the pass that makes it.
-
-    It can be made of a schedule whose passes wait for each other in a circle, too; ``lower`` needs one that can finish.
-
-    Raises:
-        ValueError: the schedule spreads its vocabulary.
-    """
-    if schedule.vocabulary:
-        raise ValueError(f"{schedule.name} spreads its vocabulary over all ranks, and its passes wait for each other in a circle")
-    before: dict[tuple[int, int], list[Receive]] = defaultdict(list)
-    after: dict[tuple[int, int], list[Send]] = defaultdict(list)
-    for message, sender, producer, receiver, consumer in messages(schedule):
-        after[sender, producer].append(Send(message, receiver))
-        before[receiver, consumer].append(Receive(message, sender))
-
-    def steps(rank: int) -> Iterator[Operation]:
-        for slot, work in enumerate(schedule.passes[rank]):
-            yield from before[rank, slot]
-            yield from (Wait(receive.message) for receive in before[rank, slot])
-            if not work.kind.is_copy:
-                yield Compute(work)
-            yield from after[rank, slot]
-
-    return of_programs(schedule, [tuple(steps(rank)) for rank in range(schedule.ranks)])
