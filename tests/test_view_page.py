@@ -66,7 +66,7 @@ def test_a_page_holds_the_very_passes_and_times(tmp_path: Path) -> None:
 
 def test_a_page_needs_nothing_else_and_trusts_no_title(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><!-- {{data}} &amp;"
-    write_page([Entry(evil, timeline("1f1b", 2, 2), facts={evil: evil})], tmp_path / "p.html", title=evil)
+    write_page([Entry(evil, timeline("1f1b", 2, 2), facts={evil: evil})], tmp_path / "p.html")
     text = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert text.count("<script") == 2 and text.count("</script") == 2 and "<!--" not in text.split("<body>")[1]
     assert not re.search(r"https?:|src=|href=|@import|url\(", text)

@@ -20,7 +20,7 @@ from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess, plan
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.loads import Load, load_of
+from megatron.pipeline.schedule.core.loads import Extent, Load
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.rules.verify import verify
@@ -83,7 +83,7 @@ def test_a_process_answers_as_this_one_does_and_goes_on_after_a_refusal() -> Non
     good, *_ = batches(1, seed=1)
     asked = [
         plans.of_batch(len(good), good),
-        plans.of_batch(len(good) + 1, [*good, load_of([100], 1)]),
+        plans.of_batch(len(good) + 1, [*good, Extent.of([100]).load(1)]),
         plans.of_batch(len(good), good),
     ]
     first, refused, again = (process.plan(request, Posting.SINGLE, False) for request in asked)

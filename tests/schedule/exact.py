@@ -150,7 +150,7 @@ class Model:
             stage, key, length = self._stage(rank, work), (rank, work), self._length(rank, work)
             start = self._starts[key] = model.new_int_var(0, self._horizon, f"{work}@{rank}")
             size: LinearExprT = length
-            if work.kind is Kind.B and (stage.value("fused") < stage.backward + stage.weight or stage.grows):
+            if work.kind is Kind.B and (stage.value("fused") < stage.backward + stage.weight or stage.backward_allocates):
                 fused = self._fused[key] = model.new_bool_var(f"fused {work}@{rank}")
                 size = length + (int(stage.value("fused")) - length) * fused
             elif work.kind is Kind.W and (rank, work._replace(kind=Kind.B)) in self._fused:

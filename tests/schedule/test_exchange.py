@@ -13,7 +13,7 @@ from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import bidirectional, interleaved, linear, v
+from megatron.pipeline.schedule.core.placement import bidirectional, linear, v
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.lower.lower import messages
@@ -34,7 +34,6 @@ def test_csv_by_hand() -> None:
 @given(schedules())
 def test_what_is_written_as_csv_is_read_back(schedule: Schedule) -> None:
     text = to_csv(schedule)
-    assert from_csv(text, schedule.name, schedule.placement) == schedule
     read = from_csv(text, schedule.name)
     assert to_csv(read) == text
     ascending = all(list(stages) == sorted(stages) for stages in schedule.placement.stages)
@@ -76,13 +75,6 @@ def test_csv_of_torch_itself() -> None:
 def test_csv_that_cannot_be_read_names_line_and_cell(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_csv(text, "broken")
-
-
-def test_csv_of_another_placement() -> None:
-    with pytest.raises(ValueError, match="line 1, cell 2: stage 3 is not on rank 0, which holds 0, 2"):
-        from_csv(V_CSV, "v", interleaved(2, 2))
-    with pytest.raises(ValueError, match="2 lines for a placement of 3 ranks"):
-        from_csv(V_CSV, "v", v(3))
 
 
 CELLS = ["", " 1F0", "0F0", "0F1", "1B0", "0I0", "0W0", "(1F1;0B0)OVERLAP_F_B", "(0F0", "0SEND_F1", '"', "-1F0", "7"]

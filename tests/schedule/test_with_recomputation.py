@@ -47,7 +47,7 @@ def test_a_backward_takes_and_holds_what_it_makes_again() -> None:
     assert (again.seconds(Kind.B), again.seconds(Kind.BW), again.weight) == (2.2, 3.0, 0.8)
     changes = [again.allocated(kind) for kind in (Kind.F, Kind.B, Kind.W)]
     assert changes == pytest.approx([0.1, 0.8, -0.9]) and again.allocated(Kind.BW) == -0.1
-    assert (again.grows, STAGE.grows) == (pytest.approx(0.8), 0.0)
+    assert (again.backward_allocates, STAGE.backward_allocates) == (pytest.approx(0.8), 0.0)
     assert replace(STAGE, fused=1.8).with_recomputation().fused == 2.8
 
 

@@ -42,7 +42,7 @@ Stage: TypeAlias = Callable[[families.Family, Before, Problem], Made]
 
 def stages(family: families.Family, problem: Problem) -> list[Stage]:
     """The stages that apply after the family's own order, each of what those above it make."""
-    cheaper = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if saves(cost) or cost.grows)
+    cheaper = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if saves(cost) or cost.backward_allocates)
     worth = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if shields(cost))
     in_order: list[tuple[Stage, object]] = [
         (partial(_fused, cheaper=cheaper), cheaper and not (family.fused or problem.fused)),

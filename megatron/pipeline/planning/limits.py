@@ -117,7 +117,7 @@ def least_limits(family: Family, problem: Problem) -> tuple[float, ...]:
     """Memory that no rank can do without: one microbatch, or the order in which each W follows its B."""
     ranks, more = problem.ranks, spreading(problem)
     # B and W run as one where B would make activations again.
-    grows = {stage for stage, cost in enumerate(problem.costs.stages) if cost.grows}
+    grows = {stage for stage, cost in enumerate(problem.costs.stages) if cost.backward_allocates}
     fused = replace(problem.first(4 * ranks), fused=problem.fused | grows)
     if not family.keeps:
         return tuple(fused.microbatch_memory(rank) + more for rank in range(ranks))

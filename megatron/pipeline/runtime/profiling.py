@@ -87,7 +87,7 @@ def in_words(costs: Costs) -> str:
     times = {"F": "forward", "B": "backward", "W": "weight"}
     parts = [f"{kind} {spread([getattr(stage, name) for stage in stages], 1e-3)}" for kind, name in times.items()]
     held, kept = (spread([getattr(stage, name) for stage in stages], _MIB) for name in ("activation", "retained"))
-    until = "and B" if any(stage.grows for stage in stages) else "of which"
+    until = "and B" if any(stage.backward_allocates for stage in stages) else "of which"
     words = f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, {until} {kept} until W"
     words += _copies_in_words(costs)
     shares = [f"{kind} {1e3 * costs.vocabulary.seconds(kind):.4g}" for kind in VOCABULARY_KINDS]

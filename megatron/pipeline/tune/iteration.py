@@ -318,7 +318,7 @@ def _as_trained(candidate: Candidate, costs: Costs) -> tuple[Costs, float]:
         return costs, 0.0
     whole = makes_weights_again(candidate.args)
     trained = costs.with_recomputation(whole)
-    leanest = _fuses(candidate) or any(stage.grows for stage in trained.stages)  # some backwards may be BW
+    leanest = _fuses(candidate) or any(stage.backward_allocates for stage in trained.stages)  # some backwards may be BW
     ends = (stage.checkpoint if leanest else max(stage.checkpoint, stage.retained) for stage in costs.stages)
     return trained, max(stage.activation - end for stage, end in zip(costs.stages, ends, strict=True))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import json
 import re
 import struct
@@ -54,7 +53,7 @@ class Entry:
             raise ValueError(f"{self.title}: the timeline is not one of this schedule; its ranks run other passes")
 
 
-def write_page(entries: Sequence[Entry], path: str | Path, title: str = "Pipeline schedules", unit: str = "") -> None:
+def write_page(entries: Sequence[Entry], path: str | Path) -> None:
     """Write timelines, one under another on one time axis, as an HTML page.
 
     The page shows microbatches, chunks, the memory of every rank and the dependencies of each microbatch; 200,000 passes
@@ -63,8 +62,6 @@ def write_page(entries: Sequence[Entry], path: str | Path, title: str = "Pipelin
     Args:
         entries: what to show. Each timeline is shifted to start at 0.
         path: where the page goes.
-        title: of the page.
-        unit: of time, for the axis, such as ``ms``.
 
     Raises:
         ValueError: there is nothing to show, or a microbatch or chunk is numbered beyond what a page can hold.
@@ -72,10 +69,9 @@ def write_page(entries: Sequence[Entry], path: str | Path, title: str = "Pipelin
     """
     if not entries:
         raise ValueError("nothing to show: give at least one timeline")
-    data = {"unit": unit, **looks(), "entries": [encoded(entry) for entry in entries]}
+    data = {**looks(), "entries": [encoded(entry) for entry in entries]}
     scripts = (WEB / name for name in ("model.js", "paint.js", "overview.js", "timelines.js", "main.js"))
     parts = {
-        "title": html.escape(title),
         "style": _read(WEB / "page.css"),
         "script": "\n".join(map(_read, scripts)),
         # Within a script element, "<" could begin the tag that ends it.

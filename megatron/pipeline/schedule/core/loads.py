@@ -31,7 +31,14 @@ class Extent(NamedTuple):
         return extent
 
     def load(self, tokens: float, attention: float = 0.0) -> Load:
-        """See ``load_of``."""
+        """The load, by a cost of tokens: linear, and quadratic within each sequence where attention is.
+
+        W, memory and messages are linear. B of attention takes twice its F, and of all else as long as F.
+
+        Args:
+            tokens: of the one sequence of the microbatch whose load is 1.
+            attention: the share of that microbatch's F that is attention of its queries and keys.
+        """
         linear, squares = self.tokens / tokens, self.squares / tokens**2
         forward = (1 - attention) * linear + attention * squares
         return Load(forward, (forward + attention * squares) / (1 + attention), linear, linear, linear)
@@ -55,26 +62,13 @@ class Load(NamedTuple):
     tokens: float = 1
 
 
-def load_of(sequences: Iterable[int], tokens: float, attention: float = 0.0) -> Load:
-    """The load of a microbatch, by a cost of tokens: linear, and quadratic within each sequence where attention is.
-
-    W, memory and messages are linear. B of attention takes twice its F, and of all else as long as F.
-
-    Args:
-        sequences: their lengths in tokens.
-        tokens: of the one sequence of the microbatch whose load is 1.
-        attention: the share of that microbatch's F that is attention of its queries and keys.
-    """
-    return Extent.of(sequences).load(tokens, attention)
-
-
 def loads_of(microbatches: Sequence[Sequence[int]], tokens: float | None = None, attention: float = 0.0) -> tuple[Load, ...]:
-    """The loads of microbatches: see ``load_of``.
+    """The loads of microbatches: see ``Extent.load``.
 
     Args:
         microbatches: the lengths of the sequences of each, in tokens.
         tokens: of the microbatch whose costs are known; by default the mean of these.
-        attention: see ``load_of``.
+        attention: see ``Extent.load``.
 
     Raises:
         ValueError: there is no microbatch, a length is not a whole number of at least 1, or a number is out of range.

@@ -135,7 +135,7 @@ class Problem:
         placement, held = self.placement, [0.0] * self.placement.replicas
         for stage in placement.stages[rank]:
             cost = self.costs.stages[stage]
-            held[placement.replica(stage)] += cost.activation + (0.0 if stage in self.fused else cost.grows)
+            held[placement.replica(stage)] += cost.activation + (0.0 if stage in self.fused else cost.backward_allocates)
         return max(held) * self.costs.largest.memory
 
 

@@ -178,14 +178,14 @@ class StageCosts:
         return replace(self, backward=self.backward + behind - saved, weight=self.weight - behind, behind=None, saved=None)
 
     @property
-    def grows(self) -> float:
+    def backward_allocates(self) -> float:
         """Memory that is held more after B than before it; 0 where B frees."""
         return max(0.0, self.retained - self.activation)
 
     def capped(self, like: StageCosts) -> StageCosts:
         """With no more kept for R than F allocates, nor held after B, unless the backwards of ``like`` make activations again."""
         kept = replace(self, checkpoint=min(self.checkpoint, self.activation))
-        return kept if like.grows else replace(kept, retained=min(kept.retained, kept.activation))
+        return kept if like.backward_allocates else replace(kept, retained=min(kept.retained, kept.activation))
 
     def times(self, load: Load) -> StageCosts:
         """The costs of a microbatch of another load: parts keep their shares of the pass whose parts they are."""

@@ -47,33 +47,24 @@ def to_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
-def from_csv(text: str, name: str, placement: Placement | None = None) -> Schedule:
+def from_csv(text: str, name: str) -> Schedule:
     """Read what ``to_csv`` wrote, or torch's ``_dump_csv(path, format="compute_only")``, or a user by hand.
 
-    Torch's overlapped pair, ``(0F1;3B0)OVERLAP_F_B``, is read as its passes one after the other. Nothing else is checked
-    than that it can be read: see ``verify``.
+    Torch's overlapped pair, ``(0F1;3B0)OVERLAP_F_B``, is read as its passes one after the other. Every rank's stages are its
+    chunks in ascending order, as they are in linear, interleaved and V placements. Nothing else is checked than that it can be
+    read: see ``verify``.
 
     Args:
         text: one line per rank; empty cells and empty lines at the end are skipped.
         name: of the schedule, which the text does not tell.
-        placement: which stage each (rank, chunk) holds; by default every rank's stages are its chunks in ascending order,
-            as they are in linear, interleaved and V placements.
 
     Raises:
-        ValueError: a cell is not a pass, or stages are not where the placement, or any placement, has them.
+        ValueError: a cell is not a pass, or stages are not where any placement has them.
     """
     cells = read_cells(text, _ACTION, _refusal)
-    placement = placement_of(cells) if placement is None else placement
-    if len(cells) != placement.ranks:
-        raise ValueError(f"not a schedule: {len(cells)} lines for a placement of {placement.ranks} ranks; give one per rank")
-    rows = []
-    for rank, row in enumerate(cells):
-        for where, stage, _, _ in row:
-            if not 0 <= stage <= placement.last_stage or placement.home(stage)[0] != rank:
-                mine = ", ".join(map(str, placement.stages[rank]))
-                raise ValueError(f"{where}: stage {stage} is not on rank {rank}, which holds {mine}")
-        rows.append(tuple(Pass(KINDS[letter], microbatch, placement.home(stage)[1]) for _, stage, letter, microbatch in row))
-    microbatches = 1 + max(microbatch for row in cells for _, _, _, microbatch in row)
+    placement = placement_of(cells)
+    rows = [tuple(Pass(KINDS[kind], number, placement.home(stage)[1]) for _, stage, kind, number in row) for row in cells]
+    microbatches = 1 + max(work.microbatch for row in rows for work in row)
     return Schedule(name, placement, microbatches, tuple(rows))
 
 

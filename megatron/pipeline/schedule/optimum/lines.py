@@ -119,7 +119,7 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
 
 
 def leanest(cost: StageCosts) -> StageCosts:
-    return replace(cost, retained=cost.activation) if cost.grows else cost
+    return replace(cost, retained=cost.activation) if cost.backward_allocates else cost
 
 
 def _least_seconds(cost: StageCosts, kind: Kind) -> float:

@@ -20,7 +20,7 @@ _LARGE = 500  # passes from which on it pays to load what is compiled
 
 def fits(schedule: Schedule, problem: Problem) -> bool:
     """Tell whether a changed schedule stays within the limits; only where a B allocates may it not."""
-    if problem.limits is None or not any(stage.grows for stage in problem.costs.stages):
+    if problem.limits is None or not any(stage.backward_allocates for stage in problem.costs.stages):
         return True
     peaks = activation_peaks(schedule, problem.costs)
     return all(peak <= limit * SLACK for peak, limit in zip(peaks, problem.limits, strict=True))

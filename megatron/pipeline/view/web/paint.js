@@ -56,10 +56,9 @@ function stack(pen, shares, colours, left, bin, bottom, height) {
 }
 
 class Chart {
-  constructor(canvas, kinds, lightest, unit) {
+  constructor(canvas, kinds, lightest) {
     this.canvas = canvas;
     this.lightest = lightest;
-    this.unit = unit;
     this.colours = kinds.map((kind) => kind.colour);
     this.laneCount = kinds.filter((kind) => kind.lane).length; // below the passes of their rank
     this.scroll = 0; // how far the content is scrolled down
@@ -359,7 +358,7 @@ class Chart {
     pen.textBaseline = "middle";
     pen.textAlign = "left";
     pen.fillStyle = theme.faint;
-    pen.fillText(this.unit ? `time, ${this.unit}` : "time", 12, AXIS / 2 - 2, LABELS - 22);
+    pen.fillText("time", 12, AXIS / 2 - 2, LABELS - 22);
     pen.textAlign = "center";
     const step = roundStep(((this.to - this.from) * 110) / (this.right - LABELS));
     for (let tick = Math.ceil(this.from / step); tick * step <= this.to; tick++) {

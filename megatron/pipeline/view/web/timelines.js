@@ -62,7 +62,7 @@ class Timelines {
    * rows fit the window until another height is chosen, and the window scrolls.
    * `keys`: the element that listens to keys; `amount`: how memory is written.
    */
-  constructor({ kinds, lightest, unit = "", amount = plain, fills = true, keys = document }) {
+  constructor({ kinds, lightest, amount = plain, fills = true, keys = document }) {
     this.kinds = kinds;
     this.lightest = lightest;
     this.amount = amount;
@@ -71,7 +71,7 @@ class Timelines {
     this.scroller = byId("scroller");
     this.canvas = byId("chart");
     this.tip = byId("tip");
-    this.chart = new Chart(this.canvas, kinds, lightest, unit);
+    this.chart = new Chart(this.canvas, kinds, lightest);
     this.overview = new Overview(byId("overview"), this.chart);
     this.painted = () => {}; // called after every painting
     this.#listen(keys);
