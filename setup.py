@@ -45,7 +45,6 @@ setup(
         "psutil>=5.9",  # megatron-core's checkpoint writer hangs without it
         "PyYAML>=6.0",
         "tensorboard>=2.15",
-        "rich>=13",
         "matplotlib>=3.8",
         "starlette>=0.40",  # mpipe serve, on
         "uvicorn>=0.30",
@@ -58,7 +57,7 @@ setup(
         # ortools: the optima that tests compare plans with.
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ortools", "ruff", "mypy", "import-linter"),
-            *("types-PyYAML", "playwright", "build", "pybind11", "shtab"),
+            *("types-PyYAML", "playwright", "build", "pybind11", "shtab", "rich"),
         ],
     },
     entry_points={"console_scripts": ["mpipe=megatron.pipeline.cli:main"]},

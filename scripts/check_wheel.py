@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # What planning needs; README.md names the same.
-PLANNER = ("numpy", "numba", "PyYAML", "rich", "matplotlib", "starlette", "uvicorn")
+PLANNER = ("numpy", "numba", "PyYAML", "matplotlib", "starlette", "uvicorn")
 _PLANS = (
     "plan --schedule zb-v --pp 2 --microbatches 4 -o zb-v.json",
     "plan --schedule auto --pp 2 --microbatches 3",

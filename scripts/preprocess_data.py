@@ -12,9 +12,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.progress import Progress
-
 
 def main(argv: Sequence[str]) -> int:
     """Prepare the data; returns the exit code: 0, or 2 when an input is wrong."""
@@ -22,13 +19,20 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     import corpus
 
-    console = Console(stderr=True)
+    from megatron.pipeline.cli.progress import Progress
+
     try:
         files = corpus.standard_library(args.max_bytes) if args.stdlib else corpus.find_files(args.input)
         errors = "surrogateescape" if args.tokenizer_type == "ByteLevelTokenizer" else "replace"
         documents = corpus.read_documents(files, args.json_keys, errors)
-        with Progress(console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task("tokenizing", total=sum(path.stat().st_size for path in files))
+        total, done = sum(path.stat().st_size for path in files), 0
+
+        def note(size: int) -> None:
+            nonlocal done
+            done += size
+            progress(done, total)
+
+        with Progress("tokenizing bytes") as progress:
             written = corpus.write_dataset(
                 documents,
                 args.output_prefix,
@@ -36,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
                 args,
                 args.append_eod,
                 args.workers,
-                lambda size: progress.advance(task, size),
+                note,
             )
     except ValueError as error:
         print(f"preprocess_data.py: {error}", file=sys.stderr)

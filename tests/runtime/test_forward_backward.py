@@ -285,7 +285,7 @@ def report_of(schedule: str) -> Any:
 def test_report(pool: Pool, schedule: str) -> None:
     before, report, planned = pool.run(2, report_of, schedule)[0]
     assert before is None
-    assert 0 < report.bubble_rate < 1
+    assert 0 < report.timeline.bubble_rate < 1
     assert len(report.peak_activation_bytes) == 2
     planned = planned or planning.plan("1f1b", 2, 4).passes
     assert tuple(tuple(timed.work for timed in rank) for rank in report.timeline.ranks) == planned

@@ -54,9 +54,7 @@ def test_costs() -> None:
     for broken in (StageCosts(-1, 1, 1), StageCosts(1, float("nan"), 1), StageCosts(1, 1, 1, activation=1, movable=2)):
         with pytest.raises(ValueError, match="stage 0"):
             Costs((broken,))
-    assert (
-        StageCosts(1, 1, 1, activation=1, retained=3).backward_allocates == 2
-    )  # B makes them again, and holds them until W
+    assert StageCosts(1, 1, 1, activation=1, retained=3).backward_allocates == 2  # B makes them again, and holds them until W
 
 
 @given(schedules())

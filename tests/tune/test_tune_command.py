@@ -201,6 +201,14 @@ def test_progress_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
+def test_progress_is_one_line_of_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Progress("things") as progress:
+        progress(1, 2)
+        progress(2, 2)
+    assert capsys.readouterr().err.split("\r\x1b[K") == ["", "things: 1 of 2", "things: 2 of 2", ""]
+
+
 @pytest.mark.rest
 def test_measured_searched_and_verified_on_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -47,16 +47,6 @@ class Report:
         return [record.peak_activation_bytes for record in self.ranks]
 
     @property
-    def bubble_rate(self) -> float:
-        """The share of the measured makespan in which a rank, on average, ran no pass."""
-        return self.timeline.bubble_rate
-
-    @property
-    def span_bubble_rate(self) -> float:
-        """The same of the measured span."""
-        return self.timeline.span_bubble_rate
-
-    @property
     def memory(self) -> list[list[tuple[float, float]]]:
         """For each rank, the moments at which its activation bytes change, and what it holds from then on.
 

@@ -126,7 +126,7 @@ def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None
 
 def _measured(pipeline: Pipeline, reports: Sequence[Report]) -> str:
     """Medians over iterations, next to what the pipeline's costs predict for each of them."""
-    bubble = statistics.median(report.bubble_rate for report in reports)
+    bubble = statistics.median(report.timeline.bubble_rate for report in reports)
     ratios = list(filter(None, map(pipeline.slowdown, reports)))
     compared = f", measured / simulated {statistics.median(ratios):.4f}" if ratios else ""
     return f"measured bubble {bubble:.1%}{compared} ({len(reports)} iterations)"

@@ -40,9 +40,9 @@ class Reports:
         self._report = report = pending.wait() if pending and needed else None
         if report is None or not wanted:
             return None
-        interlock = self._pipeline.plans.objective is Objective.SPAN
-        span_bubble_rate = report.span_bubble_rate if interlock else None
-        return Measured(report.bubble_rate, span_bubble_rate, self._pipeline.slowdown(report), report.peak_activation_bytes)
+        timeline, interlock = report.timeline, self._pipeline.plans.objective is Objective.SPAN
+        span_bubble_rate = timeline.span_bubble_rate if interlock else None
+        return Measured(timeline.bubble_rate, span_bubble_rate, self._pipeline.slowdown(report), report.peak_activation_bytes)
 
     def use(self, iteration: int) -> list[str]:
         """Write the trace of the iteration, if it is to have one, and go on with what iterations are measured for; returns lines
