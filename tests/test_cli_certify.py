@@ -89,7 +89,7 @@ def test_what_stands_in_line_is_named(capsys: pytest.CaptureFixture[str], planne
     assert data["messages"] == "messages where training has them"
     shared = data["transports"]["shared"]
     assert shared["waiting"] == pytest.approx(shared["makespan"] - data["makespan_unlimited"])
-    assert shared["longest_wait"]["start"] > shared["longest_wait"]["ready"]
+    assert shared["waiting"] > 0
 
 
 def test_swapped_messages_are_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -75,12 +75,11 @@ def _fields(source: TrafficSource, certificate: Certificate, cold: bool) -> dict
 
 
 def _outcome(outcome: TransportOutcome, unlimited: float | None) -> dict[str, Any]:
-    hang, delay = outcome.hang, outcome.delay
+    hang = outcome.hang
     return {
         "hangs": hang is not None,
         "makespan": outcome.makespan,
         "waiting": None if outcome.makespan is None or unlimited is None else outcome.makespan - unlimited,
-        "longest_wait": delay and {name: getattr(delay, name) for name in ("rank", "peer", "item", "ready", "start", "behind")},
         "cycle": [blocked.fields() for blocked in hang.chain] if hang and not hang.missing else None,
         "chain": [blocked.fields() for blocked in hang.chain] if hang and hang.missing else None,
     }
@@ -112,10 +111,6 @@ def _verdict(outcome: TransportOutcome, unlimited: float | None) -> str:
     text = f"does not hang; makespan {outcome.makespan:g}"
     if unlimited and outcome.makespan > unlimited * (1 + 1e-9):
         text += f", {outcome.makespan / unlimited - 1:.1%} above {unlimited:g} without lines"
-        if delay := outcome.delay:
-            text += (
-                f"; at most {delay.start - delay.ready:g}, for the {delay.item}, on rank {delay.rank} behind its {delay.behind}"
-            )
     return text
 
 

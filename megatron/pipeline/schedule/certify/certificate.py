@@ -8,28 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.lower.program import describe
 from megatron.pipeline.schedule.lower.traffic import Traffic
 from megatron.pipeline.schedule.rules.deadlock import Hang, TrafficNetwork
 from megatron.pipeline.schedule.rules.transports import TRANSPORTS, TransportModel
-
-
-@dataclass(frozen=True)
-class Delay:
-    """A message that was posted at both ends, and waited for other messages.
-
-    Attributes:
-        end: one end of it; ``rank`` and ``peer`` exchange it.
-        ready, start: when both ends had posted it, and when it started.
-        behind: what stood before it in the line of that end, in words.
-    """
-
-    rank: int
-    peer: int
-    item: str
-    ready: float
-    start: float
-    behind: str
 
 
 @dataclass(frozen=True)
@@ -38,13 +19,11 @@ class TransportOutcome:
 
     Attributes:
         makespan: from the start to the end of the last pass; None if it hangs.
-        delay: the message that waited longest in line, if any did.
     """
 
     transport: TransportModel
     hang: Hang | None
     makespan: float | None
-    delay: Delay | None
 
 
 @dataclass(frozen=True)
@@ -86,22 +65,5 @@ def certify(
 
 
 def _outcome(network: TrafficNetwork, transport: TransportModel) -> TransportOutcome:
-    if hang := network.hang():
-        return TransportOutcome(transport, hang, None, None)
-    return TransportOutcome(transport, None, network.makespan, _longest_delay(network) if transport.line else None)
-
-
-def _longest_delay(network: TrafficNetwork) -> Delay | None:
-    """The message that waited longest between its later post and its start, seen from the end that was later to be first in
-    line."""
-    times, own, posted = network.times, network.own, network.other  # a line goes on from its own last one to what is posted
-    pairs = [(mine, theirs) for mine, theirs in network.pairs() if theirs and not mine[2][2]]
-    ends = {done: end for (_, done, end), _ in pairs}
-    worst: Delay | None = None
-    for (begun, done, end), (other, _, _) in pairs:
-        start, before = max(times[own[done]], times[other]), ends.get(own[done] if own[done] != begun else own[begun])
-        ready = max(times[posted[begun]], times[posted[other]])
-        if before and times[begun] >= times[other] and start - ready > (worst.start - worst.ready if worst else 1e-9):
-            post = network.step(end)
-            worst = Delay(end[0], post.peer, str(post.message), ready, start, describe(network.step(before)))
-    return worst
+    hang = network.hang()
+    return TransportOutcome(transport, hang, None if hang else network.makespan)

@@ -128,10 +128,6 @@ class TrafficNetwork(Network):
         """From the start to the end of the last pass."""
         return max((self.times[event] for event in self.passes), default=0.0)
 
-    def step(self, end: End) -> Any:
-        """The Send or Receive that an end stands for."""
-        return self.traffic.rows[end[0]][end[1]]
-
     def _add_row(self, rank: int, lines: _Lines | None) -> None:
         """Add what a rank's compute stream runs."""
         now, over, blocks = self.add(), lines.over if lines else {}, self._blocks
