@@ -8,7 +8,7 @@ from itertools import chain
 
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.view.style import lane_kinds, lanes, number, typical_length
+from megatron.pipeline.view.style import lanes, number, typical_length
 
 # What fills a pass behind its name, so that its length shows.
 _FILL = {
@@ -21,18 +21,17 @@ _CUT = " ... "
 _MOST_COLUMNS = 1e9  # of a drawing before it is cut: keeps columns whole numbers for any times
 
 
-def render(timeline: Timeline, width: int = 100, height: int = 48, splits: int = 1) -> str:
-    """One line per rank on one time axis; never more than a screen, and what that leaves out is said below.
+def render(timeline: Timeline, width: int = 100, splits: int = 1) -> str:
+    """One line per rank on one time axis; what does not fit into its width is left out, and said below.
 
     A pass is its kind and microbatch (``F0--``, ``B0==``, ``W0~~``, ``R0++``; with several chunks ``F0.1``, with slices
     ``F0a``), or, where the line is too short for that, the first letter of its kind. Dots are idle time. Copies to host memory
     (``>0--``) and back (``<0--``) are on two lines below those of their rank. Where the line is too short even for letters, the
-    middle of the time is left out; where there are too many ranks, the middle ranks are.
+    middle of the time is left out.
 
     Args:
         timeline: planned or measured.
         width: most characters of a line.
-        height: most lines; in less than 10 lines of 40 characters, what is left out may take more.
         splits: slices per microbatch, as the schedule has them.
     """
     computed = [[timed for timed in rank if not timed.work.kind.is_copy] for rank in timeline.ranks]
@@ -78,20 +77,12 @@ def render(timeline: Timeline, width: int = 100, height: int = 48, splits: int =
     def shown(timed: Timed) -> bool:
         return any(max(column(timed.start), first) < min(column(timed.end), stop) for first, stop in windows)
 
-    first, last = _folded(len(timeline.ranks), height, 1 + len(lane_kinds(timeline)))
-    above, below = range(first), range(last, len(timeline.ranks))
-    lines = [text for index in above for text in rows(index)]
-    left_out = []
-    if first < last:
-        lines.append(f"... {last - first} ranks more")
-        left_out.append(f"ranks {first} to {last - 1}")
-    lines += [text for index in below for text in rows(index)]
-    if columns > room:
-        left_out.append(f"time {windows[0][1] / scale:.4g} to {windows[1][0] / scale:.4g} of {makespan:.4g}")
-    drawn = (table[index] for table in (computed, timeline.copies) if table for index in (*above, *below))
-    seen = sum(shown(timed) for some in drawn for timed in some)
-    if left_out or seen < sum(timed.start < timed.end for timed in passes):
-        reason = ", ".join(left_out) or "passes too short for a column"
+    lines = [text for index in range(len(timeline.ranks)) for text in rows(index)]
+    seen = sum(map(shown, passes))
+    if columns > room or seen < sum(timed.start < timed.end for timed in passes):
+        reason = "passes too short for a column"
+        if columns > room:
+            reason = f"time {windows[0][1] / scale:.4g} to {windows[1][0] / scale:.4g} of {makespan:.4g}"
         note = f"left out: {reason}; {len(passes) - seen:,} of {len(passes):,} passes"
         lines += textwrap.wrap(note, max(20, width))
     return "\n".join(lines)
@@ -121,13 +112,3 @@ def _scale(timeline: Timeline, room: int) -> float:
     if typical * room >= makespan:
         return int(typical * room / makespan) / typical
     return 1 / typical if typical * _MOST_COLUMNS > makespan else _MOST_COLUMNS / makespan
-
-
-def _folded(ranks: int, height: int, lines: int) -> tuple[int, int]:
-    """Ranks, from the first to before the last of two numbers, that do not fit; four lines are for saying what is left out.
-
-    Args:
-        lines: of each rank.
-    """
-    rows = max(2, (height - 4) // lines)
-    return (ranks, ranks) if ranks * lines <= max(3, height - 3) else ((rows + 1) // 2, ranks - rows // 2)
