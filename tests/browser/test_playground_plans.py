@@ -298,7 +298,7 @@ def test_costs_of_a_file_replace_the_times_and_limits_are_bytes(opened: Opened, 
     stages = tuple(StageCosts(0.01 + 0.001 * stage, 0.02, 0.01, activation=3e8) for stage in range(8))
     path.write_text(Costs(stages, hop=1e-4).to_json())
     opened.go({"schedule": "v-auto"})
-    page.get_by_label("costs, or a model's YAML").set_input_files(path)
+    page.get_by_label("file of costs").set_input_files(path)
     expect(page.locator("#opened output")).to_have_text("costs.json, 8 stages")
     opened.ready()
     for field in ("F, forward", "B, backward for the input", "W, backward for weights", "p2p time"):
@@ -327,7 +327,7 @@ def test_costs_of_a_file_replace_the_times_and_limits_are_bytes(opened: Opened, 
     opened.go({"schedule": "1f1b"}, costs="0123456789abcdef")
     expect(page.locator("#wrong-file")).to_have_text("mpipe serve does not have this costs file any more: open it again")
     path.write_text("{}")
-    page.get_by_label("costs, or a model's YAML").set_input_files(path)
+    page.get_by_label("file of costs").set_input_files(path)
     expect(page.locator("#wrong-file")).to_contain_text("costs.json: not costs")
     opened.ready()
     opened.wrong.clear()  # a browser reports the file that is not there, status 404, as an error
