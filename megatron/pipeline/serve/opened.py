@@ -85,6 +85,3 @@ def _about(costs: Costs) -> dict[str, Any]:
         "vocabulary": costs.vocabulary != VocabularyCosts(),
         "copies": costs.copies != CopyCosts(),
     }
-
-
-__all__ = ["MOST_BYTES", "Opened", "Unknown"]

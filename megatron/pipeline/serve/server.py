@@ -336,6 +336,3 @@ def _open(address: str) -> None:
         return  # what there may be would take over the terminal
     with contextlib.suppress(webbrowser.Error):
         webbrowser.open(address)
-
-
-__all__ = ["application", "serve"]

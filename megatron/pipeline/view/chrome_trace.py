@@ -18,8 +18,6 @@ from megatron.pipeline.schedule.lower.lower import messages
 from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.view.style import lane_kinds, start_of, with_whole_braids
 
-__all__ = ["to_trace"]
-
 _Event = dict[str, Any]
 _Clock = Callable[[float], float]
 

@@ -16,8 +16,6 @@ from megatron.pipeline.schedule.core.passes import Kind, Order, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 from megatron.pipeline.schedule.core.reading import parse_json, printable
 
-__all__ = ["RankPasses", "Schedule", "ScheduleError"]
-
 
 @dataclass(frozen=True)
 class Schedule:

@@ -10,11 +10,6 @@ from typing import NamedTuple, TypeAlias
 from megatron.pipeline.schedule.core.kinds import Exchange, Flow
 from megatron.pipeline.schedule.core.passes import Pass
 
-__all__ = [
-    "Collective", "Compute", "Copy", "Exchange", "Flow", "Join", "Message", "Operation", "Program", "Receive", "Send", "Validate",
-    "Wait", "describe", "pass_of",
-]  # fmt: skip
-
 
 class Message(NamedTuple):
     """A tensor that one stage makes and its neighbour needs."""

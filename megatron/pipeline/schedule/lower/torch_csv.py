@@ -19,8 +19,6 @@ from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 from megatron.pipeline.schedule.core.schedule import Schedule
 
-__all__ = ["KINDS", "OVERLAPPED", "Cell", "from_csv", "placement_of", "read_cells", "to_csv"]
-
 _LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 _ACTION = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
