@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs Debian's Chromium where there is none, for the tests of the playground; without it they are skipped.
 set -euo pipefail
+[[ ${1:-} != --help ]] || exec sed -n '2,/^[^#]/s/^# \?//p' "$0"
 
 if command -v chromium > /dev/null; then exit 0; fi
 if ! command -v apt-get > /dev/null || ((EUID)); then

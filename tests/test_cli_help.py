@@ -92,6 +92,13 @@ def test_every_script_has_help(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert capsys.readouterr().out.partition(" ")[0] == ("usage:" if program else "")
 
 
+@pytest.mark.parametrize("path", ["scripts/install_chromium.sh", "scripts/slurm/local_cluster.sh"])
+def test_shell_scripts_that_a_person_runs_have_help(path: str) -> None:
+    done = subprocess.run(["bash", path, "--help"], capture_output=True, text=True, check=False, cwd=ROOT)
+    head = (ROOT / path).read_text(encoding="utf-8").splitlines()[1]
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(head.removeprefix("# ") + "\n")
+
+
 def test_versions_are_printed_and_nothing_is_imported_for_that(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])

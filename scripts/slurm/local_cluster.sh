@@ -7,6 +7,7 @@
 # munge, the controller and both node daemons have a directory and ports of their own, so that another SLURM on this machine is not
 # disturbed. All of them run as root, because a node daemon starts jobs as their owners.
 set -euo pipefail
+[[ ${1:-} != --help ]] || exec sed -n '2,/^[^#]/s/^# \?//p' "$0"
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$(dirname "$here")")
