@@ -71,4 +71,4 @@ def test_a_launched_script_trains_without_them(tmp_path: Path, monkeypatch: pyte
     flags = f"{launched.SIZES} --train-iters 2 --pipeline-schedule zb-v --log-interval 1 --pipeline-trace {tmp_path}/trace"
     codes, output, steps = launched.run(tmp_path, launched.STAND_IN, flags, ranks=2)
     assert (codes, len(steps)) == ([0, 0], 2), output
-    assert output.count("pip install 'matplotlib") == 2 and not list((tmp_path / "trace").glob("*.png"))
+    assert output.count("pip install 'matplotlib") == 1 and not list((tmp_path / "trace").glob("*.png"))
