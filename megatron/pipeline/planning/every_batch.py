@@ -236,6 +236,8 @@ def _packings(
     sequences: Sequence[int], tokens: int, replicas: int, attention: float, most: int = _MORE
 ) -> list[list[list[list[int]]]]:
     """Packings to choose from, at least one; with more microbatches while there are fewer than ``most``."""
+    if replicas < 1:
+        raise ValueError(f"{replicas} replicas: give at least 1")
     work = _work([[length] for length in sequences], tokens, attention)
     found: list[list[list[list[int]]]] = []
     count = -(-sum(sequences) // (tokens * replicas))
@@ -246,8 +248,8 @@ def _packings(
         count += 1
     if not found:
         raise ValueError(
-            f"{len(sequences)} sequences of up to {max(sequences)} tokens for {replicas} replicas with {tokens} tokens a "
-            f"microbatch: give at least a sequence for each microbatch of each replica, and room for {max(sequences)} tokens"
+            f"{len(sequences)} sequences of up to {max(sequences)} tokens do not go into microbatches of {tokens} tokens, as many "
+            f"for each of {replicas} replicas: give room for {max(sequences)} tokens, and a sequence for each microbatch"
         )
     return found
 

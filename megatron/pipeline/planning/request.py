@@ -108,6 +108,19 @@ class Request:
         return Variant(self.schedule, self.chunks, self.group, self.splits)
 
     @property
+    def facts(self) -> Facts:
+        """What it asks for, for the table of combinations."""
+        return Facts(
+            families.facts(self.schedule),
+            every_batch=True,
+            group=self.group,
+            asked_splits=self.splits,
+            vocab_parallel=self.vocabulary,
+            offload=self.offload,
+            overlap_moe_expert_parallel_comm=self.overlap,
+        )
+
+    @property
     def lowest_limit(self) -> float | None:
         """The memory limit of the rank that may hold least; None for any amount."""
         return min(self.memory_limit) if isinstance(self.memory_limit, Sequence) else self.memory_limit
@@ -128,7 +141,7 @@ class Request:
         if self.bounded:
             check_size(self.ranks, self.microbatches, self.chunks or family.chunks, self.splits or family.splits)
         placement = families.placement(self.schedule, self.ranks, self.chunks)
-        refuse(Facts(families.facts(self.schedule), group=self.group, asked_splits=self.splits), GROUPS)
+        refuse(self.facts, GROUPS)
         return self.on(placement, family.splits if self.splits is None else self.splits, family)
 
     def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:
