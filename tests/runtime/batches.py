@@ -135,7 +135,7 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
                 if plans:
                     loop.announce([_lengths_of(item) for item in following])
             if how == "process" and batches is not None and batches._pending:
-                batches._pending[0].plan.result(timeout=100)
+                batches._pending[0][1].result(timeout=100)
             call(microbatches, iterators)
             if plans:
                 assert pipeline._iteration is not None
@@ -254,6 +254,20 @@ def in_parallel(schedule: str, flags: str, plans: bool, **sizes: Any) -> Paralle
         return Parallel(steps, counts, len(orders), lengths, planned)
     finally:
         PlanningProcess.plan = real  # type: ignore[method-assign]
+
+
+def announces_other_numbers(flags: str) -> str:
+    """The error of a rank whose replica announces another number of microbatches than the other one."""
+    from megatron.core import parallel_state
+
+    run = _Unequal("zb-v", pp=2, microbatches=6, flags=(*flags.split(), "--pipeline-plan", "every-batch"))
+    assert run.pipeline.batches is not None
+    run.pipeline.batches.announce([[4]] * (6 + parallel_state.get_data_parallel_rank()))
+    try:
+        run.step(0)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _packed_items(seed: int) -> Iterator[dict[str, torch.Tensor]]:

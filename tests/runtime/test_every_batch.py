@@ -204,6 +204,11 @@ def test_lengths_that_are_none_end_all_ranks(pool: Pool, lengths: Any) -> None:
     assert others == [first] * 3
 
 
+def test_replicas_of_one_order_announce_as_many_microbatches(pool: Pool) -> None:
+    for message in pool.run(4, batches.announces_other_numbers, REPLICAS, timeout=100):
+        assert message.startswith("replicas that run one order announce a batch with other numbers of microbatches")
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -76,11 +76,9 @@ def plan_batch(request: Request, posting: Posting = Posting.SINGLE, any_order: b
     given = request.problem().costs
     of_equal = problem.value(simulate(equal, given))
     if of_equal < planned.value:
-        try:
+        with suppress(ValueError):  # it holds too much with these
             verify(equal, given, problem.limits)
             planned = replace(planned, schedule=equal, problem=replace(problem, costs=given), order=None)
-        except ValueError:
-            pass  # it holds too much with these
     verify_programs(planned.schedule, planned.programs, posting)
     return PlannedBatch(planned, of_equal)
 

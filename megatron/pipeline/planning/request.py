@@ -109,16 +109,9 @@ class Request:
 
     @property
     def facts(self) -> Facts:
-        """What it asks for, for the table of combinations."""
-        return Facts(
-            families.facts(self.schedule),
-            every_batch=True,
-            group=self.group,
-            asked_splits=self.splits,
-            vocab_parallel=self.vocabulary,
-            offload=self.offload,
-            overlap_moe_expert_parallel_comm=self.overlap,
-        )
+        """All that it asks for, for the table of combinations."""
+        passes = {"vocab_parallel": self.vocabulary, "offload": self.offload, "overlap_moe_expert_parallel_comm": self.overlap}
+        return Facts(families.facts(self.schedule) | passes, every_batch=True, group=self.group, asked_splits=self.splits)
 
     @property
     def lowest_limit(self) -> float | None:
@@ -146,7 +139,7 @@ class Request:
 
     def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:
         """The problem on a placement; without a family for a schedule that exists already."""
-        costs = self._costs(placement)
+        costs = self.costs_on(placement)
         problem = Problem(
             placement,
             self.microbatches,
@@ -169,7 +162,8 @@ class Request:
         beside = self.beside(placement, self.vocabulary) if self.beside else None
         return replace(problem, limits=kept_limits(family, problem, beside))
 
-    def _costs(self, placement: Placement) -> Costs:
+    def costs_on(self, placement: Placement) -> Costs:
+        """The costs on a placement."""
         costs = self.costs(placement) if callable(self.costs) else self.costs
         return costs or self.equal_costs(placement)
 
@@ -202,7 +196,7 @@ class Request:
         begin = time.perf_counter()
         placement = replace(self, layers=None).problem().placement
         check_layers(layers, placement)
-        model = Model.of(self._costs(interleaved(placement.ranks, finer(placement))), layers)
+        model = Model.of(self.costs_on(interleaved(placement.ranks, finer(placement))), layers)
         planned = balanced(placement, model, self.microbatches, lambda costs: replace(self, layers=None, costs=costs).plan())
         return replace(planned, seconds=time.perf_counter() - begin)
 

@@ -32,6 +32,7 @@ from megatron.pipeline.schedule.core.loads import Extent, loads_of
 from megatron.pipeline.schedule.lower.posting import Posting
 
 _LOG = logging.getLogger(__name__)
+_OTHER_NUMBERS = "replicas that run one order announce a batch with other numbers of microbatches: announce as many in each"
 
 
 def lengths_of(item: Any) -> Sequence[int]:
@@ -99,8 +100,7 @@ class ReadAhead:
 
     def __init__(self, items: Iterator[Any], size: Callable[[Any], Extent]) -> None:
         self._items, self._size = items, size
-        self._read: deque[Any] = deque()
-        self._sizes: deque[Extent] = deque()  # of the first of these
+        self._read: deque[list[Any]] = deque()  # items and their sizes, where these have been asked for
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -108,21 +108,19 @@ class ReadAhead:
     def __next__(self) -> Any:
         if not self._read:
             return next(self._items)
-        item = self._read.popleft()
-        if self._sizes:
-            self._sizes.popleft()
+        item, _ = self._read.popleft()
         self._fill(len(self._read) + 1)
         return item
 
     def sizes(self, count: int) -> tuple[Extent, ...]:
         """Sizes of the next items; fewer where the iterator ends. All that is wrong with a size is raised here."""
         self._fill(count)
-        for item in islice(self._read, len(self._sizes), count):
+        for entry in islice(self._read, count):
             try:
-                self._sizes.append(self._size(item))
+                entry[1] = entry[1] or self._size(entry[0])
             except Exception as error:
                 raise ValueError(f"a batch cannot be planned for its lengths: {type(error).__name__}: {error}") from error
-        return tuple(islice(self._sizes, count))
+        return tuple(size for _, size in islice(self._read, count))
 
     @property
     def holds(self) -> bool:
@@ -132,26 +130,19 @@ class ReadAhead:
     def _fill(self, count: int) -> None:
         with suppress(StopIteration):  # upstream's have no __iter__
             while len(self._read) < count:
-                self._read.append(next(self._items))
+                self._read.append([next(self._items), None])
 
 
 Sizes = tuple[Extent, ...]  # of the microbatches of a batch; empty where they are not known
 
 
 class _Known(NamedTuple):
-    """What a replica knows of its batches when an iteration begins, or why it does not."""
+    """Lengths of batches that a replica knows when an iteration begins, or why it does not."""
 
     announced: list[Sizes]
     now: Sizes
     following: Sizes
     error: str = ""
-
-
-class _Pending(NamedTuple):
-    """A batch that is being planned."""
-
-    sizes: Sizes
-    plan: Future[bytes]
 
 
 class BatchPlans:
@@ -168,7 +159,7 @@ class BatchPlans:
     def __init__(self, settings: EveryBatch, plans: PlanCache, posting: Posting) -> None:
         self._settings, self._plans, self._posting = settings, plans, posting
         self._process = PlanningProcess()
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[Sizes, Future[bytes]]] = deque()  # that are being planned
         self._readers: dict[int, ReadAhead] = {}  # by the identity of the iterators that they read
         self._latest: Any = None  # iterator of the last training iteration
         self._announces = False
@@ -217,12 +208,12 @@ class BatchPlans:
         if self._replicas is not None:
             known *= len(self._sources)
             torch.distributed.all_gather_object(known, own, group=self._replicas)
-        announced = list(zip(*(one.announced for one in known), strict=False))  # by all replicas
+        announced = [_largest(replicas) for replicas in zip(*(one.announced for one in known), strict=False)]
         del self._announced[: len(announced)]
-        errors = [one.error for one in known if one.error]
+        errors = [one.error for one in known if one.error] + [_OTHER_NUMBERS] * announced.count(())
         shared: list[Any] = ["failed", errors]
         if not errors and torch.distributed.get_rank() == self._sources[0]:
-            for sizes in map(_largest, announced):
+            for sizes in announced:
                 self._start(sizes)
             shared = self._due(call.num_microbatches, _largest([one.now for one in known])) if not again else ["unknown", b""]
             self._start(_largest([one.following for one in known]))
@@ -244,7 +235,7 @@ class BatchPlans:
         self._group = new_group(ranks if len(ranks) > 1 else (), backend="gloo")
 
     def _known(self, reader: ReadAhead | None, count: int) -> _Known:
-        """What is known here of the batches."""
+        """Lengths of batches that are known here."""
         try:
             sizes = reader.sizes(2 * count) if reader else ()
         except ValueError as error:  # the other ranks are to end with this one
@@ -281,7 +272,7 @@ class BatchPlans:
             request = self._plans.of_batch(len(sizes), [size.load(tokens, self._settings.attention) for size in sizes])
             plan = self._process.plan(request, self._posting, self._settings.order == "any")
             plan.add_done_callback(self._warn)
-            self._pending.append(_Pending(sizes, plan))
+            self._pending.append((sizes, plan))
 
     def _due(self, count: int, now: Sizes) -> list[Any]:
         """State of the batch that begins, of that many microbatches, and its plan if it is there.
