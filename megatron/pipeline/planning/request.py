@@ -109,7 +109,7 @@ class Request:
 
     @property
     def facts(self) -> Facts:
-        """All that it asks for, for the table of combinations."""
+        """All that it asks for, for the table of combinations, with rows of ``every_batch`` for who plans each."""
         passes = {"vocab_parallel": self.vocabulary, "offload": self.offload, "overlap_moe_expert_parallel_comm": self.overlap}
         return Facts(families.facts(self.schedule) | passes, every_batch=True, group=self.group, asked_splits=self.splits)
 
