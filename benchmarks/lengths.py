@@ -24,6 +24,7 @@ from every_batch import LENGTHS, batches
 from megatron.pipeline.planning import Request, loads_of, ordered, pack
 from megatron.pipeline.planning.aside import plan_batch
 from megatron.pipeline.planning.every_batch import pack_at_once
+from megatron.pipeline.planning.no_gc import without_gc
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
@@ -147,9 +148,10 @@ def planning(options: argparse.Namespace) -> None:
             ):
                 each = []
                 for one in asked:  # the first of which compiles, or plans for equal microbatches
-                    begin = time.process_time()
-                    way(one)
-                    each.append(time.process_time() - begin)
+                    with without_gc():
+                        begin = time.process_time()
+                        way(one)
+                        each.append(time.process_time() - begin)
                 taken.append(f"{1e3 * statistics.median(each[1:]):.0f}")
             rows.append([f"{ranks}, {microbatches}", name, *taken])
     columns = ["p, m", "schedule", "plan, ms", "any order", "plan, proved and packed", "any order, proved and packed"]

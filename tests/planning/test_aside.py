@@ -78,6 +78,20 @@ def test_no_plan_is_longer_than_the_order_for_equal_microbatches_where_that_fits
     assert len(gains) > 20 and min(gains) >= 0 and max(gains) > 0.02
 
 
+@pytest.mark.parametrize("schedule", ["zb-auto", "zb-v"])
+@pytest.mark.parametrize(
+    "lengths", [[5], [5, 1], [3, 100, 2], [1, 1, 1, 10_000, 1, 10_000], [7] * 8], ids=["1", "2", "3", "10,000 times", "equal"]
+)
+def test_batches_of_few_or_very_unequal_or_equal_microbatches_are_planned(schedule: str, lengths: list[int]) -> None:
+    loads = loads_of([[length] for length in lengths], attention=0.2)
+    for any_order in (False, True):
+        made = plan_batch(cache(schedule).of_batch(len(loads), loads), any_order=any_order)
+        batch = PlannedBatch.unpacked(made.packed())
+        assert batch.gain == made.gain >= 0 and "timeline" not in vars(batch.planned)
+        assert batch.planned.value >= batch.planned.bound * (1 - 1e-9)
+        assert any_order or len(set(lengths)) > 1 or batch.gain == 0
+
+
 def test_a_process_answers_as_this_one_does_and_goes_on_after_a_refusal() -> None:
     plans, process = cache("zb-v", limit=8.0), PlanningProcess()
     good, *_ = batches(1, seed=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
                 if plans:
                     loop.announce([_lengths_of(item) for item in following])
             if how == "process" and batches is not None and batches._pending:
-                batches._pending[0].plan.result(timeout=100)
+                batches._pending[0][1].result(timeout=100)
             call(microbatches, iterators)
             if plans:
                 assert pipeline._iteration is not None
@@ -213,25 +214,60 @@ class _Unequal(tiny_gpt.Run):
             yield tokens[:, : length + 1]
 
 
-def in_parallel(schedule: str, flags: str, plans: bool, **sizes: Any) -> tuple[list[tiny_gpt.Step], dict[str, int], int]:
-    """Three iterations, with a plan for each where asked for: steps, ``BatchPlans.counts``, and how many orders have run."""
+class Parallel(NamedTuple):
+    """Of a rank.
+
+    Attributes:
+        counts: see ``BatchPlans.counts``; empty without plans for every batch.
+        orders: how many orders of passes have run.
+        lengths: of the microbatches of each iteration.
+        planned: the tokens that each iteration was planned for, over those of its first microbatch.
+    """
+
+    steps: list[tiny_gpt.Step]
+    counts: dict[str, int]
+    orders: int
+    lengths: list[list[int]]
+    planned: list[list[float]]
+
+
+def in_parallel(schedule: str, flags: str, plans: bool, **sizes: Any) -> Parallel:
+    """Three iterations, with a plan for each where asked for."""
     real, PlanningProcess.plan = PlanningProcess.plan, on_time  # type: ignore[method-assign, assignment]
     try:
         more = "--pipeline-plan every-batch" if plans else ""
         run = _Unequal(schedule, flags=tuple(f"{flags} {more}".split()), microbatches=6, **sizes)
         for chunk in run.chunks:
             get_model_config(chunk).variable_seq_lengths = True
-        steps, orders = [], set()
+        steps, orders, lengths, planned = [], set(), [], []
         for iteration in range(-1, 3):
             if plans and iteration < 2:  # one iteration before
                 run.pipeline.batches.announce([[length] * 2 for length in run.lengths(iteration + 1)])  # type: ignore[union-attr]
             if iteration >= 0:
                 steps.append(run.step(iteration))
             if plans and iteration >= 0:
-                orders.add(run.pipeline._iteration.plan.schedule.passes)  # type: ignore[union-attr]
-        return steps, dict(run.pipeline.batches.counts) if run.pipeline.batches else {}, len(orders)
+                plan = run.pipeline._iteration.plan  # type: ignore[union-attr]
+                orders.add(plan.schedule.passes)
+                lengths.append(run.lengths(iteration))
+                planned.append([load.tokens / plan.problem.costs.loads[0].tokens for load in plan.problem.costs.loads])
+        counts = dict(run.pipeline.batches.counts) if run.pipeline.batches else {}
+        return Parallel(steps, counts, len(orders), lengths, planned)
     finally:
         PlanningProcess.plan = real  # type: ignore[method-assign]
+
+
+def announces_other_numbers(flags: str) -> str:
+    """The error of a rank whose replica announces another number of microbatches than the other one."""
+    from megatron.core import parallel_state
+
+    run = _Unequal("zb-v", pp=2, microbatches=6, flags=(*flags.split(), "--pipeline-plan", "every-batch"))
+    assert run.pipeline.batches is not None
+    run.pipeline.batches.announce([[4]] * (6 + parallel_state.get_data_parallel_rank()))
+    try:
+        run.step(0)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _packed_items(seed: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -257,9 +293,48 @@ def _packed_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return output, lambda losses: ((losses * counted).sum() / counted.sum(), (float((losses * counted).sum()), sequences))
 
 
-def packs(schedule: str, padded: bool, plans: bool = False) -> tuple[list[Any], list[int], dict[str, int]]:
+class _PerSequence(torch.nn.Module):
+    """Attention to packed sequences [t, heads, width], which megatron-core's own refuses, by that one on each of them."""
+
+    def __init__(self, one: torch.nn.Module, seen: list[tuple[int, list[int]]]) -> None:
+        super().__init__()
+        self.one, self.seen = one, seen
+
+    def forward(self, query: Any, key: Any, value: Any, _: Any, *, packed_seq_params: Any, **options: Any) -> torch.Tensor:
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        self.seen.append((len(query), bounds))
+        outputs = []
+        for begin, end in pairwise(bounds):
+            hidden = torch.ones(1, 1, end - begin, end - begin, dtype=torch.bool).triu(1)
+            outputs.append(self.one(*(each[begin:end, None] for each in (query, key, value)), hidden, **options))
+        return torch.cat(outputs)
+
+
+def _thd_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    """As Megatron-LM does it: one of the tensor-parallel ranks reads, on every stage."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    read = [next(data)] if data else [None]
+    source, group = parallel_state.get_tensor_model_parallel_src_rank(), parallel_state.get_tensor_model_parallel_group()
+    torch.distributed.broadcast_object_list(read, source, group=group)
+    item: Any = read[0]
+    bounds, longest, counted = item["cu_seqlens"][0], int(item["max_seqlen"]), item["loss_mask"]
+    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
+    output = model(item["tokens"], item["position_ids"], None, labels=item["labels"], packed_seq_params=packed)
+    sequences = [tuple(item["tokens"][0, begin:end].tolist()) for begin, end in pairwise(bounds.tolist())]
+    return output, lambda losses: ((losses * counted).sum() / counted.sum(), (float((losses * counted).sum()), sequences))
+
+
+def packs(
+    schedule: str, padded: bool, plans: bool = False, thd: bool = False
+) -> tuple[list[Any], list[int], dict[str, int], list[tuple[int, list[int]]]]:
     """Three iterations on packings of 6 items for each of 2 replicas, each run twice, as upstream does where it doubts a result:
-    reports, numbers of microbatches, ``BatchPlans.counts``."""
+    reports, numbers of microbatches, ``BatchPlans.counts``, and with ``thd`` the tokens and bounds that attention has seen.
+
+    Args:
+        thd: there is one replica, with 2 tensor-parallel ranks, whose layers get ``packed_seq_params``.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
@@ -270,28 +345,36 @@ def packs(schedule: str, padded: bool, plans: bool = False) -> tuple[list[Any], 
     machine = get_rerun_state_machine()
     machine.get_mode = lambda: RerunMode.VALIDATE_RESULTS  # iterators keep what they give
     try:
-        flags = "--micro-batch-size 1 --global-batch-size 12 --clip-grad 0" + " --pipeline-plan every-batch" * plans
-        run = tiny_gpt.Run(schedule, pp=2, microbatches=6, flags=tuple(flags.split()))
+        flags = (
+            f"--micro-batch-size 1 --global-batch-size {6 if thd else 12} --clip-grad 0" + " --pipeline-plan every-batch" * plans
+        )
+        run = tiny_gpt.Run(schedule, pp=2, tp=1 + thd, microbatches=6, flags=tuple(flags.split()))
         get_model_config(run.chunks[0]).variable_seq_lengths = not padded
         batches = run.pipeline.batches
         packing, again = Packing(16, 2, 0.1, batches.announce if batches else None), Packing(16, 2)
-        data: list[Any] = [RerunDataIterator(_packed_items(parallel_state.get_data_parallel_rank())) for _ in run.chunks]
+        reads = not parallel_state.get_tensor_model_parallel_rank()
+        source = partial(_packed_items, parallel_state.get_data_parallel_rank())
+        data: list[Any] = [RerunDataIterator(source()) if reads else None for _ in run.chunks]
+        seen: list[tuple[int, list[int]]] = []
+        for layer in (one for chunk in run.chunks for one in chunk.modules() if thd and hasattr(one, "core_attention")):
+            layer.core_attention = _PerSequence(layer.core_attention, seen)  # type: ignore[assignment, arg-type]
+        step = _thd_step if thd else _packed_step
         sizes = {"num_microbatches": 6, "seq_length": 16, "micro_batch_size": 1}
         found, numbers = [], []
         for _ in range(3):
             for one in (packing, again):  # the other as of a process that goes on from a checkpoint
                 _zero(run.optimizer, run.chunks)
-                keywords = one.packed({"forward_step_func": _packed_step, "data_iterator": data, "model": run.chunks, **sizes})
+                keywords = one.packed({"forward_step_func": step, "data_iterator": data, "model": run.chunks, **sizes})
                 single = keywords if len(run.chunks) > 1 else keywords | {"data_iterator": data[0], "model": run.chunks[0]}
                 found.append(get_forward_backward_func()(**single))
                 numbers.append(keywords["num_microbatches"])
-                for items in data:
+                for items in filter(None, data):
                     items.rewind()
-            for items in data:
+            for items in filter(None, data):
                 items.advance()
             run.optimizer.step()
         assert found[::2] == found[1::2] and numbers[::2] == numbers[1::2]
-        return found[::2], numbers[::2], dict(batches.counts) if batches else {}
+        return found[::2], numbers[::2], dict(batches.counts) if batches else {}, seen
     finally:
         PlanningProcess.plan = real  # type: ignore[method-assign]
         del machine.get_mode

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marked import rest
 from pool import Pool
 from runtime import batches
 
@@ -53,31 +54,43 @@ def test_a_late_plan_stops_nothing(pool: Pool) -> None:
     assert [rank.counts for rank in ours] == [{"planned": 2, "late": 3, "unknown": 5}] * 4
 
 
+REPLICAS = "--overlap-grad-reduce --use-distributed-optimizer"
 EXPERTS = (
     "--untie-embeddings-and-output-weights --disable-bias-linear --num-experts 4 --expert-model-parallel-size 2 "
-    "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --overlap-grad-reduce --use-distributed-optimizer"
+    f"--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall {REPLICAS}"
 )
 
 
 @pytest.mark.parametrize(
-    ("schedule", "sizes", "flags"),
+    ("schedule", "sizes", "flags", "ranks"),
     [
-        ("zb-auto", {"pp": 2, "tp": 2}, "--sequence-parallel"),
-        ("zb-v", {"pp": 2, "cp": 2}, ""),
-        ("zb-v", {"pp": 2}, EXPERTS),
-        pytest.param("zb-auto", {"pp": 4}, "", marks=pytest.mark.whole),
+        ("zb-auto", {"pp": 2, "tp": 2}, "--sequence-parallel", 4),
+        ("zb-v", {"pp": 2, "cp": 2}, "", 4),
+        ("zb-v", {"pp": 2}, EXPERTS, 4),
+        pytest.param("zb-auto", {"pp": 4}, "", 4, marks=pytest.mark.whole),
+        pytest.param("zb-auto", {"pp": 2}, REPLICAS, 4, marks=pytest.mark.whole),
+        pytest.param("zb-v", {"pp": 4}, f"{REPLICAS} --num-layers 8", 8, marks=pytest.mark.whole),
     ],
-    ids=["tensors", "contexts", "experts and replicas", "four stages"],
+    ids=["tensors", "contexts", "experts and replicas", "four stages", "replicas apart", "replicas"],
 )
-def test_losses_are_those_of_stock_in_every_layout(pool: Pool, schedule: str, sizes: dict[str, int], flags: str) -> None:
+def test_losses_are_those_of_stock_in_every_layout(
+    pool: Pool, schedule: str, sizes: dict[str, int], flags: str, ranks: int
+) -> None:
     flags += " --clip-grad 0"
-    stock = pool.run(4, batches.in_parallel, "stock", flags, plans=False, timeout=300, **sizes)
-    ours = pool.run(4, batches.in_parallel, schedule, flags, plans=True, timeout=300, **sizes)
-    assert sorted(loss for steps, *_ in ours for loss, _ in steps if loss is not None) == sorted(
-        loss for steps, *_ in stock for loss, _ in steps if loss is not None
+    stock = pool.run(ranks, batches.in_parallel, "stock", flags, plans=False, timeout=300, **sizes)
+    ours = pool.run(ranks, batches.in_parallel, schedule, flags, plans=True, timeout=300, **sizes)
+    assert sorted(loss for rank in ours for loss, _ in rank.steps if loss is not None) == sorted(
+        loss for rank in stock for loss, _ in rank.steps if loss is not None
     )
-    assert [counts for _, counts, _ in ours] == [{"planned": 3}] * 4
-    assert all(orders > 1 for *_, orders in ours), "batches have orders of their own"
+    assert [rank.counts for rank in ours] == [{"planned": 3}] * ranks
+    assert all(rank.orders > 1 for rank in ours), "batches have orders of their own"
+    # Replicas that wait for each other within passes have one order, for the longest of each place; others plan for themselves.
+    of_replicas = list({str(rank.lengths): rank.lengths for rank in ours}.values())
+    longest = [[max(each) for each in zip(*iteration, strict=True)] for iteration in zip(*of_replicas, strict=True)]
+    for rank in ours:
+        wanted = longest if schedule == "zb-v" else rank.lengths
+        assert rank.planned == [pytest.approx([length / iteration[0] for length in iteration]) for iteration in wanted]
+    assert len(of_replicas) == (2 if REPLICAS in flags else 1)
 
 
 @pytest.mark.parametrize(("schedule", "padded"), [("zb-v", False), ("zb-auto", True)])
@@ -94,8 +107,20 @@ def test_packed_batches_have_the_losses_of_stock_and_every_sequence(pool: Pool, 
         given = [one for replica in range(2) for one in batches.sequences_of(replica, iteration + 1)[len(
             batches.sequences_of(replica, iteration)) :]]  # fmt: skip
         assert sorted(trained) == sorted(given)
-    assert all(numbers == ours[0][1] and max(numbers) < 6 for _, numbers, _ in ours), "fewer than the data set's"
-    assert all(counts == {"planned": 3, "unknown": 3} for *_, counts in ours), "those that are run again are not planned"
+    assert all(numbers == ours[0][1] and max(numbers) < 6 for _, numbers, *_ in ours), "fewer than the data set's"
+    assert all(counts == {"planned": 3, "unknown": 3} for *_, counts, _ in ours), "those that are run again are not planned"
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", rest("zb-auto")])
+def test_packed_sequences_of_any_total_length_reach_every_stage_of_tensor_parallel_ranks(pool: Pool, schedule: str) -> None:
+    stock = pool.run(4, batches.packs, "stock", False, thd=True, timeout=300)
+    ours = pool.run(4, batches.packs, schedule, False, plans=True, thd=True, timeout=300)
+    last = [reports for reports, *_ in ours if reports[0]]
+    assert len(last) == 2 and last[0] == last[1] == stock[-1][0]
+    assert [rank[1:3] for rank in ours] == [(stock[0][1], {"planned": 3, "unknown": 3})] * 4
+    seen = [sorted({(tokens, *bounds) for tokens, bounds in rank[3]}) for rank in ours]
+    assert seen == [sorted({(tokens, *bounds) for tokens, bounds in stock[0][3]})] * 4
+    assert len({tokens for tokens, *_ in seen[0]}) > 1 and all(tokens == bounds[-1] for tokens, *bounds in seen[0])
 
 
 @pytest.mark.parametrize("evaluates", ["other", "same"])
@@ -176,7 +201,12 @@ def test_lengths_that_are_none_end_all_ranks(pool: Pool, lengths: Any) -> None:
     first, *others = pool.run(4, batches.wrong_lengths, lengths, timeout=100)
     assert first.startswith("a batch cannot be planned for its lengths: ")
     assert lengths is None or f"a microbatch has sequences of {lengths} tokens: give whole numbers of at least 1" in first
-    assert others == ["the lengths of a batch cannot be read on another rank, whose error says why"] * 3
+    assert others == [first] * 3
+
+
+def test_replicas_of_one_order_announce_as_many_microbatches(pool: Pool) -> None:
+    for message in pool.run(4, batches.announces_other_numbers, REPLICAS, timeout=100):
+        assert message.startswith("replicas that run one order announce a batch with other numbers of microbatches")
 
 
 @pytest.mark.parametrize(

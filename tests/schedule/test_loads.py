@@ -15,7 +15,7 @@ from schedule.exact import optimum
 from schedule_strategies import with_parts_of
 
 from megatron.pipeline.planning import Request, solve
-from megatron.pipeline.planning.every_batch import ordered, pack
+from megatron.pipeline.planning.every_batch import ordered, pack, pack_at_once
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.loads import Load, loads_of
@@ -261,8 +261,24 @@ def test_packing_takes_less_time_than_first_fit() -> None:
 
         shorter.append(seconds(packed) / seconds(first_fit(sequences, tokens, replicas)))
     assert max(shorter) <= 1 and min(shorter) < 0.95
-    with pytest.raises(ValueError, match="room for 5000 tokens"):
-        pack([5000, 10], tokens, request)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "replicas", "reason"),
+    [
+        ([], 10, 1, "no microbatch: give the lengths"),
+        ([5, 0], 10, 1, "sequences of [0] tokens: give whole numbers of at least 1"),
+        ([20, 5], 10, 1, "do not go into microbatches of 10 tokens, as many for each of 1 replicas: give room for 20 tokens"),
+        ([5, 5], 10, 3, "do not go into microbatches of 10 tokens, as many for each of 3 replicas"),
+        ([5, 5], 10, 0, "0 replicas: give at least 1"),
+        ([5, 5], 0, 1, "give tokens above 0"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(sequences: list[int], tokens: int, replicas: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        pack(sequences, tokens, Request("zb-v", 4, 1), replicas)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        pack_at_once(sequences, tokens, 4, replicas)
 
 
 def test_solve_takes_loads_under_per_rank_limits() -> None:

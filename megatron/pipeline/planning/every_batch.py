@@ -18,7 +18,6 @@ from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.loads import Load, loads_of
-from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.reading import parse_json, read_text
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
@@ -37,15 +36,13 @@ Order: TypeAlias = tuple[int, ...]  # which of the given microbatches is in ever
 
 def _with_loads(request: Request, change: Callable[[tuple[Load, ...]], tuple[Load, ...]]) -> Request:
     """The request with other loads."""
+
+    def changed(costs: Costs) -> Costs:
+        return costs.with_loads(change(costs.loads))
+
     if isinstance(request.costs, Costs):
-        return replace(request, costs=request.costs.with_loads(change(request.costs.loads)))
-
-    def costs(placement: Placement) -> Costs:
-        given = request.costs(placement) if callable(request.costs) else request.costs
-        given = given or request.equal_costs(placement)
-        return given.with_loads(change(given.loads))
-
-    return replace(request, costs=costs)
+        return replace(request, costs=changed(request.costs))
+    return replace(request, costs=lambda placement: changed(request.costs_on(placement)))
 
 
 def without_loads(request: Request) -> Request:
@@ -61,11 +58,8 @@ def read_lengths(path: str) -> list[list[int]]:
     """
 
     def parse(text: str) -> list[list[int]]:
-        found = (
-            parse_json(text, "lengths")
-            if text.lstrip().startswith("[")
-            else list(map(_line, filter(str.strip, text.splitlines())))
-        )
+        lines = filter(str.strip, text.splitlines())
+        found = parse_json(text, "lengths") if text.lstrip().startswith("[") else list(map(_line, lines))
         if not all(isinstance(row, list) for row in found):
             raise ValueError("expected a list of the lengths of its sequences for every microbatch, such as [[4096], [512, 700]]")
         loads_of(found)
@@ -199,13 +193,11 @@ def pack(
         its = loads_of([[sequences[place] for place in microbatch] for microbatch in own], tokens, attention)
         return _with_loads(replace(request, microbatches=len(own), quick=True), lambda _: its)
 
-    def in_order(own: list[list[int]]) -> list[list[int]]:
-        order = ordered(asked(own)).order or ()
-        return [own[place] for place in order]
-
-    found = _packings(sequences, tokens, replicas, attention)
-    best = min(found, key=lambda packed: max(asked(own).plan().value for own in packed))
-    return list(map(in_order, best)) if _can_be_ordered(asked(best[0]).plan()) else best
+    packings = _packings(sequences, tokens, replicas, attention)
+    best = min(packings, key=lambda packed: max(asked(own).plan().value for own in packed))
+    if not _can_be_ordered(asked(best[0]).plan()):
+        return best
+    return [[own[place] for place in ordered(asked(own)).order or ()] for own in best]
 
 
 def pack_at_once(
@@ -236,6 +228,8 @@ def _packings(
     sequences: Sequence[int], tokens: int, replicas: int, attention: float, most: int = _MORE
 ) -> list[list[list[list[int]]]]:
     """Packings to choose from, at least one; with more microbatches while there are fewer than ``most``."""
+    if replicas < 1:
+        raise ValueError(f"{replicas} replicas: give at least 1")
     work = _work([[length] for length in sequences], tokens, attention)
     found: list[list[list[list[int]]]] = []
     count = -(-sum(sequences) // (tokens * replicas))
@@ -246,8 +240,8 @@ def _packings(
         count += 1
     if not found:
         raise ValueError(
-            f"{len(sequences)} sequences of up to {max(sequences)} tokens for {replicas} replicas with {tokens} tokens a "
-            f"microbatch: give at least a sequence for each microbatch of each replica, and room for {max(sequences)} tokens"
+            f"{len(sequences)} sequences of up to {max(sequences)} tokens do not go into microbatches of {tokens} tokens, as "
+            f"many for each of {replicas} replicas: give room for {max(sequences)} tokens, and a sequence for each microbatch"
         )
     return found
 

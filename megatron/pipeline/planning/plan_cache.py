@@ -123,8 +123,7 @@ class PlanCache:
             tuple(stages(placement) if callable(stages) else stages) for stages in (request.recompute, request.fused)
         )
         beside = request.beside and partial(_known, request.beside(placement, self.vocabulary))
-        request = replace(request, costs=costs, recompute=recompute, fused=fused, beside=beside)
-        return replace(request, equal=EQUAL_PASSES, quick=True)
+        return replace(request, costs=costs, recompute=recompute, fused=fused, beside=beside, equal=EQUAL_PASSES, quick=True)
 
     def check(self, microbatches: int, evaluates: bool = True) -> None:
         """Plan ahead, so that a schedule that does not exist is refused before any process group or memory is taken."""

@@ -88,7 +88,7 @@ class Planned:
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        return lower(self.schedule, self.problem.costs)
+        return lower(self.schedule, self.problem.costs, self.timeline)
 
     @cached_property
     def leads(self) -> tuple[tuple[int, ...], ...]:

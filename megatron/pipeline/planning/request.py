@@ -108,6 +108,12 @@ class Request:
         return Variant(self.schedule, self.chunks, self.group, self.splits)
 
     @property
+    def facts(self) -> Facts:
+        """All that it asks for, for the table of combinations, with rows of ``every_batch`` for who plans each."""
+        passes = {"vocab_parallel": self.vocabulary, "offload": self.offload, "overlap_moe_expert_parallel_comm": self.overlap}
+        return Facts(families.facts(self.schedule) | passes, every_batch=True, group=self.group, asked_splits=self.splits)
+
+    @property
     def lowest_limit(self) -> float | None:
         """The memory limit of the rank that may hold least; None for any amount."""
         return min(self.memory_limit) if isinstance(self.memory_limit, Sequence) else self.memory_limit
@@ -128,12 +134,12 @@ class Request:
         if self.bounded:
             check_size(self.ranks, self.microbatches, self.chunks or family.chunks, self.splits or family.splits)
         placement = families.placement(self.schedule, self.ranks, self.chunks)
-        refuse(Facts(families.facts(self.schedule), group=self.group, asked_splits=self.splits), GROUPS)
+        refuse(self.facts, GROUPS)
         return self.on(placement, family.splits if self.splits is None else self.splits, family)
 
     def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:
         """The problem on a placement; without a family for a schedule that exists already."""
-        costs = self._costs(placement)
+        costs = self.costs_on(placement)
         problem = Problem(
             placement,
             self.microbatches,
@@ -156,7 +162,8 @@ class Request:
         beside = self.beside(placement, self.vocabulary) if self.beside else None
         return replace(problem, limits=kept_limits(family, problem, beside))
 
-    def _costs(self, placement: Placement) -> Costs:
+    def costs_on(self, placement: Placement) -> Costs:
+        """The costs on a placement."""
         costs = self.costs(placement) if callable(self.costs) else self.costs
         return costs or self.equal_costs(placement)
 
@@ -189,7 +196,7 @@ class Request:
         begin = time.perf_counter()
         placement = replace(self, layers=None).problem().placement
         check_layers(layers, placement)
-        model = Model.of(self._costs(interleaved(placement.ranks, finer(placement))), layers)
+        model = Model.of(self.costs_on(interleaved(placement.ranks, finer(placement))), layers)
         planned = balanced(placement, model, self.microbatches, lambda costs: replace(self, layers=None, costs=costs).plan())
         return replace(planned, seconds=time.perf_counter() - begin)
 

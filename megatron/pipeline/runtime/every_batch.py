@@ -3,9 +3,9 @@
     install("zb-auto", every_batch=EveryBatch(attention=0.1))
 
 At its start an iteration knows the lengths of the next one's microbatches: its iterator is read two batches ahead, or the loop
-has announced them. One rank plans for all that run passes in the same order. A small collective brings it the lengths, and tells
-all whether the plan of the batch that begins is there: if so they get it, else they run the order for equal microbatches.
-Nothing waits for a plan.
+has announced them. One rank plans for all that run passes in the same order; replicas among them bring it their lengths. A
+broadcast tells all whether the plan of the batch that begins is there: if so they get it, else they run the order for equal
+microbatches. Nothing waits for a plan.
 """
 
 from __future__ import annotations
@@ -23,19 +23,16 @@ import torch
 from megatron.core import parallel_state
 from megatron.pipeline.patches import rerun_state_machine
 
-from megatron.pipeline.combinations import table
-from megatron.pipeline.combinations.needs import EVERY_BATCH
 from megatron.pipeline.distributed.groups import new_group
 from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.planning.request import Request
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.loads import Extent, loads_of
 from megatron.pipeline.schedule.lower.posting import Posting
 
 _LOG = logging.getLogger(__name__)
+_OTHER_NUMBERS = "replicas that run one order announce a batch with other numbers of microbatches: announce as many in each"
 
 
 def lengths_of(item: Any) -> Sequence[int]:
@@ -103,8 +100,7 @@ class ReadAhead:
 
     def __init__(self, items: Iterator[Any], size: Callable[[Any], Extent]) -> None:
         self._items, self._size = items, size
-        self._read: deque[Any] = deque()
-        self._sizes: deque[Extent] = deque()  # of the first of these
+        self._read: deque[list[Any]] = deque()  # items and their sizes, where these have been asked for
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -112,21 +108,19 @@ class ReadAhead:
     def __next__(self) -> Any:
         if not self._read:
             return next(self._items)
-        item = self._read.popleft()
-        if self._sizes:
-            self._sizes.popleft()
+        item, _ = self._read.popleft()
         self._fill(len(self._read) + 1)
         return item
 
     def sizes(self, count: int) -> tuple[Extent, ...]:
         """Sizes of the next items; fewer where the iterator ends. All that is wrong with a size is raised here."""
         self._fill(count)
-        for item in islice(self._read, len(self._sizes), count):
+        for entry in islice(self._read, count):
             try:
-                self._sizes.append(self._size(item))
+                entry[1] = entry[1] or self._size(entry[0])
             except Exception as error:
                 raise ValueError(f"a batch cannot be planned for its lengths: {type(error).__name__}: {error}") from error
-        return tuple(islice(self._sizes, count))
+        return tuple(size for _, size in islice(self._read, count))
 
     @property
     def holds(self) -> bool:
@@ -136,14 +130,19 @@ class ReadAhead:
     def _fill(self, count: int) -> None:
         with suppress(StopIteration):  # upstream's have no __iter__
             while len(self._read) < count:
-                self._read.append(next(self._items))
+                self._read.append([next(self._items), None])
 
 
-class _Pending(NamedTuple):
-    """A batch that is being planned."""
+Sizes = tuple[Extent, ...]  # of the microbatches of a batch; empty where they are not known
 
-    sizes: tuple[Extent, ...]
-    plan: Future[bytes]
+
+class _Known(NamedTuple):
+    """Lengths of batches that a replica knows when an iteration begins, or why it does not."""
+
+    announced: list[Sizes]
+    now: Sizes
+    following: Sizes
+    error: str = ""
 
 
 class BatchPlans:
@@ -160,19 +159,22 @@ class BatchPlans:
     def __init__(self, settings: EveryBatch, plans: PlanCache, posting: Posting) -> None:
         self._settings, self._plans, self._posting = settings, plans, posting
         self._process = PlanningProcess()
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[Sizes, Future[bytes]]] = deque()  # that are being planned
         self._readers: dict[int, ReadAhead] = {}  # by the identity of the iterators that they read
         self._latest: Any = None  # iterator of the last training iteration
-        self._announced = False
-        self._ranks: list[int] = []  # that run one order of passes, the first of which plans; and their group
+        self._announces = False
+        self._announced: list[Sizes] = []  # that are not being planned
+        self._sources: list[int] = []  # ranks that know lengths, one of each replica that runs one order; the first plans
+        self._replicas: Any = None  # their group, and that of all ranks that run this order; None of one rank
         self._group: Any = None
         self.counts: Counter[str] = Counter()
         self._gains: list[float] = []
         self._warned: set[type[BaseException]] = set()
 
     def announce(self, lengths: Sequence[Sequence[int]]) -> None:
-        """Plan for a batch, of a loop that makes an iterator for every batch. It announces each batch, in their order, and before
-        the iteration before, on all ranks or on the first of its pipeline. From then on iterators are not read ahead there.
+        """Announce a batch of this replica, of a loop that makes an iterator for every batch. It announces each batch, in their
+        order, and before the iteration before, on all ranks or on the first of each pipeline. From then on iterators are not
+        read ahead there.
 
         Args:
             lengths: of the sequences of every microbatch, in tokens.
@@ -181,76 +183,72 @@ class BatchPlans:
             ValueError: see ``loads_of``.
         """
         loads_of(lengths)
-        self._announced = True
-        if self._plans_here:
-            self._start([Extent.of(sequences) for sequences in lengths])
+        self._announces = True
+        self._announced.append(tuple(map(Extent.of, lengths)))
 
     def begin(self, call: Call) -> tuple[Call, Planned | None]:
         """Start planning the next batch; collective over the ranks that run one order of passes, at first over the world.
 
         Returns:
             The call, with iterators that may have been read ahead; and the plan of its batch, the same on all these ranks. None
-            where not all have it, and for forwards alone.
+            where it is not there, and for forwards alone.
 
         Raises:
             ValueError: on all these ranks, where one cannot read lengths.
         """
+        if not (call.forward_only or self._sources):
+            self._meet(call)
         again = rerun_state_machine.replayed(call.iterators) is not None
-        reader = None if call.forward_only or self._announced or again else self._reader(call)
+        reader = None if call.forward_only or self._announces or again else self._reader(call)
         if self._readers:
             call = replace(call, data_iterator=[self._readers.get(id(items), items) for items in call.iterators])
         if call.forward_only:
             return call, None
-        if not self._ranks:
-            self._ranks = _in_one_order(call)
-            self._group = new_group(self._ranks if len(self._ranks) > 1 else (), backend="gloo")
-        count = call.num_microbatches
-        failed: Exception | None = None
-        try:
-            sizes = reader.sizes(2 * count) if reader else ()
-        except Exception as error:  # the other ranks are to end with this one
-            sizes, failed = (), error
-        following = sizes[count:] if len(sizes) == 2 * count else ()
-        pending = None if again else self._due(count)  # what is planned is for the batch behind
-        why, message = ("failed", b"") if failed else _state(pending)
-        # MAX also joins the lengths of replicas.
-        parts = [sizes[:count], following, pending.sizes if pending else ()]
-        shared = torch.tensor([_STATES.index(why), len(message), *(number for part in parts for number in _numbers(part, count))])
+        known = [own := self._known(reader, call.num_microbatches)]
+        if self._replicas is not None:
+            known *= len(self._sources)
+            torch.distributed.all_gather_object(known, own, group=self._replicas)
+        announced = [_largest(replicas) for replicas in zip(*(one.announced for one in known), strict=False)]
+        del self._announced[: len(announced)]
+        errors = [one.error for one in known if one.error] + [_OTHER_NUMBERS] * announced.count(())
+        shared: list[Any] = ["failed", errors]
+        if not errors and torch.distributed.get_rank() == self._sources[0]:
+            for sizes in announced:
+                self._start(sizes)
+            shared = self._due(call.num_microbatches, _largest([one.now for one in known])) if not again else ["unknown", b""]
+            self._start(_largest([one.following for one in known]))
         if self._group is not None:
-            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self._group)
-        state, length, *numbers = shared.tolist()
-        now, following, planned = (_sizes(numbers[2 * count * part :][: 2 * count]) for part in range(3))
-        why = _STATES[state]
+            torch.distributed.broadcast_object_list(shared, self._sources[0], group=self._group)
+        why, message = shared
         if why == "failed":
-            raise failed or ValueError("the lengths of a batch cannot be read on another rank, whose error says why")
-        if why == "planned" and now and now != planned:
-            why = "late"
-        batch = PlannedBatch.unpacked(self._sent(message, length)) if why == "planned" else None
+            raise ValueError(message[0])
+        batch = PlannedBatch.unpacked(message) if why == "planned" else None
         self._count(why, batch)
-        if following and self._plans_here:
-            self._start(following)
         return call, batch.planned if batch else None
 
-    @property
-    def _plans_here(self) -> bool:
-        """Tell whether this is the rank that plans, which others of the first stage may be as well before the first iteration."""
-        if not self._ranks:
-            return parallel_state.get_pipeline_model_parallel_rank() == 0
-        return torch.distributed.get_rank() == self._ranks[0]
+    def _meet(self, call: Call) -> None:
+        """Find the ranks that run passes in the order of this one's, and make their groups; collective over the world."""
+        first = call.pipeline.rank() == self._plans.placement.home(0)[0] and call.groups.tp.rank() == call.groups.cp.rank() == 0
+        ranks, self._sources = _in_one_order(call, first)
+        here = torch.distributed.get_rank() in self._sources and len(self._sources) > 1
+        self._replicas = new_group(self._sources if here else (), backend="gloo")
+        self._group = new_group(ranks if len(ranks) > 1 else (), backend="gloo")
 
-    def _sent(self, message: bytes, length: int) -> bytes:
-        """The message of the rank that plans."""
-        if self._group is None:
-            return message
-        buffer = torch.frombuffer(bytearray(message or length), dtype=torch.uint8)
-        torch.distributed.broadcast(buffer, self._ranks[0], group=self._group)
-        return buffer.numpy().tobytes()
+    def _known(self, reader: ReadAhead | None, count: int) -> _Known:
+        """Lengths of batches that are known here."""
+        try:
+            sizes = reader.sizes(2 * count) if reader else ()
+        except ValueError as error:  # the other ranks are to end with this one
+            _LOG.exception("lengths cannot be read")
+            return _Known([], (), (), str(error))
+        whole = len(sizes) == 2 * count
+        return _Known(self._announced, sizes[:count], sizes[count:] if whole else ())
 
     def _reader(self, call: Call) -> ReadAhead | None:
-        """Reader of the iterator of the first stage, on the rank that has it. One that comes for the first time is not
+        """Reader of the iterator of the first stage, on the rank that knows lengths. One that comes for the first time is not
         read ahead: it may be for one batch alone, and a loop may hold others that go on with its data."""
-        rank, chunk = self._plans.placement.home(0)
-        if call.pipeline.rank() != rank or call.iterators[chunk] is None:
+        iterator = call.iterators[self._plans.placement.home(0)[1]]
+        if torch.distributed.get_rank() not in self._sources or iterator is None:
             return None
         self._readers = {key: reader for key, reader in self._readers.items() if reader.holds}
         found: list[ReadAhead] = []
@@ -263,26 +261,34 @@ class BatchPlans:
             found.extend([reader] if reader else [])
             return reader or items
 
-        iterator = call.iterators[chunk]
         if (reader := rerun_state_machine.beneath(iterator, read_ahead)) is not iterator:
             self._readers[id(iterator)] = reader
         return found[0] if found else None
 
-    def _due(self, count: int) -> _Pending | None:
-        """The plan, or its making, of the batch that begins, of that many microbatches."""
-        if self._pending and len(self._pending[0].sizes) == count and self._plans_here:
-            return self._pending.popleft()
-        for pending in self._pending:
-            pending.plan.cancel()
-        self._pending.clear()
-        return None
+    def _start(self, sizes: Sizes) -> None:
+        """Start planning for a batch, where its sizes are known."""
+        if sizes:
+            tokens = self._settings.tokens or sum(size.tokens for size in sizes) / len(sizes)
+            request = self._plans.of_batch(len(sizes), [size.load(tokens, self._settings.attention) for size in sizes])
+            plan = self._process.plan(request, self._posting, self._settings.order == "any")
+            plan.add_done_callback(self._warn)
+            self._pending.append((sizes, plan))
 
-    def _start(self, sizes: Sequence[Extent]) -> None:
-        tokens = self._settings.tokens or sum(size.tokens for size in sizes) / len(sizes)
-        request = self._plans.of_batch(len(sizes), [size.load(tokens, self._settings.attention) for size in sizes])
-        plan = self._process.plan(request, self._posting, self._settings.order == "any")
-        plan.add_done_callback(self._warn)
-        self._pending.append(_Pending(tuple(sizes), plan))
+    def _due(self, count: int, now: Sizes) -> list[Any]:
+        """State of the batch that begins, of that many microbatches, and its plan if it is there.
+
+        Args:
+            now: its sizes, where they are known.
+        """
+        if not self._pending:
+            return ["unknown", b""]
+        sizes, plan = self._pending.popleft()
+        done = not plan.cancel() and plan.done()
+        if len(sizes) != count:
+            return ["unknown", b""]
+        if not done or (now and now != sizes):
+            return ["late", b""]
+        return ["without", b""] if plan.exception() else ["planned", plan.result()]
 
     def _warn(self, plan: Future[bytes]) -> None:
         """Say once of every kind of error that there is no plan, which may be after its batch."""
@@ -293,7 +299,7 @@ class BatchPlans:
 
     def _count(self, why: str, batch: PlannedBatch | None) -> None:
         if batch:
-            self._gains.append(1 - batch.planned.value / batch.of_equal if batch.of_equal else 0.0)
+            self._gains.append(batch.gain)
         self.counts[why] += 1
         last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
         if last and self.counts.total() % self._settings.interval == 0:
@@ -308,25 +314,12 @@ class BatchPlans:
         )
 
 
-_STATES = ("unknown", "late", "without", "planned", "failed")  # of a batch that begins
-
-
-def _state(pending: _Pending | None) -> tuple[str, bytes]:
-    """State of a batch, and its plan if it is there."""
-    if pending is None:
-        return "unknown", b""
-    if pending.plan.cancel() or not pending.plan.done():
-        return "late", b""
-    return ("without", b"") if pending.plan.exception() else ("planned", pending.plan.result())
-
-
-def _numbers(sizes: Sequence[Extent], count: int) -> list[int]:
-    """Sizes of a number of microbatches, all 0 where not all are known."""
-    return [number for size in sizes for number in size] if len(sizes) == count else [0] * (2 * count)
-
-
-def _sizes(numbers: Sequence[int]) -> tuple[Extent, ...]:
-    return tuple(Extent(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)) if any(numbers) else ()
+def _largest(replicas: Sequence[Sizes]) -> Sizes:
+    """The largest microbatch in every place, over replicas that run one order: each waits for the others' messages or sums.
+    Nothing is known where one knows nothing, or of another number of microbatches."""
+    if len(set(map(len, replicas))) > 1:
+        return ()
+    return tuple(Extent(*map(max, zip(*sizes, strict=True))) for sizes in zip(*replicas, strict=True))
 
 
 def in_places(call: Call, order: Sequence[int]) -> Call:
@@ -340,36 +333,15 @@ def _moved(items: Iterator[Any], order: Sequence[int]) -> Iterator[Any]:
     yield from (read[number] for number in order)
 
 
-def refuse(request: Request) -> None:
-    """Refuse a request of which nothing can be planned for every batch.
+def _in_one_order(call: Call, knows: bool) -> tuple[list[int], list[int]]:
+    """Global ranks that run passes in the order of this one's, and those of them that know lengths.
 
-    Raises:
-        ValueError: its order does not follow from lengths, or it has what no plan for a batch has yet.
-    """
-    table.refuse(_facts(request), EVERY_BATCH)
+    One order have those which meet others within passes, and these theirs: for messages, and for tensors, contexts and experts in
+    parts; and replicas where gradients are reduced within passes and there are several chunks, the last pass of one of which
+    comes first. Collective over the world.
 
-
-def keeps_its_order(request: Request) -> bool:
-    """Tell whether a ``PlanningProcess`` finds no other order for a request."""
-    return bool(table.sentences(_facts(request), EVERY_BATCH))
-
-
-def _facts(request: Request) -> table.Facts:
-    return table.Facts(
-        families.facts(request.schedule),
-        every_batch=True,
-        splits=request.splits,
-        vocab_parallel=request.vocabulary,
-        offload=request.offload,
-        overlap_moe_expert_parallel_comm=request.overlap,
-    )
-
-
-def _in_one_order(call: Call) -> list[int]:
-    """Global ranks that run passes in the order of this one's: those which meet others within passes, and these theirs.
-
-    They meet for messages, and for tensors, contexts and experts in parts; and replicas where gradients are reduced within
-    passes and there are several chunks, the last pass of one of which comes first. Collective over the world.
+    Args:
+        knows: whether this rank does.
     """
     groups = [call.pipeline, call.groups.tp, call.groups.cp]
     if call.config.num_moe_experts:
@@ -378,11 +350,11 @@ def _in_one_order(call: Call) -> list[int]:
     if overlaps and len(call.chunks) > 1:
         groups.append(call.groups.dp_cp)
     met = {rank for group in groups if group is not None for rank in torch.distributed.get_process_group_ranks(group)}
-    everyone: list[set[int]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, met)
+    everyone: list[tuple[set[int], bool]] = [(set(), False)] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (met, knows))
     found: set[int] = set()
     grown = {torch.distributed.get_rank()}
     while grown != found:
         found = grown
-        grown = found.union(*(ranks for ranks in everyone if found & ranks))
-    return sorted(found)
+        grown = found.union(*(ranks for ranks, _ in everyone if found & ranks))
+    return sorted(found), [rank for rank in sorted(found) if everyone[rank][1]]

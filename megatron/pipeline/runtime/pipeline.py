@@ -14,6 +14,8 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline import patches
+from megatron.pipeline.combinations.needs import EVERY_BATCH
+from megatron.pipeline.combinations.table import refuse
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.planning.plan_cache import PlanCache
@@ -24,7 +26,7 @@ from megatron.pipeline.record.report import PendingReport, RecordFormat, Report,
 from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.device_lock import DeviceLock, SerializedRecorder
-from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, in_places, refuse
+from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, in_places
 from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.later_plans import LaterPlans
 from megatron.pipeline.runtime.offload.offloading import CopySettings, Offloading
@@ -59,7 +61,7 @@ class Pipeline:
         name, placement, is_stock: those of the plans, which stay.
 
     Raises:
-        ValueError: see ``PlanCache`` and ``every_batch.refuse``.
+        ValueError: see ``PlanCache``; or the request has what no plan for a batch has yet.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Pipeline:
         every_batch: EveryBatch | None = None,
     ) -> None:
         if every_batch:
-            refuse(request)
+            refuse(request.facts, EVERY_BATCH)
         self.settings = settings or CopySettings()
         self.plans = PlanCache(request, posting, self.settings.host_limit)
         self.name, self.placement, self.is_stock = self.plans.name, self.plans.placement, self.plans.is_stock

@@ -28,7 +28,8 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat, distributed_data_parallel, loops
 
 from megatron.pipeline import patches
-from megatron.pipeline.combinations.table import Facts, of_config
+from megatron.pipeline.combinations.needs import EVERY_BATCH
+from megatron.pipeline.combinations.table import Facts, of_config, refuse, sentences
 from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.flags.settings import Settings, VocabularySettings
 from megatron.pipeline.health.progress import Situation
@@ -42,7 +43,6 @@ from megatron.pipeline.planning.document import naming, read_costs
 from megatron.pipeline.planning.plan_cache import FILE
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.every_batch import keeps_its_order, refuse
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
@@ -71,7 +71,7 @@ class OwnLoop:
         options: of ``Pipeline``.
 
     Raises:
-        ValueError: there is no such schedule, or none that trains; a file cannot be read; or ``every_batch.refuse``.
+        ValueError: there is no such schedule, or none that trains; a file cannot be read; or it is none for ``every_batch``.
         TypeError: ``Pipeline`` has no such option.
     """
 
@@ -86,12 +86,12 @@ class OwnLoop:
         if costs is not None:
             request = replace(request, costs=read_costs(str(costs)))
         if request.costs is not None and not options.get("every_batch"):  # with equal ones a search takes no longer than a pass
-            request = replace(request, quick=not keeps_its_order(request))
+            request = replace(request, quick=not sentences(request.facts, EVERY_BATCH))
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(FILE):
             request = replace(request, equal=self._equal)
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
-            refuse(request)
+            refuse(request.facts, EVERY_BATCH)
         if watchdog is not None and not 0 < watchdog < float("inf"):
             raise ValueError(f"install(watchdog={watchdog!r}): give seconds above 0, or leave it out")
         self._request, self._options, self._patience = request, options, watchdog

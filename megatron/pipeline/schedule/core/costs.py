@@ -130,6 +130,17 @@ class Costs:
         """A value of the costs of every microbatch (or slice), of which there are ``count``."""
         return [value(one) for one in self._each[:count]] if self.loads else [value(self)] * count
 
+    def seconds_of_each(self, kind: Kind, stage: int, count: int) -> list[float]:
+        """``seconds`` of a pass of every microbatch (or slice): a list to read, made once."""
+        key = kind, stage, count
+        if key not in self._seconds:
+            self._seconds[key] = self.each(lambda costs: costs.seconds(kind, stage), count)
+        return self._seconds[key]
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[Kind, int, int], list[float]]:
+        return {}
+
     def with_loads(self, loads: tuple[Load, ...]) -> Costs:
         """The costs of microbatches with other loads; those of a load that both have are made once."""
         made = replace(self, loads=loads)
@@ -152,7 +163,7 @@ class Costs:
         """The costs of a load. They are not checked: these have been, and a load changes no sign and no part's share."""
         made = {stage: stage.times(load) for stage in dict.fromkeys(self.stages)}  # most are alike
         times = self._of[load] = copy(self)
-        for name in ("_of", "_each"):
+        for name in ("_of", "_each", "_seconds"):
             vars(times).pop(name, None)
         stages = tuple(made[stage] for stage in self.stages)
         vars(times).update(stages=stages, hop=self.hop * load.tokens, vocabulary=self.vocabulary.times(load), loads=())

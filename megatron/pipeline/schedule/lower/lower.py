@@ -122,7 +122,7 @@ def gatherings(schedule: Schedule) -> Iterator[Gathering]:
             yield Gathering(Collective(exchange, microbatch), producers, tuple(consumers.items()), after)
 
 
-def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
+def lower(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> tuple[Program, ...]:
     """Place the sends, receives, collectives and waits of a schedule: one program per rank.
 
     All transfers and collectives are put into one global order, by the simulated time at which what they carry has been made.
@@ -143,11 +143,12 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
     Args:
         schedule: one that ``verify`` accepts, or its ``forward_only()``.
         costs: what passes and hops take; they decide how early receives are posted, never whether the program is right.
+        timeline: of both, where it is known.
 
     Raises:
         ValueError: the costs are for another number of stages, or the schedule cannot finish.
     """
-    timeline = simulate(schedule, costs)
+    timeline = timeline or simulate(schedule, costs)
     ends = [[timed.end for timed in row] for row in timeline.ranks]
     rows = _OperationRows(schedule, timeline)
     backward = min(

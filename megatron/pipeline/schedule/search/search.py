@@ -33,6 +33,7 @@ _FEWEST, _MOST = 16, 800  # plans made for one memory level
 _GLANCE, _SQUEEZED, _STARTS = 12, 6, 3
 _STEPS, _STEPS_OF_LONG = 64, 16  # levels up to the memory of 1F1B at most
 _MEDIUM, _THOROUGH = 1_000, 4  # passes above which only this many of them are searched thoroughly where there are rounds
+_TRIES_AT_ONCE = 16  # to improve the first plan for unequal microbatches, where a plan is wanted at once
 _PROBES = 4  # plans that tell whether a level of a long problem is worth a search
 _WHOLE = 10_000  # passes above which a problem is first planned with fewer microbatches:
 _MANY = 2_500  # passes above which plans are first made in rounds
@@ -91,12 +92,14 @@ def search(problem: Problem, known: Known, fixed: bool = False) -> Order:
 
 
 def _first(instance: Instance, known: list[Plan], own: Sequence[float] | None) -> Plan | None:
-    """The best of the few plans that are made first, compacted."""
+    """The best of the few plans that are made first, compacted; and a little improved where microbatches are unequal, for which
+    none of these is made."""
     room = _room(instance, own)
     made = [*_fitting(instance, known, room), *rounds(instance, room, few=True)]
     made += itertools.islice(starts(instance, room, _PROBES), _PROBES)
     best = min(made, key=_value, default=None)
-    return best and compact(instance, best, room)
+    tries = _TRIES_AT_ONCE if len(set(instance.problem.costs.loads)) > 1 else 0
+    return best and _improve(instance, compact(instance, best, room), room, tries, goal=0.0)
 
 
 def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: bool) -> Iterator[tuple[Array, bool]]:

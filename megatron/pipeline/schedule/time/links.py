@@ -198,7 +198,7 @@ class _Table:
                 return PassLink(self._number(("started", kind), stage), needed, hop, seconds)
             return PassLink(made, self._number(("done", kind), stage), hop, seconds)
         if costs:
-            seconds = costs.each(lambda costs: costs.seconds(kind, stage), self._slices)
+            seconds = costs.seconds_of_each(kind, stage, self._slices)
         if kind in REMOTE:
             made = self._number(REMOTE[kind].kinds, None if kind.row.shard else stage, REMOTE[kind].ahead)
         for source in schedule.sources[kind, rank, chunk]:
