@@ -146,7 +146,7 @@ def _stepping_before(own: Turn, count: int) -> Turn:
     reduced = max(slot for slot, work in enumerate(rest) if work.kind is Kind.RS and work.chunk == chunk) + 1
     computed = [slot for slot, work in enumerate(rest) if not work.kind.row.bucket]
     at = max(reduced, computed[-count]) if count else len(rest)
-    return own if not count else Turn((*rest[:at], *steps, *rest[at:]), own.late)
+    return own if not count else Turn((*rest[:at], *steps, *rest[at:]))
 
 
 def picture(path: str) -> None:
