@@ -106,12 +106,11 @@ def _own_limits(family: Family, problem: Problem, beside: Beside | None) -> tupl
     share = amount(ranks) / ranks
     # With fewer microbatches than ranks 1F1B holds these at most, and an amount below its peak is still that share of p.
     limit = min(amount(ranks) * full / ranks, max(1.0, share) * max(peaks)) + spreading(problem)
-    limits = [limit] * ranks
+    limits = [max(limit, min(_room(problem, rank, amount(ranks)), max(peaks))) for rank in range(ranks)]
     if beside and share <= 1:
         fullest = max(peak + other for peak, other in zip(peaks, beside.stock, strict=True))
-        limits = [min(limit, max(_GIVEN_UP * limit, fullest - other)) for other in beside.own]
-    room = (min(_room(problem, rank, amount(ranks)), max(peaks)) for rank in range(ranks))
-    return tuple(map(max, least_limits(family, problem), limits, room))
+        limits = [min(most, max(_GIVEN_UP * most, fullest - other)) for most, other in zip(limits, beside.own, strict=True)]
+    return tuple(map(max, least_limits(family, problem), limits))
 
 
 def _room(problem: Problem, rank: int, amount: float) -> float:

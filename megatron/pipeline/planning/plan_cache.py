@@ -116,7 +116,7 @@ class PlanCache:
         return self.made[key]
 
     def boundary(self, microbatches: int) -> tuple[tuple[Pass, ...], ...]:
-        """What ranks do between iterations, as ``Schedule.boundary``; a file's is of its own number of microbatches."""
+        """Passes between iterations, as in ``Schedule.boundary``; a file's are of its own number of microbatches."""
         if self._file:
             return self._file.boundary
         return self.plan(microbatches).schedule.boundary if self.costs and self.costs.has_boundary else ()
