@@ -43,7 +43,7 @@ MODELS = {
     "DeepSeek-V3": ("configs/deepseek_v3/671B.yaml", []),
 }
 DEVICES = ("H100-80GB", "GB200")
-REPLICAS_OF_MODELS = (16, 64, 256, 1024)
+REPLICAS_OF_MODELS = (8, 16, 64, 256, 1024)
 
 
 def round_costs(placement: Placement) -> Costs:
@@ -94,13 +94,15 @@ def models() -> str:
     for model, (path, more) in MODELS.items():
         flags = ["--config", path, *more, "--overlap-grad-reduce", "--overlap-param-gather", "--pipeline-schedule", "zb-h1"]
         # One microbatch: how many there are changes no cost.
-        found = {number: predicted([*flags, "--global-batch-size", str(number)], number) for number in REPLICAS_OF_MODELS}
+        numbers = [number for number in REPLICAS_OF_MODELS if number > 8 or model != "DeepSeek-V3"]  # its experts are on 16 ranks
+        found = {number: predicted([*flags, "--global-batch-size", str(number)], number) for number in numbers}
         placement = found[64].schedule.placement
         for gpu in DEVICES:
             costs = [costs_of(each.args, placement, each.layers, device.named(gpu)) for each in found.values()]
             for name, rounds in itertools.product(("zb-v", "1f1b"), (1, 2)):
                 cells = by_rules_and_planned(name, placement.ranks, rounds * placement.ranks, costs)
-                rows.append([f"{model}, {gpu}", name, str(rounds * placement.ranks), *cells])
+                none = [""] * (len(REPLICAS_OF_MODELS) - len(cells))
+                rows.append([f"{model}, {gpu}", name, str(rounds * placement.ranks), *none, *cells])
     return markdown(["model", "schedule", "m", *(f"{number} replicas" for number in REPLICAS_OF_MODELS)], rows)
 
 
@@ -146,7 +148,7 @@ def _stepping_before(own: Turn, count: int) -> Turn:
     reduced = max(slot for slot, work in enumerate(rest) if work.kind is Kind.RS and work.chunk == chunk) + 1
     computed = [slot for slot, work in enumerate(rest) if not work.kind.row.bucket]
     at = max(reduced, computed[-count]) if count else len(rest)
-    return own if not count else Turn((*rest[:at], *steps, *rest[at:]), own.late)
+    return own if not count else Turn((*rest[:at], *steps, *rest[at:]))
 
 
 def picture(path: str) -> None:

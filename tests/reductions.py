@@ -1,4 +1,4 @@
-"""What DDP does while passes run: where reductions of gradients and gathers of weights begin, on this rank; and costs of them."""
+"""What DDP does while passes run: where reductions and gathers begin, on this rank; their costs; and sums in one order."""
 
 from __future__ import annotations
 
@@ -78,6 +78,26 @@ def noted() -> Iterator[list[Buckets]]:
             stack.enter_context(patch.object(owner, method, telling(name, getattr(owner, method), *after)))
         stack.enter_context(patch.object(Iteration, "run", running))
         yield found
+
+
+@contextmanager
+def summed_in_order() -> Iterator[None]:
+    """Gradients of distributed optimizers are added up in the order of replicas while it lasts: gloo's order depends on where in
+    a bucket a gradient is, and placements have other buckets."""
+    import torch
+    from megatron.core.distributed import param_and_grad_buffer as module
+
+    original = module.dist_reduce_scatter_func
+
+    def reduce_scatter(own: torch.Tensor, bucket: torch.Tensor, *, group: Any, **options: Any) -> Any:
+        parts = [torch.empty_like(bucket) for _ in range(group.size())]
+        group.allgather([parts], [bucket]).wait()
+        bucket.zero_()  # of which ``own`` is a part
+        own += sum(part.chunk(group.size())[group.rank()] for part in parts)
+        return original(own, bucket, group=group, **options)  # of one sum and zeros
+
+    with patch.object(module, "dist_reduce_scatter_func", reduce_scatter):
+        yield
 
 
 def _summary(events: list[tuple[str, Any]], chunks: list[list[Any]]) -> Buckets:

@@ -67,6 +67,20 @@ def test_a_file_with_braids_has_the_bound_and_the_times_of_its_plan(capsys: pyte
     assert json.loads(run(capsys, "certify", str(path), "--json"))["makespan_unlimited"] == pytest.approx(plan["makespan"])
 
 
+def test_a_file_says_of_which_order_rules_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its plan has moved W: rules are of the family's own order, which at other costs nobody knows."""
+    path = str(tmp_path / "plan.json")
+    shape = ["--schedule", "zb-v", "--pp", "4", "--microbatches", "4"]
+    run(capsys, "plan", *shape, "--cost", "F=31,B=34,W=29,RS=96,AG=48,OPT=1,norm=1", "-o", path)
+    plan = json.loads(Path(path).read_text())
+    again = json.loads(run(capsys, "simulate", path, "--json"))
+    assert again["period_by_rules"] == plan["period_by_rules"] > plan["period"] == again["period"]
+    other = "F=31,B=34,W=29,RS=200,AG=100,OPT=1,norm=1"
+    changed = json.loads(run(capsys, "simulate", path, "--cost", other, "--json"))
+    assert "period_by_rules" not in changed and changed["period_by_rules_of_this_order"] > changed["period"]
+    assert "period of this order of passes under the best of" in run(capsys, "simulate", path, "--cost", other)
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "v-auto", "dualpipe-v"])
 def test_a_plan_counts_what_communication_takes_from_computation(
     schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

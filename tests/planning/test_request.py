@@ -271,6 +271,14 @@ def test_a_name_that_stands_for_an_amount_is_a_share_of_that(name: str, share: f
     assert max(Request(name, 4, 12, costs).plan().peaks) <= share * peak_of_1f1b(costs, 4, 12) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("name", "peak", "span"), [("v-half", 15, 60), ("v-min", 14, 70)])
+def test_logits_leave_an_amount_room_for_a_pipeline(name: str, peak: float, span: float) -> None:
+    """Those of one microbatch take as much as 10 stages. With room for these and nothing else the span is 151.5."""
+    *stages, last = uniform(families.placement(name, 8), activation=2, retained=2).stages
+    plan = Request(name, 8, 16, Costs((*stages, replace(last, activation=10.0, retained=0.0)))).plan()
+    assert max(plan.peaks) == peak and plan.value < span
+
+
 @pytest.mark.parametrize("name", ["v-min", "zb-v", "v-auto"])
 def test_a_limit_of_a_name_that_no_order_keeps_is_the_least_that_one_does(name: str) -> None:
     """One microbatch has to fit, also where all of 1F1B's ranks hold less than a V's rank with both ends of the model."""

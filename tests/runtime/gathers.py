@@ -8,7 +8,9 @@ import torch
 from example_runs import example
 
 
-def train(schedule: str, overlap: bool, trains: str, bucket: int, clip: float) -> tuple[list[Any], list[torch.Tensor], int]:
+def train(
+    schedule: str, overlap: bool, trains: str, bucket: int, clip: float, instances: int = 1
+) -> tuple[list[Any], list[torch.Tensor], int]:
     """Losses, norms and saved weights on the way; the weights at the end; and how many gathers have begun with steps.
 
     The loop evaluates, skips a step, saves, and has a learning rate for each group of parameters.
@@ -17,6 +19,7 @@ def train(schedule: str, overlap: bool, trains: str, bucket: int, clip: float) -
         trains: part of the names of weights that are not frozen; "first" for none in a rank's last chunk, "ranks" for none on
             the first pipeline rank.
         bucket: size, in weights.
+        instances: of the distributed optimizer, each of which has all of a chunk's optimizer state.
     """
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -26,7 +29,8 @@ def train(schedule: str, overlap: bool, trains: str, bucket: int, clip: float) -
 
     own = example("own_training_loop")
     chunks = install(schedule).pipeline(2).placement.chunks
-    parallel_state.initialize_model_parallel(1, 2, chunks if chunks > 1 else None)
+    several = chunks if chunks > 1 else None
+    parallel_state.initialize_model_parallel(1, 2, several, num_distributed_optimizer_instances=instances)
     own.tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     models = own.build(share_embeddings_and_output_weights=False)
     for number, model in enumerate(models):
@@ -38,7 +42,7 @@ def train(schedule: str, overlap: bool, trains: str, bucket: int, clip: float) -
             }
             weight.requires_grad_(not frozen.get(trains, trains not in name))
     distributed = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": overlap}
-    wrapped = own.wrap(models, **distributed, bucket_size=bucket)
+    wrapped = own.wrap(models, **distributed, bucket_size=bucket, num_distributed_optimizer_instances=instances)
     settings = {"use_distributed_optimizer": True, "overlap_param_gather": overlap, "weight_decay": 0.1, "clip_grad": clip}
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, **settings), wrapped)
     for number, group in enumerate(optimizer.param_groups):

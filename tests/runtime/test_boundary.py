@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_gpt
 from marked import rest, whole
 from pool import Pool
-from reductions import costs
+from reductions import costs, summed_in_order
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule.core.problem import Objective
@@ -42,8 +43,13 @@ def train(schedule: str, flags: str, iterations: int, overlaps: str = BOTH, pp: 
     return found
 
 
+def train_summed_in_order(*given: Any, **options: Any) -> list[tiny_gpt.Step]:
+    with summed_in_order():
+        return train(*given, **options)
+
+
 def losses(found: list[list[tiny_gpt.Step]]) -> list[list[float]]:
-    """By iteration, those of both replicas."""
+    """By iteration, those of all replicas."""
     return [sorted(loss for loss, _ in steps if loss is not None) for steps in zip(*found, strict=True)]
 
 
@@ -66,6 +72,29 @@ def test_losses_are_those_of_stock(pool: Pool, tmp_path: Path, schedule: str, fl
         for given in ((schedule, f"{flags} --pipeline-costs {file}"), ("stock", flags))
     )
     assert planned == stock and all(len(both) == 2 for both in stock)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("pp", "flags", "overlaps"),
+    [
+        (2, "", BOTH),
+        (2, "--untie-embeddings-and-output-weights", BOTH),
+        (2, "--fp16 --initial-loss-scale 4294967296 --hysteresis 1", BOTH),
+        (4, "--untie-embeddings-and-output-weights", BOTH),
+        (4, "", "--overlap-grad-reduce --ddp-bucket-size 4096"),  # replicated
+    ],
+)
+def test_eight_ranks(pool: Pool, tmp_path: Path, pp: int, flags: str, overlaps: str) -> None:
+    """PP 2 and DP 4, PP 4 and DP 2, over 50 iterations."""
+    (file := tmp_path / "costs.json").write_text(costs("zb-v", pp).to_json())
+    flags = f"--clip-grad 0 --num-layers 8 {flags}"
+    planned, stock = (
+        losses(pool.run(8, train_summed_in_order, *given, 50, overlaps, pp, timeout=1200))
+        for given in (("zb-v", f"{flags} --pipeline-costs {file}"), ("stock", flags))
+    )
+    assert planned == stock and all(len(each) == 8 // pp for each in stock)
 
 
 @pytest.mark.whole

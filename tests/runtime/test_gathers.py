@@ -10,20 +10,21 @@ from runtime import gathers
 
 
 @pytest.mark.parametrize(
-    ("schedule", "trains", "bucket", "clip"),
+    ("schedule", "trains", "bucket", "clip", "instances", "ranks"),
     [
-        ("zb-v", "", 4096, 0.05),
-        ("zb-v", "", 1, 0.0),  # a bucket for each weight, and shards of nothing
-        rest("zb-v", "linear_qkv", 4096, 0.05),
-        rest("zb-v", "first", 4096, 0.05),
-        rest("zb-v", "ranks", 4096, 0.05),
-        ("zb-h1", "final_layernorm", 4096, 0.05),  # one rank alone has a weight to train
+        ("zb-v", "", 4096, 0.05, 2, 4),
+        rest("zb-v", "", 4096, 0.05, 2, 8),  # each of two replicas
+        ("zb-v", "", 1, 0.0, 1, 4),  # a bucket for each weight, and shards of nothing
+        rest("zb-v", "linear_qkv", 4096, 0.05, 1, 4),
+        rest("zb-v", "first", 4096, 0.05, 1, 4),
+        rest("zb-v", "ranks", 4096, 0.05, 1, 4),
+        ("zb-h1", "final_layernorm", 4096, 0.05, 1, 4),  # one rank alone has a weight to train
     ],
 )
-def test_an_own_loop(pool: Pool, schedule: str, trains: str, bucket: int, clip: float) -> None:
-    """PP 2 and DP 2."""
-    options = trains, bucket, clip
-    behind, at_once = (pool.run(4, gathers.train, schedule, overlap, *options, timeout=200) for overlap in (True, False))
+def test_an_own_loop(pool: Pool, schedule: str, trains: str, bucket: int, clip: float, instances: int, ranks: int) -> None:
+    """PP 2; with one instance of the distributed optimizer and with two, which add gradients up on a stream of their own."""
+    options = trains, bucket, clip, instances
+    behind, at_once = (pool.run(ranks, gathers.train, schedule, overlap, *options, timeout=200) for overlap in (True, False))
     for (seen, weights, _), (expected, stepped, none) in zip(behind, at_once, strict=True):
         assert seen == expected and not none
         assert all(torch.equal(*pair) for pair in zip(weights, stepped, strict=True))

@@ -169,7 +169,7 @@ def test_a_boundary_is_data() -> None:
         ("OPT0.0 RS0.0 AG0.0", "OPT0.0 runs before RS0.0"),
         ("RS0.0 AG0.0 OPT0.0", "AG0.0 runs before OPT0.0"),
         ("RS0.0 B1.0 W1.0 OPT0.0 AG0.0", "RS0.0 runs before W1.0, which adds to its gradients"),
-        ("F0.0 RS0.0 OPT0.0 AG0.0", "RS0.0 runs in the next iteration"),
+        ("F0.0 RS0.0 OPT0.0 AG0.0", "RS0.0 runs before W1.0, which adds to its gradients"),
         ("RS0.0 OPT0.0 F0.0 B0.0 AG0.0", "AG0.0 runs after F0.0, which uses its parameters"),
         ("RS0.0 B1.0 OPT0.0 AG0.0", "the boundary is of other passes than the iteration"),
     ],

@@ -16,8 +16,9 @@ from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.costmodel.links import Links, collective_seconds
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.session import rehearsal
 
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -49,7 +50,8 @@ def test_ranks_that_are_not_there_have_their_share(pool: Pool, tmp_path: Path, f
     found = json.loads((tmp_path / "rehearsal.json").read_text())
     assert found["ranks_of_a_stage"] == share
     assert found["passes_seconds"] > 0 and len(found["ranks"]) == 2
-    assert found["replicas_seconds"] > 0 if "fake:4" in flags else found["replicas_seconds"] == 0
+    replicated = any(word in flags for word in ("fake:4", "context-parallel", "expert-model-parallel"))
+    assert (found["replicas_seconds"] > 0) is replicated
     if "--tensor-model-parallel-size" in flags:  # F gathers, or sums up, twice in a layer, in addition to what it computes
         assert all(row["least_seconds"] >= 2 * late for row in found["passes"] if row["kind"] == "F")
 
@@ -92,7 +94,8 @@ def test_ranks_that_share_a_sequence_sum_their_gradients() -> None:
         parse(f"{FLAGS} --rehearse --rehearse-replicas fake --context-parallel-size 2 --rehearse-hop A100-80GB".split()), 2
     )
     assert args.data_parallel_size == 1
-    seconds = rehearsal._replicas(args | {"padded_vocab_size": 384}, linear(2), Costs((StageCosts(1.0, 1.0, 1.0),) * 2))
+    plan = Request("zb-h1", 2, 4, Costs((StageCosts(1.0, 1.0, 1.0),) * 2), objective=Objective.MAKESPAN).plan()
+    seconds = rehearsal._replicas(args | {"padded_vocab_size": 384}, plan.schedule, plan.problem.costs, plan.value)
     assert seconds is not None and seconds > 0
 
 

@@ -56,7 +56,8 @@ def eight() -> Layouts:
 
 def between(on: Layouts, one: Candidate) -> float:
     costs = costs_of(on.cluster, one)
-    return between_pipelines(on.cluster, one, costs, Request(one.variant.name, one.placement.ranks, 4, costs).plan().schedule)
+    plan = Request(one.variant.name, one.placement.ranks, 4, costs, objective=one.objective).plan()
+    return between_pipelines(on.cluster, one, costs, plan.schedule, plan.value)
 
 
 def test_1f1b_of_equal_stages_takes_its_closed_form(four: Layouts) -> None:

@@ -85,8 +85,11 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
 
 def _period(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Lines of a report about steady training, with what ranks do between two iterations."""
-    period, rules = data["period"], data["period_by_rules"]
+    period, rules, order = data["period"], data.get("period_by_rules"), ""
+    if rules is None:  # of a file, at other costs than it was planned for
+        rules, order = data["period_by_rules_of_this_order"], " of this order of passes"
     shorter = 1 - period / rules if rules else 0.0
+    than = f"this one is {abs(shorter):.1%} {'longer' if shorter < 0 else 'shorter'}"
     return [
         ("period", f"{period:g}", "from an iteration's start to the next one's, with reductions, steps and gathers"),
         (
@@ -94,7 +97,7 @@ def _period(data: dict[str, Any]) -> list[tuple[str, str, str]]:
             f"{data['period_lower_bound']:g}",
             f"no order has a shorter period; this one is {data['period_gap']:z.1%} above",
         ),
-        ("by rules", f"{rules:g}", f"period under the best of Megatron-LM's overlaps; this one is {shorter:z.1%} shorter"),
+        ("by rules", f"{rules:g}", f"period{order} under the best of Megatron-LM's overlaps; {than}"),
     ]
 
 

@@ -18,41 +18,14 @@ from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.time.cycle import Cycle
-from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.schedule.transforms.boundary import Rules, megatron, waits_for_norm, with_boundary
 from megatron.pipeline.shape.gpt import Shape
 
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
-BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; no pass overlaps the last sum
-
-
-def replica_seconds(args: Namespace, links: Links, count: Parameters, forward: float, backward: float) -> float:
-    """Seconds that an iteration waits for the sum of gradients and for new weights.
-
-    Gradients are summed while the last microbatch's backward runs, and new weights gathered while the first forward does, where
-    ``--overlap-grad-reduce`` and ``--overlap-param-gather`` say so; what these do not hide counts, and the last bucket.
-
-    Args:
-        count: parameters of the rank that has most.
-        forward, backward: seconds of a microbatch's forwards, and of its backwards with W, on the rank where they take least.
-    """
-    copies = args.data_parallel_size * args.context_parallel_size
-    if copies == 1:
-        return 0.0
-
-    once = _gathered(args, links, count, gradient_bytes(args))
-    if not args.use_distributed_optimizer:
-        once *= 2
-    bucket = once * min(1.0, BUCKET / count.total)
-    reduce = max(bucket, once - links.hides(once, backward)) if args.overlap_grad_reduce else once
-    if not args.use_distributed_optimizer:
-        return reduce
-    gather = _gathered(args, links, count, gathered_bytes(args, count))
-    return reduce + (gather - links.hides(gather, forward) if args.overlap_param_gather else gather)
 
 
 def with_replicas(
-    args: Namespace, costs: Costs, placement: Placement, layers: Sequence[int], links: Links, device: Device
+    args: Namespace, costs: Costs, placement: Placement, layers: Sequence[int], links: Links, device: Device | None
 ) -> Costs:
     """Costs with what ranks do between two iterations: reductions and gathers over the replicas, steps, and the norm.
 
@@ -62,6 +35,7 @@ def with_replicas(
     Args:
         args: flags of a training, validated, with ``padded_vocab_size``.
         layers: of every stage.
+        device: that steps; None where steps are counted elsewhere.
     """
     shape, tied = Shape.of(args), not args.untie_embeddings_and_output_weights
     counts = parameters(shape, placement, layers, args.vocabulary.spread, tied)
@@ -75,7 +49,8 @@ def with_replicas(
         if copies > 1:
             reduce = _gathered(args, rings, count, gradient_bytes(args)) * (1 if args.use_distributed_optimizer else 2)
             gather = _gathered(args, rings, count, gathered_bytes(args, count)) if args.use_distributed_optimizer else 0.0
-        step, whole = device.moving(STEP_BYTES * optimizer_parameters(args, count)), sum(alone[stage] for stage in row)
+        step = device.moving(STEP_BYTES * optimizer_parameters(args, count)) if device else 0.0
+        whole = sum(alone[stage] for stage in row)
         for stage in row:
             share = alone[stage] / whole
             stages[stage] = replace(stages[stage], reduce=share * reduce, step=share * step, gather=share * gather)
@@ -96,16 +71,16 @@ def _gathered(args: Namespace, links: Links, count: Parameters, size: float) -> 
     return links.data.all_gather(size * count.dense, args.data_parallel_size * args.context_parallel_size) + of_experts
 
 
-def between_seconds(args: Namespace, links: Links, schedule: Schedule, problem: Problem, plans: bool) -> float:
+def between_seconds(args: Namespace, links: Links, schedule: Schedule, problem: Problem, alone: float, plans: bool) -> float:
     """Seconds of a period beyond the iteration alone: of a planned boundary, or by the rules that the flags name.
 
     Computation takes longer while gradients and weights are on their way (``Links.hides``): on the rank where that is most.
 
     Args:
         problem: with the costs of ``with_replicas``.
+        alone: seconds of that iteration.
         plans: whether the training plans its boundary, where flags let reductions overlap with passes at all.
     """
-    plain = simulate(schedule, problem.costs)
     overlaps = args.overlap_grad_reduce and (args.overlap_param_gather or not args.use_distributed_optimizer)
     if plans and overlaps:
         whole, _ = with_boundary(schedule, replace(problem, quick=True))
@@ -116,7 +91,7 @@ def between_seconds(args: Namespace, links: Links, schedule: Schedule, problem: 
     steady, shown = cycle.steady(turns(whole)), cycle.timeline(turns(whole))
     assert steady, "a boundary by rules or planned does not block"
     slowed = (1 - 1 / links.beside_communication) * max(_overlap(shown, rank) for rank in range(len(shown.ranks))) / 2
-    return max(0.0, steady.period - problem.value(plain)) + slowed
+    return max(0.0, steady.period - alone) + slowed
 
 
 def _overlap(timeline: Timeline, rank: int) -> float:

@@ -57,11 +57,11 @@ from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.names import STOCK, counted
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import as_planned, plan_pipeline
-from megatron.pipeline.session.startup_lines import BUCKETS, plan_in_words
+from megatron.pipeline.session.startup_lines import buckets_in_words, plan_in_words
 from megatron.pipeline.shape.gpt import Shape, attention_share
 
 _NOT_OF_A_STAGE = (  # flags that the layout of a placement stands for, or that upstream's own order of passes would need
@@ -196,8 +196,8 @@ class Run:
         given = args.ddp_bucket_size or getattr(args, "ddp_num_buckets", None) or not args.overlap_grad_reduce
         if given or (args.use_distributed_optimizer and args.save and not args.dist_ckpt_optim_fully_reshardable):
             return None
-        if buckets := pipeline.buckets(max(microbatch_counts(self._ours))):
-            self._say([BUCKETS.format(buckets=counted(buckets, "bucket"), setting="--ddp-bucket-size")])
+        buckets = pipeline.buckets(max(microbatch_counts(self._ours)))
+        self._say(buckets_in_words(buckets, "--ddp-bucket-size"))
         return buckets
 
     # the model

@@ -26,6 +26,7 @@ from megatron.pipeline.schedule.optimum.bound import least_limit
 from megatron.pipeline.schedule.rules.verify import excess, rounded_up, verify
 from megatron.pipeline.schedule.search.overlapped import list_schedule_overlapped
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.boundary import waits_for_norm
 from megatron.pipeline.schedule.transforms.braid import braid, combined
 from megatron.pipeline.schedule.transforms.join import join, saves, shields, split
 from megatron.pipeline.schedule.transforms.offload import offload
@@ -278,7 +279,7 @@ def adapted(schedule: Schedule, problem: Problem, mode: Offload | None) -> Sched
         ScheduleError: a rule is broken, or a limit exceeded.
         HostLimitTooLow: the limit of host memory has no room for one copy.
     """
-    verify(schedule)
+    verify(schedule, waits_for_norm=waits_for_norm(problem))
     result = with_vocabulary(schedule, problem)
     if mode:
         result = offload(result, problem.costs, mode, problem.limits, problem.host_limit)

@@ -26,9 +26,8 @@ from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.torch_csv import from_csv
 from megatron.pipeline.schedule.optimum.bound import own_bound, with_own_passes
 from megatron.pipeline.schedule.optimum.sustain import smallest_sustaining_limit
-from megatron.pipeline.schedule.rules.boundary import verify_boundary
 from megatron.pipeline.schedule.time.simulate import activation_changes, activation_peaks, activation_profile, simulate
-from megatron.pipeline.schedule.transforms.boundary import megatron, waits_for_norm
+from megatron.pipeline.schedule.transforms.boundary import megatron
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved
 from megatron.pipeline.schedule.transforms.transform import without_copies
 
@@ -39,6 +38,7 @@ _OF_EACH = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "span_bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "plan_seconds"),
     *("offload", "overlap", "balance", "period", "period_lower_bound", "period_gap", "period_by_rules"),
+    "period_by_rules_of_this_order",
 )
 
 
@@ -103,11 +103,13 @@ def _overlap(planned: Planned) -> dict[str, Any]:
 
 def _period(planned: Planned) -> dict[str, Any]:
     """The period, its bound, and the period under Megatron-LM's rules, where it is known what ranks do between iterations."""
-    if planned.period is None or planned.by_rules is None:
+    if planned.period is None or not planned.problem.costs.has_boundary:
         return {}
     bound = planned.period_bound
-    gap = above(planned.period, bound)
-    return {"period": planned.period, "period_lower_bound": bound, "period_gap": gap, "period_by_rules": planned.by_rules}
+    found = {"period": planned.period, "period_lower_bound": bound, "period_gap": above(planned.period, bound)}
+    if planned.by_rules is not None:
+        return found | {"period_by_rules": planned.by_rules}
+    return found | {"period_by_rules_of_this_order": megatron(planned.schedule, planned.problem)[1].period}
 
 
 def _split(planned: Planned) -> dict[str, Any]:
@@ -309,13 +311,11 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
         raise in_unit(error, unit, schedule.name, lowest, host_limit) from None
     stages = {kind: _all_run(schedule, kind) for kind in (Kind.R, Kind.BW)}
     problem = replace(problem, recompute=stages[Kind.R], fused=frozenset(fused) & stages[Kind.BW])
-    by_rules = None
-    if problem.costs.has_boundary:
-        ruled, steady = megatron(schedule, problem)
-        # A file says what the family's own order takes, which its plan may have changed.
-        given = _number(file, "period_by_rules") if changes == Changes() else None
-        schedule, by_rules = schedule if schedule.boundary else ruled, given or steady.period
-        verify_boundary(schedule, waits_for_norm(problem))
+    # A file says what the family's own order takes, which its plan may have changed.
+    by_rules = _number(file, "period_by_rules") if changes == Changes() else None
+    if problem.costs.has_boundary and not schedule.boundary:
+        schedule, steady = megatron(schedule, problem)
+        by_rules = steady.period
     return Planned(schedule, problem, Variant(schedule.name), by_rules=by_rules)
 
 

@@ -106,11 +106,18 @@ def _own_limits(family: Family, problem: Problem, beside: Beside | None) -> tupl
     share = amount(ranks) / ranks
     # With fewer microbatches than ranks 1F1B holds these at most, and an amount below its peak is still that share of p.
     limit = min(amount(ranks) * full / ranks, max(1.0, share) * max(peaks)) + spreading(problem)
-    limits = [limit] * ranks
+    limits = [max(limit, min(_room(problem, rank, amount(ranks)), max(peaks))) for rank in range(ranks)]
     if beside and share <= 1:
         fullest = max(peak + other for peak, other in zip(peaks, beside.stock, strict=True))
-        limits = [min(limit, max(_GIVEN_UP * limit, fullest - other)) for other in beside.own]
-    return tuple(max(least, most) for least, most in zip(least_limits(family, problem), limits, strict=True))
+        limits = [min(most, max(_GIVEN_UP * most, fullest - other)) for most, other in zip(limits, beside.own, strict=True)]
+    return tuple(map(max, least_limits(family, problem), limits))
+
+
+def _room(problem: Problem, rank: int, amount: float) -> float:
+    """Memory of a microbatch of a rank's largest stage and of an amount of the others: where the last stage's logits take as much
+    as all else, a limit for the amount has room for one microbatch, and the pipeline would run one after another."""
+    *others, largest = sorted(problem.costs.stages[stage].activation for stage in problem.placement.stages[rank])
+    return (largest + min(amount, problem.microbatches) * sum(others)) * problem.costs.largest.memory + spreading(problem)
 
 
 def least_limits(family: Family, problem: Problem) -> tuple[float, ...]:

@@ -23,7 +23,7 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, with_equal_copies
 from megatron.pipeline.schedule.core.loads import Load
 from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
+from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -114,6 +114,12 @@ class PlanCache:
         if key not in self.made:
             self.made[key] = self._make(microbatches, forward_only)
         return self.made[key]
+
+    def boundary(self, microbatches: int) -> tuple[tuple[Pass, ...], ...]:
+        """Passes between iterations, as in ``Schedule.boundary``; a file's are of its own number of microbatches."""
+        if self._file:
+            return self._file.boundary
+        return self.plan(microbatches).schedule.boundary if self.costs and self.costs.has_boundary else ()
 
     def of_batch(self, microbatches: int, loads: Sequence[Load] = ()) -> Request:
         """The request for microbatches, with these loads or equal ones, which another process can read; to be planned quickly."""

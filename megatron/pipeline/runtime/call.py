@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -103,16 +102,7 @@ class Call:
             if missing:
                 raise ValueError(f"pg_collection lacks {', '.join(missing)}; set a group you do not need to None")
             return self.pg_collection
-        groups = ProcessGroupCollection()
-        groups.tp = parallel_state.get_tensor_model_parallel_group()
-        groups.cp = parallel_state.get_context_parallel_group()
-        groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-        groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-        groups.pp = parallel_state.get_pipeline_model_parallel_group()
-        groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-        groups.dp = parallel_state.get_data_parallel_group(with_context_parallel=False, partial_data_parallel=False)
-        groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        return groups
+        return ProcessGroupCollection.use_mpu_process_groups([*_GROUPS, "dp", "tp_dp_cp"])
 
     def shapes(self, splits: int) -> dict[Flow, list[Any]]:
         """Shapes of the tensors of a message, for microbatches in that many slices; a gradient has the shapes of the activation

@@ -116,8 +116,8 @@ class Pipeline:
         return self._iteration.plan.schedule.microbatches if self._iteration else 1
 
     def buckets(self, microbatches: int) -> int | None:
-        """Buckets of a chunk's parameters in the plan; None where costs do not say what ranks do between iterations."""
-        boundary = self.plans.plan(microbatches).schedule.boundary
+        """Buckets of a chunk's parameters as planned; None where nothing says what ranks do between iterations."""
+        boundary = self.plans.boundary(microbatches)
         return max((count for row in boundary for count in buckets(row).values()), default=None)
 
     @cached_property

@@ -21,6 +21,7 @@ from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import TIMED, Steps, profiled
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.view.table import plain_table
@@ -52,8 +53,8 @@ class Rehearsal:
         passes: what was measured, in the order of ranks, stages and kinds.
         timeline: of one iteration if every rank had a device of its own, from the first pass to the last.
         step: seconds of the optimizer's step, on the rank where it takes longest.
-        replicas: seconds in which an iteration waits for the sum of gradients over data-parallel replicas, and for new weights;
-            None where there are replicas, and their links are not known.
+        replicas: seconds that sums of gradients over data-parallel replicas, and gathers of weights, add to an iteration; None
+            where there are replicas, and their links are not known.
         stock: megatron-core's own schedules at these costs, at their best.
         peaks, planned_peaks: activation bytes, by pipeline rank: the most that was measured, and that the simulation has.
         processes: bytes of each process at its peak: device memory on a GPU, resident memory on a CPU.
@@ -145,7 +146,7 @@ def rehearse(
     exchange: float | None,
     tokens_of: Callable[[int], int],
     layers: int,
-    replicas: Callable[[Costs], float | None],
+    replicas: Callable[[Schedule, Costs, float], float | None],
     write: Callable[[Rehearsal], list[str]],
     sizes: Costs | None = None,
     times: int = TIMED,
@@ -157,7 +158,8 @@ def rehearse(
         exchange: with ``hop``, those of a collective of the vocabulary; None for as many.
         tokens_of: from a number of microbatches to the tokens of an iteration.
         layers: of the model.
-        replicas: from measured costs to what data-parallel replicas add, as in ``Rehearsal``.
+        replicas: from a schedule, measured costs and the seconds of its passes to what data-parallel replicas add, as in
+            ``Rehearsal``.
         write: called on every rank with what was found; returns more lines for the log.
         sizes, times: see ``profiled``.
     """
@@ -165,14 +167,14 @@ def rehearse(
         costs, timed = yield from profiled(pipeline, sizes, times)
     report = timed[-1]
     own = costs if hop is None else replace(costs, hop=hop, vocabulary=replace(costs.vocabulary, exchange=exchange))
-    schedule = report.schedule
+    schedule, timeline = report.schedule, simulate(report.schedule, own)
     found = Rehearsal(
         report,
         own,
         tuple(_passes(timed)),
-        simulate(schedule, own),
+        timeline,
         max(_of_all_ranks(sum(map(statistics.median, steps.values())))),
-        replicas(own),
+        replicas(schedule, own, timeline.makespan),
         stock_at_its_best(own, schedule.ranks, schedule.microbatches, layers),
         tuple(max(peaks) for peaks in zip(*(one.peak_activation_bytes for one in timed), strict=True)),
         tuple(activation_peaks(schedule, own)),

@@ -46,14 +46,14 @@ from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
-from megatron.pipeline.schedule.core.names import STOCK, counted
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import check_name
-from megatron.pipeline.session.startup_lines import BUCKETS
+from megatron.pipeline.session.startup_lines import buckets_in_words
 
 _NOT_PREPARED = (
     "this model was not built for {name}: megatron.pipeline.install splits the backwards of each chunk that megatron-core's "
@@ -268,13 +268,10 @@ class OwnLoop:
     @cached_property
     def _buckets(self) -> int | None:
         """Buckets of a chunk, planned for as many microbatches as ranks: their number is known with the first iteration."""
-        pipeline = self.pipeline(parallel_state.get_pipeline_model_parallel_world_size())
-        costs = pipeline.plans.costs
-        if not (costs and costs.has_boundary and pipeline.plans.has_family):
-            return None
-        buckets = pipeline.buckets(pipeline.placement.ranks)
-        if buckets and torch.distributed.get_rank() == 0:
-            print(f" {BUCKETS.format(buckets=counted(buckets, 'bucket'), setting='bucket_size')}", flush=True)
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        buckets = self.pipeline(ranks).buckets(ranks)
+        for line in buckets_in_words(buckets, "bucket_size") if torch.distributed.get_rank() == 0 else ():
+            print(f" {line}", flush=True)
         return buckets
 
     def announce(self, lengths: Sequence[Sequence[int]]) -> None:

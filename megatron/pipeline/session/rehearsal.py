@@ -14,15 +14,15 @@ from megatron.core import parallel_state
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.links import collective_seconds
 from megatron.pipeline.costmodel.origin import described, shares_layers
-from megatron.pipeline.costmodel.parameters import parameters
-from megatron.pipeline.costmodel.replicas import replica_seconds
+from megatron.pipeline.costmodel.replicas import between_seconds, with_replicas
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import ITERATIONS, TIMED, Steps
 from megatron.pipeline.runtime.rehearsal import Rehearsal, rehearse
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.session.memory import uncounted_sizes
@@ -40,7 +40,7 @@ def rehearsing(args: Settings, pipeline: Pipeline) -> Steps | None:
     if not args.rehearsal.on:
         return None
     of_a_microbatch = args.micro_batch_size * args.data_parallel_size * args.seq_length
-    replicas, write = partial(_replicas, args, pipeline.placement), partial(_write, args)
+    replicas, write = partial(_replicas, args), partial(_write, args)
     exchange, sizes = _exchange(args), uncounted_sizes(args, pipeline)
     whole = min(args.exit_interval, args.train_iters or args.exit_interval) if args.exit_interval and not args.load else 0
     times = max(TIMED, whole - (ITERATIONS - TIMED))  # of a training that says when it ends, all
@@ -94,21 +94,29 @@ def about_absent_ranks(args: Settings) -> list[str]:
     return [words]
 
 
-def _replicas(args: Settings, placement: Placement, costs: Costs) -> float | None:
+def _replicas(args: Settings, schedule: Schedule, costs: Costs, alone: float) -> float | None:
     """Seconds that data-parallel replicas add to an iteration over the links of ``--rehearse-hop``; None if it names none.
 
-    Ranks are those of a GPT with the flags' sizes, and parameters those of the rank that has most.
+    Parameters are those of a GPT with the flags' sizes. Optimizers' steps are measured.
+
+    Args:
+        alone: seconds of the passes.
     """
+    links, placement = args.rehearsal.links, schedule.placement
     if args.data_parallel_size * args.context_parallel_size == 1:
         return 0.0
-    if args.rehearsal.links is None:
+    if links is None:
         return None
-    layers = decoder_layers(args, placement)
-    counts = parameters(Shape.of(args), placement, layers, args.vocabulary.spread, not args.untie_embeddings_and_output_weights)
-    stages = [[costs.stages[stage] for stage in row] for row in placement.stages]
-    forward = min(sum(stage.forward for stage in row) for row in stages)
-    backward = min(sum(stage.value("fused") for stage in row) for row in stages)
-    return replica_seconds(args, args.rehearsal.links, max(counts, key=lambda count: count.total), forward, backward)
+    whole = with_replicas(args, costs, placement, decoder_layers(args, placement), links, None)
+    problem = Problem(
+        placement,
+        schedule.microbatches,
+        whole,
+        objective=Objective.MAKESPAN,
+        splits=schedule.splits,
+        vocabulary=schedule.vocabulary,
+    )
+    return between_seconds(args, links, schedule, problem, alone, plans=True)
 
 
 def _collectives(args: Settings) -> str:

@@ -39,8 +39,6 @@ _NO_ENGINE = (
     "attention is not fused and takes more time and memory"
 )
 
-BUCKETS = "the gradients of a chunk are reduced in {buckets}, as planned; {setting} sets another size"
-
 _WHEN = {
     "measured": "synchronous steps first, to measure their cost; then steps ahead while they pay",
     "always": "every step is taken ahead, unless something other than the next iteration follows it",
@@ -58,6 +56,12 @@ def first_words(args: Settings, pipeline: Pipeline, loaded: Path | None) -> list
         return [f"{words}, {'with the weights of' if args.finetune else 'going on from'} {loaded}"]
     missing = [f" WARNING: no checkpoint in {args.load}: training starts from iteration 0 with new weights"] if args.load else []
     return [words, *missing]
+
+
+def buckets_in_words(buckets: int | None, setting: str) -> list[str]:
+    """A line about a plan's buckets of a chunk, if there is a plan; ``setting`` is the user's to have others."""
+    words = f"the gradients of a chunk are reduced in {counted(buckets or 0, 'bucket')}, as planned; {setting} sets another size"
+    return [words] if buckets else []
 
 
 def plan_in_words(args: Settings, pipeline: Pipeline, knows_memory: bool = True) -> list[str]:

@@ -169,13 +169,13 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
             return _infeasible(candidate, fixed, error.least + within)
         if isinstance(planned, Dominated):
             return planned
-        schedule, memory_bound, pipeline = planned
+        schedule, memory_bound, alone, pipeline = planned
         ranks = predict(args, schedule, candidate.layers, cluster.device)
         if max(rank.total for rank in ranks) <= cluster.device.memory * (1 + 1e-9):
             break
     else:
         return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
-    between = between_pipelines(cluster, candidate, costs, schedule)
+    between = between_pipelines(cluster, candidate, costs, schedule, alone)
     parts = _parts(cluster, candidate, apart, schedule, pipeline, between)
     shape = Shape.of(args)
     operations = gpt.training_operations(shape) * candidate.microbatches * args.data_parallel_size
@@ -199,11 +199,11 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     return costs if _fuses(candidate) else costs.without_fused()
 
 
-def between_pipelines(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
+def between_pipelines(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule, alone: float) -> float:
     """Seconds by which a period is longer than an iteration alone: see ``between_seconds``."""
     links = links_of(cluster.device, cluster.per_node, candidate.args)
     problem = _steady(cluster, candidate, costs, schedule.microbatches)
-    return between_seconds(candidate.args, links, schedule, problem, plans=not candidate.is_stock)
+    return between_seconds(candidate.args, links, schedule, problem, alone, plans=not candidate.is_stock)
 
 
 def _steady(cluster: Cluster, candidate: Candidate, costs: Costs, microbatches: int) -> Problem:
@@ -237,11 +237,13 @@ def work(candidate: Candidate) -> float:
     return passes * (_OFFLOADED if candidate.args.offloading.mode else 1) + searched
 
 
-def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) -> tuple[Schedule, bool, float] | Dominated:
+def _plan(
+    candidate: Candidate, costs: Costs, limit: float | None, beat: float
+) -> tuple[Schedule, bool, float, float] | Dominated:
     """Plan for ``planned_microbatches`` and extrapolate.
 
     Returns:
-        The schedule, whether more memory might shorten it, and the seconds of a pipeline of all microbatches.
+        The schedule, whether more memory might shorten it, its seconds, and those of a pipeline of all microbatches.
     """
     whole, count = candidate.microbatches, planned_microbatches(candidate)
     problem = _problem(candidate, costs, count, limit)
@@ -259,7 +261,7 @@ def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) 
         step = min(candidate.placement.ranks, count - 1)
         shorter = _solve(candidate, _problem(candidate, costs, count - step, limit))
         more = max(more, (whole - count) * (seconds - _length(candidate, costs, shorter)) / step)
-    return schedule, memory_bound, seconds + more * (count < whole)
+    return schedule, memory_bound, seconds, seconds + more * (count < whole)
 
 
 def _solve(candidate: Candidate, problem: Problem) -> Schedule:

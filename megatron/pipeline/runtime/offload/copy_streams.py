@@ -115,22 +115,14 @@ class ThreadCopyStreams(CopyStreams):
         return direction.start(pairs)
 
 
-class _ThreadTicket:
-    def __init__(self, done: Future[tuple[float, float]]) -> None:
-        self._done = done
-
+class _ThreadTicket(Future[tuple[float, float]]):
     def wait(self) -> None:
-        """Raises:
-        RuntimeError: the streams were closed before the copies. An error of a copy is raised here as well.
-        """
-        self._done.result()
+        """Raises: RuntimeError: the streams were closed before the copies. An error of a copy is raised here as well."""
+        self.result()
 
     @property
     def times(self) -> tuple[float, float]:
-        return self._done.result()
-
-
-_Job = tuple[list[tuple[torch.Tensor, torch.Tensor]], Future[tuple[float, float]]]
+        return self.result()
 
 
 class _Direction:
@@ -140,7 +132,7 @@ class _Direction:
         self._name = name
         self._bandwidth = bandwidth
         self._fastest = 0.0  # bytes a second that this machine has copied
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[list[tuple[torch.Tensor, torch.Tensor]], _ThreadTicket] | None] = SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -148,9 +140,8 @@ class _Direction:
     def start(self, pairs: Pairs) -> Ticket:
         if self._closed.is_set():
             raise RuntimeError(self._reason())
-        done: Future[tuple[float, float]] = Future()
-        self._jobs.put((list(pairs), done))
-        return _ThreadTicket(done)
+        self._jobs.put((list(pairs), done := _ThreadTicket()))
+        return done
 
     def close(self) -> None:
         self._closed.set()

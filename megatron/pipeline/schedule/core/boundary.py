@@ -29,21 +29,27 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 
 
 class Turn(NamedTuple):
-    """Passes that a rank repeats in every iteration: its own, with those of the boundaries at both ends.
-
-    Attributes:
-        passes: in their order.
-        late: how many of them there are up to the last one that belongs to the boundary before this iteration.
-    """
+    """Passes that a rank repeats in every iteration: its own, with those of the boundaries at both ends, in their order."""
 
     passes: tuple[Pass, ...]
-    late: int = 0
+
+    @property
+    def late(self) -> int:
+        """Number of passes up to the last one that belongs to the boundary before this iteration: OPT and AG before their RS."""
+        reduced, late = set[tuple[int, int]](), 0
+        for slot, work in enumerate(self.passes, 1):
+            if work.kind is Kind.RS:
+                reduced.add(work[1:])
+            elif work.kind.row.bucket and work[1:] not in reduced:
+                late = slot
+        return late
 
     @property
     def row(self) -> tuple[Pass, ...]:
         """The row of ``Schedule.boundary``."""
-        own = (slot for slot, work in enumerate(self.passes[self.late :], self.late) if work.kind.row.bucket)
-        return self.passes[next(own, len(self.passes)) :] + self.passes[: self.late]
+        late = self.late
+        own = (slot for slot, work in enumerate(self.passes[late:], late) if work.kind.row.bucket)
+        return self.passes[next(own, len(self.passes)) :] + self.passes[:late]
 
 
 def turn(passes: tuple[Pass, ...], row: tuple[Pass, ...]) -> Turn | None:
@@ -54,7 +60,7 @@ def turn(passes: tuple[Pass, ...], row: tuple[Pass, ...]) -> Turn | None:
     last = len(passes) - len(ends)
     if len(begins) > last or passes[: len(begins)] != begins or passes[last:] != ends:
         return None
-    return Turn(late + passes[len(begins) : last] + tail, len(late))
+    return Turn(late + passes[len(begins) : last] + tail)
 
 
 def turns(schedule: Schedule) -> list[Turn]:

@@ -37,11 +37,10 @@ def delayed_within_limits(problem: Problem, depth: int) -> Order:
     low, high = [0] * ranks, [depth * rank for rank in range(ranks)]
     if problem.limits is None:
         return delayed_weights(ranks, problem.microbatches, depth)
-    enough = problem.first(2 * depth * ranks).microbatches  # all is then held that ever is
+    enough = problem.first(2 * depth * ranks)  # all is then held that ever is
     lags = high
     while True:  # all ranks at once, since what each holds depends on its own lag alone
-        schedule = Schedule("", problem.placement, enough, delayed_weights(ranks, enough, depth, lags))
-        peaks = activation_peaks(recompute(fuse(schedule, problem.fused), problem.recompute), problem.costs)
+        peaks = activation_peaks(as_run(enough, delayed_weights(ranks, enough.microbatches, depth, lags)), problem.costs)
         for rank, (lag, peak, limit) in enumerate(zip(lags, peaks, problem.limits, strict=True)):
             if peak <= limit * SLACK:
                 low[rank] = lag
@@ -50,6 +49,11 @@ def delayed_within_limits(problem: Problem, depth: int) -> Order:
         if low == high:
             return delayed_weights(ranks, problem.microbatches, depth, low)
         lags = [(least + most + 1) // 2 for least, most in zip(low, high, strict=True)]
+
+
+def as_run(problem: Problem, order: Order) -> Schedule:
+    """The schedule of an order of F, B and W, with the R and BW that a problem asks for."""
+    return recompute(fuse(Schedule("", problem.placement, problem.microbatches, order), problem.fused), problem.recompute)
 
 
 def delayed_weights(ranks: int, microbatches: int, depth: int, lags: Sequence[int] | None = None) -> Order:

@@ -6,7 +6,8 @@ Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3. With equal stages th
 
 where m >= 2p-1, W <= F, 2W <= F+B+2*hop and 2*hop <= W: zero bubble in the span if F = B = W. A single iteration
 then still has ZB-H1's makespan; the gain comes from the next iteration, which interlocks. Rank r holds at most 2(p-r)-1
-whole microbatches, and 2r more of which only W is due: 2p-1 microbatches on every rank if B frees nothing.
+whole microbatches, and 2r more of which only W is due: 2p-1 microbatches on every rank if B frees nothing. With few microbatches
+the forwards of its warm-up delay the first backward for nothing: where ZB-H1's order is shorter, that is taken.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.families.family import Family
-from megatron.pipeline.schedule.families.zb_h1 import delayed_within_limits
+from megatron.pipeline.schedule.families.zb_h1 import as_run, delayed_within_limits
+from megatron.pipeline.schedule.time.simulate import simulate
 
 
 def plan(problem: Problem) -> Order:
-    """Rank r runs 2(p-r)-1 forwards before its first B, and W up to 2r microbatches behind B."""
-    return delayed_within_limits(problem, depth=2)
+    """Rank r runs 2(p-r)-1 forwards before its first B, and W up to 2r microbatches behind B; or ZB-H1's order."""
+    orders = [delayed_within_limits(problem, depth) for depth in (2, 1)]
+    return min(orders, key=lambda order: problem.value(simulate(as_run(problem, order), problem.costs)))
 
 
 FAMILY = Family("zb-h2", interleaved, plan, keeps=lambda p: 2 * p - 1)

@@ -69,7 +69,7 @@ def passes_of_a_bucket_are_in_order(rank: int, row: Sequence[Pass]) -> None:
 def chunks_are_complete_and_there(rank: int, repeated: Turn) -> None:
     """RS follows the last pass that adds to its chunk's gradients, in the same iteration, and AG precedes the first pass that
     uses its chunk's parameters; or they stand beside that pass, and begin within it."""
-    passes = repeated.passes
+    passes, late = repeated.passes, repeated.late
     (first, last), beside = first_and_last(passes), within(passes)
     for slot, work in enumerate(passes):
         if work in beside:
@@ -78,10 +78,8 @@ def chunks_are_complete_and_there(rank: int, repeated: Turn) -> None:
             raise ScheduleError(
                 f"rank {rank}: {work} runs before {passes[last[work.chunk]]}, which adds to its gradients; it must run "
                 "directly before the last one that does, or after it"
-                if slot >= repeated.late
-                else f"rank {rank}: {work} runs in the next iteration; it must run before {without_buckets(passes)[0]}"
             )
-        if work.kind is Kind.AG and slot < repeated.late and slot > first.get(work.chunk, slot):
+        if work.kind is Kind.AG and slot < late and slot > first.get(work.chunk, slot):
             raise ScheduleError(
                 f"rank {rank}: {work} runs after {passes[first[work.chunk]]}, which uses its parameters; it must run "
                 "before the first one that does, or directly after it"

@@ -156,13 +156,15 @@ class Cycle:
         OPT."""
         passes = RankPasses(tuple(work for work in own.passes if not work.kind.row.bucket))
         base = iter(zip(*keyed(passes, passes.passes, passes.awaited if self._rows.lanes else {}), strict=True))
-        lags = {work: int(slot >= own.late) for slot, work in _in_row(own) if work.kind.row.bucket}
+        until, placed = own.late, list(enumerate(own.passes))
+        # From its own boundary on: the first OPT waits for the norm.
+        lags = {work: int(slot >= until) for slot, work in placed[until:] + placed[:until] if work.kind.row.bucket}
         first_step = next((work for work in lags if work.kind is Kind.OPT), None)
         whole, beside = {slot for places in first_and_last(own.passes) for slot in places.values()}, within(own.passes)
         nodes: list[tuple[_Node, Pass | None]] = []
         seconds = self._seconds(rank, own)
-        for slot, work in enumerate(own.passes):
-            late = int(slot < own.late)
+        for slot, work in placed:
+            late = int(slot < until)
             if work.kind is Kind.OPT:
                 if self._waits and work == first_step:
                     nodes.append((_Node(self._number("norm"), late, self._costs.norm), None))
@@ -219,12 +221,6 @@ class Cycle:
         stages, counts = self._placement.stages[rank], buckets(own.passes)
         found = {(kind, chunk): (stages[chunk], count) for chunk, count in counts.items() for kind in BUCKET_KINDS}
         return {key: self._costs.bucket_seconds(key[0], *of) for key, of in found.items()}
-
-
-def _in_row(own: Turn) -> list[tuple[int, Pass]]:
-    """The passes of a turn with their slots, from those of its own boundary on."""
-    placed = list(enumerate(own.passes))
-    return placed[own.late :] + placed[: own.late]
 
 
 @compiled

@@ -112,14 +112,10 @@ def _merged(passes: Passes, early: dict[int, list[Pass]], behind: dict[int, list
         early, behind: of the boundary before and of the own one, by the number of the rank's passes before them.
     """
     made: list[Pass] = []
-    late = 0
     for place, work in enumerate((*passes, None)):
-        if place in early:
-            made += early[place]
-            late = len(made)
-        made += behind.get(place, ())
+        made += *early.get(place, ()), *behind.get(place, ())
         made += [] if work is None else [work]
-    return Turn(tuple(made), late)
+    return Turn(tuple(made))
 
 
 class _Completed:
