@@ -27,10 +27,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or extensions would report it as leaked
-
-
 @pytest.hookimpl(tryfirst=True)  # before the test's fixtures, which may use a GPU
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if (mark := item.get_closest_marker("cuda")) is None:
@@ -57,9 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return 0
         return 1 if item.path in on_the_pool else 2
 
-    checkers = [Path(__file__).parent / name for name in CHECKERS]
+    checkers = {Path(__file__).parent / name for name in CHECKERS}
+    found = {path: checkers.isdisjoint([path, *path.parents]) for path in {item.path for item in items}}
     for item in items:
-        if any(item.path.is_relative_to(path) for path in checkers):
+        if not found[item.path]:
             item.add_marker("rest")
     on_the_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     items.sort(key=place)

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -135,12 +135,18 @@ class Pool:
             self._found[call] = self.run(ranks, function, *args, **kwargs)
         return self._found[call]
 
+    def each(
+        self, ranks: int, function: Callable[..., Any], schedules: Iterable[str], *args: Any, **kwargs: Any
+    ) -> list[list[Any]]:
+        """Results under several schedules, the function's first argument; those of megatron-core's own are kept for other tests."""
+        return [(self.once if name == "stock" else self.run)(ranks, function, name, *args, **kwargs) for name in schedules]
+
     def close(self) -> None:
         """End all ranks: those that can end by themselves, which also ends what they started, and then the others."""
         for _, connection, _ in self._workers:
             connection.close()
         for process, _, _ in self._workers:
-            process.join(timeout=5)
+            process.join(timeout=2)
             process.kill()
             process.join()
         self._workers.clear()

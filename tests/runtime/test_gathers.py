@@ -12,7 +12,7 @@ from runtime import gathers
 @pytest.mark.parametrize(
     ("schedule", "trains", "bucket", "clip"),
     [
-        ("zb-v", "", 4096, 0.05),
+        rest("zb-v", "", 4096, 0.05),
         ("zb-v", "", 1, 0.0),  # a bucket for each weight, and shards of nothing
         rest("zb-v", "linear_qkv", 4096, 0.05),
         rest("zb-v", "first", 4096, 0.05),
