@@ -136,10 +136,10 @@ class Pool:
         return self._found[call]
 
     def each(
-        self, ranks: int, function: Callable[..., Any], schedules: Iterable[str], *args: Any, **kwargs: Any
+        self, ranks: int, function: Callable[..., Any], schedules: Iterable[str], *args: Any, **more: Any
     ) -> list[list[Any]]:
-        """Results under several schedules, the function's first argument; those of megatron-core's own are kept for other tests."""
-        return [(self.once if name == "stock" else self.run)(ranks, function, name, *args, **kwargs) for name in schedules]
+        """Results under several schedules, the function's first argument; those of "stock" are kept for other tests."""
+        return [(self.once if name == "stock" else self.run)(ranks, function, name, *args, **more) for name in schedules]
 
     def close(self) -> None:
         """End all ranks: those that can end by themselves, which also ends what they started, and then the others."""

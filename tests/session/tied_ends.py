@@ -1,4 +1,4 @@
-"""What tests/session/test_last_rank.py runs on the pool: ends of a V on one rank, where loops look for the last stage on the last."""
+"""What tests/session/test_last_rank.py runs on the pool: both ends of a V on one rank, and loops that look at the last."""
 
 from __future__ import annotations
 
