@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from command import refusal
 from launch.launched import STAND_IN
 from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
 
@@ -60,12 +61,7 @@ def test_a_yaml_file_of_megatron_lm_is_refused_before_it_replaces_our_flags(
     ],
 )
 def test_no_script(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = main(["launch", *arguments])
-    except SystemExit as end:
-        code = end.code  # type: ignore[assignment]
-    assert code == 2
-    assert words in capsys.readouterr().err
+    assert words in refusal(capsys, "launch", *arguments)
 
 
 def test_a_state_that_was_saved_wrong_is_told_in_one_line(
