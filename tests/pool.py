@@ -253,6 +253,9 @@ def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, r
         schedules = sys.modules.get("megatron.pipeline.patches.schedules")
         if schedules is not None:
             schedules.restore()  # lets go of the pipeline, and through it of the model and its groups
+        loops = sys.modules.get("megatron.pipeline.patches.loops")
+        if loops is not None:
+            loops.install(None)  # or what is built next would follow the placement of this one
         torch.distributed.destroy_process_group()
         _let_go_of_groups()
 
