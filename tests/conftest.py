@@ -96,3 +96,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     args = Namespace(tokenizer_type="ByteLevelTokenizer")
     corpus.write_dataset(documents, str(directory / "stdlib"), ["text"], args, True, 1, lambda _: None)
     return f"--data-path {directory}/stdlib_text_document"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a page server that all tests of a module ask."""
+    from served import serving
+
+    with serving() as (address, _):
+        yield address

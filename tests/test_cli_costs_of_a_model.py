@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import output
+from command import output, refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.costmodel import origin
@@ -89,9 +89,9 @@ def test_reports_and_refusals_count_mib(file: str, capsys: pytest.CaptureFixture
     assert "MiB on the fullest rank; by rank" in output(capsys, "plan", "--schedule", "zb-v", *sizes)
     table = output(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v", "--memory-limit", "40GiB", "--json")
     assert "refused" in json.loads(table)
-    assert main(["plan", "--schedule", "v-auto", *sizes, "--memory-limit", "1MiB"]) == 2
-    message = capsys.readouterr().err
-    assert "--memory-limit 1MiB is too little for v-auto, which needs 11220MiB: raise it" in message
+    assert "--memory-limit 1MiB is too little for v-auto, which needs 11220MiB: raise it" in refusal(
+        capsys, "plan", "--schedule", "v-auto", *sizes, "--memory-limit", "1MiB"
+    )
     assert "memory, MiB" in output(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v")
 
 
@@ -99,12 +99,12 @@ def test_costs_of_no_bytes_have_no_limit_in_bytes(tmp_path: Path, capsys: pytest
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"stages": [{"forward": 1, "backward": 1, "weight": 1, "activation": 40_000}] * 4}))  # MiB
     flags = ["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"]
-    assert main(["plan", *flags, "--costs", str(path), "--memory-limit", "1GiB"]) == 2
-    assert "--memory-limit of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
+    assert "--memory-limit of 1GiB, but the costs do not count bytes" in refusal(
+        capsys, "plan", *flags, "--costs", str(path), "--memory-limit", "1GiB"
+    )
     plan = tmp_path / "plan.json"
     assert main(["plan", *flags, "-o", str(plan)]) == 0
-    assert main(["simulate", str(plan), "--memory-limit", "1GiB"]) == 2
-    assert "the costs do not count bytes" in capsys.readouterr().err
+    assert "the costs do not count bytes" in refusal(capsys, "simulate", str(plan), "--memory-limit", "1GiB")
 
 
 def test_a_stage_without_layers_of_experts_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,28 +122,17 @@ def test_a_stage_without_layers_of_experts_has_none(tmp_path: Path, capsys: pyte
 def test_limits_of_host_memory_are_in_mib_too(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--schedule", "zb-h1", "--pp", "4", "--microbatches", "8"]
     flags, plan = ["plan", *sizes, "--offload", "full"], str(tmp_path / "plan.json")
-    assert main([*flags, "--host-memory-limit", "1GiB"]) == 2
-    assert "--host-memory-limit of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
-    assert main([*flags, "--costs", file, "--host-memory-limit", "1MiB"]) == 2
+    assert "--host-memory-limit of 1GiB, but the costs do not count bytes" in refusal(
+        capsys, *flags, "--host-memory-limit", "1GiB"
+    )
     refused = "--host-memory-limit 1MiB has no room for one microbatch of a chunk, which takes 8704MiB"
-    assert refused in capsys.readouterr().err
+    assert refused in refusal(capsys, *flags, "--costs", file, "--host-memory-limit 1MiB")
     assert main(["plan", *sizes, "-o", plan]) == 0
-    several = [
-        "compare",
-        "--schedules",
-        "zb-h1,1f1b",
-        *sizes[2:],
-        "--offload",
-        "full",
-        "--costs",
-        file,
-        "--host-memory-limit",
-        "1MiB",
-    ]
-    assert main(several) == 2 and refused in capsys.readouterr().err
+    more = ["--offload full --host-memory-limit 1MiB --costs", file]
+    assert refused in refusal(capsys, "compare --schedules zb-h1,1f1b", *sizes[2:], *more)
     again = ["simulate", plan, "--offload", "full", "--host-memory-limit"]
-    assert main([*again, "1GiB"]) == 2 and "of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
-    assert main([*again, "1MiB", "--costs", file]) == 2 and refused in capsys.readouterr().err
+    assert "of 1GiB, but the costs do not count bytes" in refusal(capsys, *again, "1GiB")
+    assert refused in refusal(capsys, *again, "1MiB", "--costs", file)
 
 
 def test_recomputation_and_tensor_parallelism_are_in_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,5 +146,4 @@ def test_recomputation_and_tensor_parallelism_are_in_it(capsys: pytest.CaptureFi
 
 
 def test_an_unknown_gpu_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["costs", "--config", "/nowhere.yaml", "--gpu", "H100"]) == 2
-    assert "unknown GPU 'H100'; known are A100-40GB" in capsys.readouterr().err
+    assert "unknown GPU 'H100'; known are A100-40GB" in refusal(capsys, "costs", "--config", "/nowhere.yaml", "--gpu", "H100")

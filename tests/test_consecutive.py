@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command import refusal
 
 from megatron.pipeline import planning
 from megatron.pipeline.cli import main
@@ -100,8 +101,7 @@ def test_what_cannot_be_one_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], written: list[tuple[int, float, int]], flags: list[str], words: str
 ) -> None:
     files = [write(tmp_path, iteration(number, begin, ranks=ranks)) for number, begin, ranks in written]
-    assert main(["draw", *files, "--consecutive", *flags]) == 2
-    assert words in capsys.readouterr().err
+    assert words in refusal(capsys, "draw", *files, "--consecutive", *flags)
 
 
 def test_iterations_of_other_schedules_are_of_other_runs() -> None:
@@ -120,8 +120,7 @@ def test_what_is_no_recorded_iteration_is_refused(tmp_path: Path, capsys: pytest
         (plain, "no iteration's number is in there"),
         (empty, "rank 1 ran no pass in iteration 6"),
     ):
-        assert main(["draw", good, path, "--consecutive"]) == 2
-        assert words in capsys.readouterr().err
+        assert words in refusal(capsys, "draw", good, path, "--consecutive")
 
 
 def test_the_latest_are_those_without_a_pause_or_a_gap() -> None:

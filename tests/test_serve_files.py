@@ -7,7 +7,6 @@ import json
 import socket
 import time
 import urllib.parse
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,6 @@ from megatron.pipeline.serve.workers import ENDING
 ROOT = Path(__file__).parent.parent
 SMALL = {"pp": "4", "microbatches": "8"}
 BYTES = Costs(tuple(StageCosts(0.01 + 0.001 * stage, 0.02, 0.01, activation=3e8) for stage in range(8)), hop=1e-4).to_json()
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with serving() as (address, _):
-        yield address
 
 
 def opened(address: str, name: str, text: str | bytes, **more: str) -> tuple[int, dict[str, Any]]:
