@@ -54,9 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 1 if item.path in on_the_pool else 2
 
     checkers = {Path(__file__).parent / name for name in CHECKERS}
-    found = {path: checkers.isdisjoint([path, *path.parents]) for path in {item.path for item in items}}
+    marked = {path for path in {item.path for item in items} if not checkers.isdisjoint([path, *path.parents])}
     for item in items:
-        if not found[item.path]:
+        if item.path in marked:
             item.add_marker("rest")
     on_the_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     items.sort(key=place)
