@@ -27,10 +27,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or extensions would report it as leaked
-
-
 @pytest.hookimpl(tryfirst=True)  # before the test's fixtures, which may use a GPU
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if (mark := item.get_closest_marker("cuda")) is None:
@@ -57,9 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return 0
         return 1 if item.path in on_the_pool else 2
 
-    checkers = [Path(__file__).parent / name for name in CHECKERS]
+    checkers = {Path(__file__).parent / name for name in CHECKERS}
+    marked = {path for path in {item.path for item in items} if not checkers.isdisjoint([path, *path.parents])}
     for item in items:
-        if any(item.path.is_relative_to(path) for path in checkers):
+        if item.path in marked:
             item.add_marker("rest")
     on_the_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     items.sort(key=place)
@@ -99,3 +96,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     args = Namespace(tokenizer_type="ByteLevelTokenizer")
     corpus.write_dataset(documents, str(directory / "stdlib"), ["text"], args, True, 1, lambda _: None)
     return f"--data-path {directory}/stdlib_text_document"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a page server that all tests of a module ask."""
+    from served import serving
+
+    with serving() as (address, _):
+        yield address

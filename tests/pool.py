@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -135,12 +135,18 @@ class Pool:
             self._found[call] = self.run(ranks, function, *args, **kwargs)
         return self._found[call]
 
+    def each(
+        self, ranks: int, function: Callable[..., Any], schedules: Iterable[str], *args: Any, **more: Any
+    ) -> list[list[Any]]:
+        """Results under several schedules, the function's first argument; those of "stock" are kept for other tests."""
+        return [(self.once if name == "stock" else self.run)(ranks, function, name, *args, **more) for name in schedules]
+
     def close(self) -> None:
         """End all ranks: those that can end by themselves, which also ends what they started, and then the others."""
         for _, connection, _ in self._workers:
             connection.close()
         for process, _, _ in self._workers:
-            process.join(timeout=5)
+            process.join(timeout=2)
             process.kill()
             process.join()
         self._workers.clear()
@@ -247,6 +253,9 @@ def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, r
         schedules = sys.modules.get("megatron.pipeline.patches.schedules")
         if schedules is not None:
             schedules.restore()  # lets go of the pipeline, and through it of the model and its groups
+        loops = sys.modules.get("megatron.pipeline.patches.loops")
+        if loops is not None:
+            loops.install(None)  # or what is built next would follow the placement of this one
         torch.distributed.destroy_process_group()
         _let_go_of_groups()
 

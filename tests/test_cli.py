@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command import output, refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -23,33 +25,12 @@ def planned(tmp_path: Path) -> Path:
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
-def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a refusal."""
-    try:
-        code = main(arguments)
-    except SystemExit as stop:
-        code = stop.code  # type: ignore[assignment]
-    captured = capsys.readouterr()
-    assert code == 2
-    assert captured.out == ""
-    assert captured.err.endswith("\n")
-    assert captured.err.count("\n") == 1
-    return captured.err
-
-
 def test_a_plan_in_a_file_is_described_on_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = ["plan", "--schedule", "zb-v", "--pp", "2", "--microbatches", "2", "-o", str(path)]
     rest = "0.0% above the lower bound; memory 2 microbatches"
-    assert run(capsys, *plan) == f"wrote {path}: zb-v with 2 chunks, makespan 6.5, {rest}\n"
-    described = run(capsys, "simulate", str(path), "--objective", "span", "-o", str(path))
+    assert output(capsys, *plan) == f"wrote {path}: zb-v with 2 chunks, makespan 6.5, {rest}\n"
+    described = output(capsys, "simulate", str(path), "--objective", "span", "-o", str(path))
     assert described == f"wrote {path}: zb-v with 2 chunks, span 6.5, 0.0% above the lower bound; memory 2 microbatches\n"
 
 
@@ -59,12 +40,12 @@ def test_a_file_with_braids_has_the_bound_and_the_times_of_its_plan(capsys: pyte
     assert main(["plan", "--schedule", "dualpipe-v", *shape, "--json", "-o", str(path)]) == 0
     plan = json.loads(path.read_text())
     capsys.readouterr()
-    again = json.loads(run(capsys, "simulate", str(path), "--json"))
+    again = json.loads(output(capsys, "simulate", str(path), "--json"))
     assert plan["overlap"]["braids"] > 0
     for name in ("makespan", "makespan_lower_bound", "lower_bound", "gap", "makespan_gap"):
         assert again[name] == pytest.approx(plan[name]), name
     assert again["makespan_gap"] >= 0
-    assert json.loads(run(capsys, "certify", str(path), "--json"))["makespan_unlimited"] == pytest.approx(plan["makespan"])
+    assert json.loads(output(capsys, "certify", str(path), "--json"))["makespan_unlimited"] == pytest.approx(plan["makespan"])
 
 
 def test_a_file_says_of_which_order_rules_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -88,17 +69,17 @@ def test_a_plan_counts_what_communication_takes_from_computation(
     """On a machine where that is much, fewer passes are braided; a file of the plan says it, and equals it."""
     parts = "F.dispatch=0.3,F.experts=0.3,F.combine=0.3,B.combine=0.3,B.experts=0.3,B.dispatch=0.3,W.experts=0.4"
     plan, path = f"plan --schedule {schedule} --pp 2 --microbatches 6 --overlap-experts --json", tmp_path / "plan.json"
-    found = [json.loads(run(capsys, *plan.split(), "--cost", f"{parts},beside_communication={k}")) for k in (1, 1.2, 100)]
+    found = [json.loads(output(capsys, *plan.split(), "--cost", f"{parts},beside_communication={k}")) for k in (1, 1.2, 100)]
     spans = [each["makespan"] for each in found]
-    alone = json.loads(run(capsys, *plan.replace(" --overlap-experts", "").split(), "--cost", parts))["makespan"]
+    alone = json.loads(output(capsys, *plan.replace(" --overlap-experts", "").split(), "--cost", parts))["makespan"]
     assert spans[0] < spans[1] < spans[2] <= alone * (1 + 1e-9)
     assert found[1]["gap"] >= 0 and found[1]["costs"]["beside_communication"] == 1.2
     path.write_text(json.dumps(found[1]))
-    assert json.loads(run(capsys, "simulate", str(path), "--json"))["makespan"] == pytest.approx(spans[1])
+    assert json.loads(output(capsys, "simulate", str(path), "--json"))["makespan"] == pytest.approx(spans[1])
 
 
 def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(run(capsys, *PLAN, "--cost", "F=2,B=2,W=2,comm=0.5", "--memory-limit", "4", "--json"))
+    data = json.loads(output(capsys, *PLAN, "--cost", "F=2,B=2,W=2,comm=0.5", "--memory-limit", "4", "--json"))
     expected = {
         "schedule": "zb-h1",
         "pp": 4,
@@ -129,41 +110,41 @@ def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[
 
 
 def test_memory_is_counted_in_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(run(capsys, *PLAN, "--activation", "B=8,W=2", "--json"))
+    data = json.loads(output(capsys, *PLAN, "--activation", "B=8,W=2", "--json"))
     assert data["peak_activation"] == [4, 3.25, 2.5, 1.75]
-    run(capsys, *PLAN, "--activation", "B=8,W=2", "--memory-limit", "4")
+    output(capsys, *PLAN, "--activation", "B=8,W=2", "--memory-limit", "4")
 
 
 def test_a_limit_that_cannot_sustain_the_rate_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["plan", "--schedule", "1f1b", "--pp", "4", "--microbatches", "2", "--memory-limit", "2"]
     assert (
         "limit 2 cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is 3"
-        in " ".join(run(capsys, *few).split())
+        in " ".join(output(capsys, *few).split())
     )
-    assert "sustain" not in run(capsys, *PLAN, "--memory-limit", "4")
-    assert "sustain" not in run(capsys, *PLAN)
+    assert "sustain" not in output(capsys, *PLAN, "--memory-limit", "4")
+    assert "sustain" not in output(capsys, *PLAN)
 
 
 def test_the_other_commands_read_what_plan_wrote(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(planned.read_text())
     assert Schedule.from_json(planned.read_text()).passes[3][0].microbatch == 0
-    assert "zb-h1 (4 ranks, 8 microbatches) obeys every rule; 96 passes and 48 sends, no deadlock" in run(
+    assert "zb-h1 (4 ranks, 8 microbatches) obeys every rule; 96 passes and 48 sends, no deadlock" in output(
         capsys, "verify", str(planned)
     )
-    again = json.loads(run(capsys, "simulate", str(planned), "--json"))
+    again = json.loads(output(capsys, "simulate", str(planned), "--json"))
     assert again == {key: value for key, value in data.items() if key != "plan_seconds"}
-    slower = json.loads(run(capsys, "simulate", str(planned), "--cost", "comm=0.5", "--json"))
+    slower = json.loads(output(capsys, "simulate", str(planned), "--cost", "comm=0.5", "--json"))
     assert (data["span"], slower["span"]) == (30, 33)
     assert slower["costs"] == {"F": 1, "B": 1, "W": 1, "comm": 0.5}
 
 
 def test_readable_summaries(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(capsys, *PLAN)
+    text = output(capsys, *PLAN)
     assert "zb-h1: 4 ranks, 8 microbatches" in text
     assert "span        27  bubble 11.1%" in text
     assert "\nrank 3 ......F0B0F1" in text
-    assert "by rank 4 3.5 3 2.5" in run(capsys, "simulate", str(planned))
-    assert "\nrank 0 F0" in run(capsys, "draw", str(planned))
+    assert "by rank 4 3.5 3 2.5" in output(capsys, "simulate", str(planned))
+    assert "\nrank 0 F0" in output(capsys, "draw", str(planned))
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -183,15 +164,15 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
     recorded = tmp_path / "iteration_0000005.json"
     recorded.write_text(json.dumps({"timeline": {"ranks": ran}, "planned": {"timeline": {"ranks": plan}}}))
     capsys.readouterr()  # of the fixture
-    text = run(capsys, "draw", str(recorded), str(planned))
+    text = output(capsys, "draw", str(recorded), str(planned))
     titles = [line for line in text.splitlines() if line and not line.startswith(("rank", " "))]
     assert titles[:2] == ["iteration_0000005, planned", "iteration_0000005"] and len(titles) == 3
     for suffix in ("html", "png"):
-        assert run(capsys, "draw", str(recorded), "-o", str(tmp_path / f"page.{suffix}")).startswith("wrote ")
+        assert output(capsys, "draw", str(recorded), "-o", str(tmp_path / f"page.{suffix}")).startswith("wrote ")
     entries = re.findall(r'"title": ?"(iteration_0000005(?:, planned)?)"', (tmp_path / "page.html").read_text())
     assert entries == ["iteration_0000005, planned", "iteration_0000005"]
     recorded.write_text(json.dumps({"timeline": {"ranks": ran}, "planned": 3}))
-    assert f"{recorded}: not a timeline" in fail(capsys, "draw", str(recorded))
+    assert f"{recorded}: not a timeline" in refusal(capsys, "draw", str(recorded))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +242,7 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in fail(capsys, *arguments)
+    assert message in refusal(capsys, shlex.join(arguments))
 
 
 @pytest.mark.parametrize(
@@ -293,14 +274,14 @@ def test_bad_files_are_one_line_and_exit_code_2(
 ) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(content)
-    assert message in fail(capsys, command, str(path))
+    assert message in refusal(capsys, command, str(path))
 
 
 def test_draw_refuses_what_it_cannot_draw(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "must end in .png, .svg" in fail(capsys, "draw", str(planned), "-o", str(tmp_path / "picture.pdf"))
-    assert "there is no directory" in fail(capsys, "draw", str(planned), "-o", str(tmp_path / "no" / "picture.png"))
+    assert "must end in .png, .svg" in refusal(capsys, "draw", str(planned), "-o", str(tmp_path / "picture.pdf"))
+    assert "there is no directory" in refusal(capsys, "draw", str(planned), "-o", str(tmp_path / "no" / "picture.png"))
     planned.write_text('{"ranks": 3}')
-    assert "zb-h1.json: not a timeline" in fail(capsys, "draw", str(planned))
+    assert "zb-h1.json: not a timeline" in refusal(capsys, "draw", str(planned))
 
 
 def test_it_runs_as_a_module_and_bears_a_reader_that_leaves() -> None:
@@ -319,7 +300,7 @@ def test_the_bound_holds_where_only_some_microbatches_run_r(tmp_path: Path, caps
     told = {"schedule": "part", "placement": [[0], [1]], "microbatches": 6, "memory_limit": 1, "passes": [first, second]}
     path.write_text(json.dumps(told))
     for objective in ("span", "makespan"):
-        text = run(capsys, "simulate", str(path), "--cost", "F=1,B=1,W=1,R=0,comm=3", "--objective", objective, "--json")
+        text = output(capsys, "simulate", str(path), "--cost", "F=1,B=1,W=1,R=0,comm=3", "--objective", objective, "--json")
         data = json.loads(text)
         assert data["lower_bound"] <= data["span"] and data["makespan_lower_bound"] <= data["makespan"]
 
@@ -329,15 +310,15 @@ def test_a_file_that_says_fused_of_split_backwards_is_not_believed(
 ) -> None:
     path = tmp_path / "fused.json"
     path.write_text(json.dumps(json.loads(planned.read_text()) | {"fuse": [0, 1, 2, 3]}))
-    data = json.loads(run(capsys, "simulate", str(path), "--json"))
+    data = json.loads(output(capsys, "simulate", str(path), "--json"))
     assert data["lower_bound"] <= data["span"]
     path.write_text(json.dumps(json.loads(planned.read_text()) | {"memory_limit": 10**400}))
-    assert "memory_limit must be a number between 0 and 1e100" in fail(capsys, "simulate", str(path))
+    assert "memory_limit must be a number between 0 and 1e100" in refusal(capsys, "simulate", str(path))
 
 
 def test_one_rank_is_not_said_to_be_several(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, *PLAN[:3], "--pp", "1", "--microbatches", "1").startswith("zb-h1: 1 rank, 1 microbatch\n")
-    assert run(capsys, *PLAN).startswith("zb-h1: 4 ranks, 8 microbatches\n")
+    assert output(capsys, *PLAN[:3], "--pp", "1", "--microbatches", "1").startswith("zb-h1: 1 rank, 1 microbatch\n")
+    assert output(capsys, *PLAN).startswith("zb-h1: 4 ranks, 8 microbatches\n")
 
 
 def test_it_bears_a_missing_output() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import output, refusal
 
 from megatron.pipeline import planning
 from megatron.pipeline.cli import main
@@ -21,26 +22,9 @@ from megatron.pipeline.schedule.rules.verify import verify
 AUTO = "plan --schedule auto --pp 3 --microbatches 6 --chunks 2"
 
 
-def printed(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
-    assert main(arguments.split()) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
 def told(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(printed(capsys, f"{arguments} --json"))
+    data: dict[str, Any] = json.loads(output(capsys, f"{arguments} --json"))
     return data
-
-
-def refusal(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
-    try:
-        code = main(arguments.split())
-    except SystemExit as stop:
-        code = stop.code  # type: ignore[assignment]
-    captured = capsys.readouterr()
-    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
-    return captured.err
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +49,7 @@ def test_auto_is_the_object_of_its_choice_with_all_candidates(auto: dict[str, An
 
 
 def test_the_table_says_why_not(auto: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, f"{AUTO} --memory-limit 3")
+    text = output(capsys, f"{AUTO} --memory-limit 3")
     table, note, summary, *_ = text.split("\n\n")
     assert note.startswith("above bound: ")
     heads, *rows = table.splitlines()
@@ -81,7 +65,7 @@ def test_the_table_says_why_not(auto: dict[str, Any], capsys: pytest.CaptureFixt
 
 
 def test_the_table_is_about_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
-    heads, *rows = printed(capsys, f"{AUTO} --objective span").split("\n\n")[0].splitlines()
+    heads, *rows = output(capsys, f"{AUTO} --objective span").split("\n\n")[0].splitlines()
     assert heads.split()[:5] == "schedule span bubble makespan memory".split()
     (h2,) = (row.split() for row in rows if row.startswith("zb-h2 "))
     # 6 microbatches of 3 passes; for the makespan p - 1 = 2 more, which the span does not count.
@@ -142,7 +126,7 @@ def test_a_bound_is_within_the_memory_that_the_schedule_holds(
     assert max(data["peak_activation"]) == memory
     for field, objective in (("lower_bound", "span"), ("makespan_lower_bound", "makespan")):
         assert data[field] == lower_bound(planning.Request(name, 4, 8, objective=objective).problem())
-    assert f"no order within {memory} microbatches has a shorter makespan" in printed(capsys, size)
+    assert f"no order within {memory} microbatches has a shorter makespan" in output(capsys, size)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
     again = told(capsys, f"simulate {path}")
@@ -159,8 +143,8 @@ def test_a_limit_above_what_a_name_stands_for_is_not_used(capsys: pytest.Capture
 def test_simulate_takes_an_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(told(capsys, "plan --schedule zb-h2 --pp 4 --microbatches 8")))
-    assert "has a shorter makespan" in printed(capsys, f"simulate {path}")
-    assert "has a shorter span" in printed(capsys, f"simulate {path} --objective span")
+    assert "has a shorter makespan" in output(capsys, f"simulate {path}")
+    assert "has a shorter span" in output(capsys, f"simulate {path} --objective span")
     path.write_text(json.dumps(told(capsys, f"simulate {path} --objective span")))
     assert told(capsys, f"simulate {path}")["objective"] == "span"
 
@@ -171,19 +155,19 @@ def test_a_package_that_is_not_installed_is_named(
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    printed(capsys, f"plan --schedule 1f1b --pp 2 --microbatches 2 -o {tmp_path}/plan.json")
+    output(capsys, f"plan --schedule 1f1b --pp 2 --microbatches 2 -o {tmp_path}/plan.json")
     line = refusal(capsys, f"draw {tmp_path}/plan.json -o {tmp_path}/plan.png")
     assert line.startswith("mpipe: this needs the package matplotlib") and "not installed" in line
 
 
 def test_the_collector_of_cycles_is_as_it_was_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
     assert gc.isenabled()
-    printed(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2")
+    output(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2")
     refusal(capsys, "plan --schedule what")
     assert gc.isenabled()
     gc.disable()
     try:
-        printed(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2")
+        output(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2")
         assert not gc.isenabled()
     finally:
         gc.enable()

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from command import refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule.rules.transports import TRANSPORTS
@@ -35,17 +36,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> s
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    try:
-        code: object = main(["certify", *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    captured = capsys.readouterr()
-    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
-    return captured.err
 
 
 def test_a_schedule_of_ours_hangs_over_no_transport(capsys: pytest.CaptureFixture[str], planned: str) -> None:
@@ -108,7 +98,7 @@ def test_swapped_messages_are_exit_code_1(capsys: pytest.CaptureFixture[str], tm
     ],
 )
 def test_bad_flags_are_one_line(capsys: pytest.CaptureFixture[str], head_on: str, arguments: list[str], says: str) -> None:
-    assert says in refusal(capsys, *(head_on if argument == "FILE" else argument for argument in arguments))
+    assert says in refusal(capsys, "certify", *(head_on if argument == "FILE" else argument for argument in arguments))
 
 
 @pytest.mark.parametrize(
@@ -132,9 +122,9 @@ def test_a_wrong_file_is_one_line_with_the_place(
 ) -> None:
     path = tmp_path / name
     path.write_text(text)
-    assert says in refusal(capsys, str(path))
+    assert says in refusal(capsys, "certify", str(path))
 
 
 def test_a_wrong_boundary_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, planned: str) -> None:
     (path := tmp_path / "wrong.json").write_text(json.dumps(json.loads(Path(planned).read_text()) | {"boundary": [[]] * 4}))
-    assert "wrong.json: rank 0: RS0.0 is missing in the boundary; add it" in refusal(capsys, str(path))
+    assert "wrong.json: rank 0: RS0.0 is missing in the boundary; add it" in refusal(capsys, "certify", str(path))

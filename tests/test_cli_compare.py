@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import output, refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule import families
@@ -15,26 +16,8 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 COMPARE = "compare --pp 4 --microbatches 8 --cost F=1,B=1.2,W=0.8,comm=0.1"
 
 
-def printed(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
-    assert main(arguments.split()) == 0
-    return capsys.readouterr().out
-
-
-def refusal(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
-    try:
-        code = main(arguments.split())
-    except SystemExit as stop:
-        code = stop.code  # type: ignore[assignment]
-    assert code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
-
-
 def test_every_schedule_is_planned_as_plan_does_or_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(
-        printed(capsys, "compare --pp 4 --microbatches 3 --cost F=1,B=1.2,W=0.8,comm=0.1 --memory-limit 2.5 --json")
-    )
+    data = json.loads(output(capsys, "compare --pp 4 --microbatches 3 --cost F=1,B=1.2,W=0.8,comm=0.1 --memory-limit 2.5 --json"))
     labels = [row["label"] for row in data["schedules"]]
     assert [*labels, *data["refused"]] == list(dict.fromkeys([*labels, *data["refused"]]))
     assert {label.split()[0] for label in (*labels, *data["refused"])} == set(families.FAMILIES)
@@ -46,7 +29,7 @@ def test_every_schedule_is_planned_as_plan_does_or_has_a_reason(capsys: pytest.C
         if row["label"] in ("1f1b", "v-min", "gis-h v=3", "zb-auto v=2"):
             chunks = f" --chunks {row['chunks']}" if "=" in row["label"] else ""
             command = f"{COMPARE} --microbatches 3 --memory-limit 2.5 --schedule {row['schedule']}{chunks} --json"
-            planned: dict[str, Any] = json.loads(printed(capsys, command.replace("compare", "plan")))
+            planned: dict[str, Any] = json.loads(output(capsys, command.replace("compare", "plan")))
             shared = row.keys() & planned.keys() - {"plan_seconds"}
             assert {
                 "span",
@@ -63,7 +46,7 @@ def test_every_schedule_is_planned_as_plan_does_or_has_a_reason(capsys: pytest.C
 @pytest.mark.parametrize("objective", ["span", "makespan"])
 def test_the_best_by_the_objective_is_first(objective: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = f"compare --pp 4 --microbatches 8 --schedules 1f1b,zb-h2,zb-h1 --objective {objective} --json"
-    rows = json.loads(printed(capsys, command))["schedules"]
+    rows = json.loads(output(capsys, command))["schedules"]
     assert [row[objective] for row in rows] == sorted(row[objective] for row in rows)
     # ZB-H2 is shorter in the span; a single iteration of it takes as long as one of ZB-H1, with more memory.
     assert rows[0]["schedule"] == {"span": "zb-h2", "makespan": "zb-h1"}[objective]
@@ -71,21 +54,21 @@ def test_the_best_by_the_objective_is_first(objective: str, capsys: pytest.Captu
 
 def test_memory_of_1f1b_counts_the_extras_of_its_own_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = f"{COMPARE} --first-stage activation=0.5 --schedules 1f1b,zb-h1"
-    rows = json.loads(printed(capsys, f"{extra} --json"))
+    rows = json.loads(output(capsys, f"{extra} --json"))
     assert rows["peak_of_1f1b"] == 4 * 1.5
     assert {row["schedule"]: row["memory_of_1f1b"] for row in rows["schedules"]}["1f1b"] == 1
     costs = tmp_path / "costs.json"
     stage = {"forward": 1, "backward": 1, "weight": 1, "activation": 3}
     costs.write_text(json.dumps({"stages": [stage] * 8}))
     schedules = "--schedules 1f1b,interleaved,dualpipe"
-    data = json.loads(printed(capsys, f"compare --pp 4 --microbatches 8 --costs {costs} {schedules} --json"))
+    data = json.loads(output(capsys, f"compare --pp 4 --microbatches 8 --costs {costs} {schedules} --json"))
     assert data["peak_of_1f1b"] == 4 * 2 * 3
     assert {row["schedule"]: row["memory_of_1f1b"] for row in data["schedules"]}["1f1b"] == 1
     assert data["refused"] == {}
 
 
 def test_several_numbers_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(printed(capsys, f"{COMPARE} --schedules interleaved,1f1b --chunks 2,4,1 --json"))
+    data = json.loads(output(capsys, f"{COMPARE} --schedules interleaved,1f1b --chunks 2,4,1 --json"))
     assert [(row["label"], row["chunks"]) for row in data["schedules"]] == [
         ("interleaved v=4", 4),
         ("interleaved v=2", 2),
@@ -95,12 +78,12 @@ def test_several_numbers_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_no_training_runs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, f"{COMPARE} --schedules 1f1b,dualpipe,chimera").splitlines()
+    lines = output(capsys, f"{COMPARE} --schedules 1f1b,dualpipe,chimera").splitlines()
     assert lines[-1] == "dualpipe, chimera: planned and simulated alone; a training holds the model once"
 
 
 def test_the_table_is_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 --memory-limit 4").splitlines()
+    lines = output(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 --memory-limit 4").splitlines()
     assert lines[0].split() == "schedule makespan bubble span bubble memory of 1F1B above bound plan s".split()
     assert [line.split()[0] for line in lines[1:3]] == ["zb-h1", "1f1b"]
     assert len({len(line) for line in lines[:3]}) == 1
@@ -111,13 +94,13 @@ def test_the_table_is_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_files_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, page = tmp_path / "table.json", tmp_path / "page.html"
-    assert printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {table}") == f"wrote {table}\n"
+    assert output(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {table}") == f"wrote {table}\n"
     assert [row["schedule"] for row in json.loads(table.read_text())["schedules"]] == ["zb-h1", "1f1b"]
-    shown = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {page}")
+    shown = output(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {page}")
     assert shown.startswith("schedule ") and shown.endswith(f"\nwrote {page}\n")
     assert "zb-h1" in page.read_text()
     plot = tmp_path / "pareto.svg"
-    shown = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 --memory-limit 6 -o {plot}")
+    shown = output(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 --memory-limit 6 -o {plot}")
     assert "zb-h2: needs 7" in shown and shown.endswith(f"\nwrote {plot}\n")
     assert "<!-- zb-h1 -->" in plot.read_text() and "a rank (microbatches) -->" in plot.read_text()
 
@@ -130,20 +113,20 @@ def test_above_bound_is_the_same_everywhere_and_at_the_schedules_own_memory(
     command = f"compare {size} --schedules {','.join(names)}"
     for objective, field in (("span", "gap"), ("makespan", "makespan_gap")):
         given = f"{command} --objective {objective}"
-        rows = {row["label"]: row for row in json.loads(printed(capsys, f"{given} --json"))["schedules"]}
+        rows = {row["label"]: row for row in json.loads(output(capsys, f"{given} --json"))["schedules"]}
         assert [rows[name][field] for name in names] == pytest.approx([0, 0, 117 / 103 - 1])
-        shown = {line.split()[0]: line.split()[7] for line in printed(capsys, given).splitlines()[1:4]}
+        shown = {line.split()[0]: line.split()[7] for line in output(capsys, given).splitlines()[1:4]}
         assert shown == {"zb-h1": "0.0%", "zb-h2": "0.0%", "1f1b": "13.6%"}
-        auto = printed(capsys, f"plan --schedule auto --pp 4 --microbatches 8 --memory-limit 4 --objective {objective}")
+        auto = output(capsys, f"plan --schedule auto --pp 4 --microbatches 8 --memory-limit 4 --objective {objective}")
         (line,) = (line for line in auto.splitlines() if line.startswith("1f1b "))
         for name in ("zb-h1", "1f1b"):
             alone = f"plan {size} --schedule {name} --objective {objective}"
-            assert f"this one is {shown[name]} above" in printed(capsys, alone)
-            plan = json.loads(printed(capsys, f"{alone} --json"))
+            assert f"this one is {shown[name]} above" in output(capsys, alone)
+            plan = json.loads(output(capsys, f"{alone} --json"))
             assert {key: plan[key] for key in rows[name].keys() & plan.keys() - {"plan_seconds"}} == {
                 key: rows[name][key] for key in rows[name].keys() & plan.keys() - {"plan_seconds"}
             }
-        small = json.loads(printed(capsys, f"plan --schedule 1f1b --pp 4 --microbatches 8 --objective {objective} --json"))
+        small = json.loads(output(capsys, f"plan --schedule 1f1b --pp 4 --microbatches 8 --objective {objective} --json"))
         assert line.split()[5] == f"{small[field]:.1%}" == "22.2%"
     assert rows["zb-h1"]["lower_bound"] == rows["1f1b"]["lower_bound"] == 103
     assert (rows["zb-h2"]["lower_bound"], rows["zb-h2"]["makespan_lower_bound"]) == (96, 103)
@@ -153,7 +136,7 @@ def test_refusals_with_one_reason_are_one_line(tmp_path: Path, capsys: pytest.Ca
     costs, plot = tmp_path / "costs.json", tmp_path / "plot.svg"
     costs.write_text(json.dumps({"stages": [{"forward": 1, "backward": 1, "weight": 1, "activation": 3}] * 3}))
     size = f"compare --pp 3 --microbatches 3 --costs {costs}"
-    lines = printed(capsys, f"{size} -o {plot}").split("not possible here:\n")[1].splitlines()
+    lines = output(capsys, f"{size} -o {plot}").split("not possible here:\n")[1].splitlines()
     assert lines == ["  dualpipe, chimera: needs an even number of ranks, at least 2, got 3", f"wrote {plot}"]
     assert "a rank (in the costs file's unit) -->" in plot.read_text()
     few = refusal(capsys, f"{size} --schedules dualpipe,chimera")
@@ -162,12 +145,12 @@ def test_refusals_with_one_reason_are_one_line(tmp_path: Path, capsys: pytest.Ca
 
 def test_compare_recomputes_and_fuses_as_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--recompute 0 --fuse 1-3 --activation B=1,R=0.25"
-    (row,) = json.loads(printed(capsys, f"{COMPARE} --schedules zb-h1 {flags} --json"))["schedules"]
-    plan = json.loads(printed(capsys, f"{COMPARE} --schedule zb-h1 {flags} --json".replace("compare", "plan")))
+    (row,) = json.loads(output(capsys, f"{COMPARE} --schedules zb-h1 {flags} --json"))["schedules"]
+    plan = json.loads(output(capsys, f"{COMPARE} --schedule zb-h1 {flags} --json".replace("compare", "plan")))
     assert (row["span"], row["peak_activation"]) == (plan["span"], plan["peak_activation"])
-    (plain,) = json.loads(printed(capsys, f"{COMPARE} --schedules zb-h1 --json"))["schedules"]
+    (plain,) = json.loads(output(capsys, f"{COMPARE} --schedules zb-h1 --json"))["schedules"]
     assert row["span"] > plain["span"] and row["peak_activation"][0] < plain["peak_activation"][0]
-    text = printed(capsys, f"{COMPARE} --schedules zb-h1,zb-v --recompute 7")
+    text = output(capsys, f"{COMPARE} --schedules zb-h1,zb-v --recompute 7")
     assert "zb-h1: --recompute 7: there is no stage 7; the stages are 0..3" in text
 
 
@@ -198,16 +181,14 @@ def planned(tmp_path: Path) -> Path:
 def test_export_and_back(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, back, trace = (tmp_path / name for name in ("order.csv", "back.json", "zb.trace.json"))
     for source, target in ((planned, table), (table, back), (planned, trace)):
-        assert printed(capsys, f"export {source} -o {target}") == f"wrote {target}\n"
+        assert output(capsys, f"export {source} -o {target}") == f"wrote {target}\n"
     original, again = Schedule.from_json(planned.read_text()), Schedule.from_json(back.read_text())
     assert (again.passes, again.placement, again.name) == (original.passes, original.placement, "order")
     given = json.loads(planned.read_text())
-    told = json.loads(printed(capsys, f"simulate {table} --cost F=1,B=2,comm=0.5 --json"))
+    told = json.loads(output(capsys, f"simulate {table} --cost F=1,B=2,comm=0.5 --json"))
     assert told["span"] == given["span"]
-    assert "order (2 ranks, 3 microbatches) obeys every rule" in printed(capsys, f"verify {table}")
-    assert printed(capsys, f"draw {table} --cost F=1,B=2,comm=0.5") == printed(capsys, f"draw {planned}").replace(
-        "zb-h1", "order"
-    )
+    assert "order (2 ranks, 3 microbatches) obeys every rule" in output(capsys, f"verify {table}")
+    assert output(capsys, f"draw {table} --cost F=1,B=2,comm=0.5") == output(capsys, f"draw {planned}").replace("zb-h1", "order")
     complete = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert len(complete) == 2 * 3 * 3
 
@@ -215,7 +196,7 @@ def test_export_and_back(planned: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_recorded_timeline_becomes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded, trace = tmp_path / "measured.json", tmp_path / "measured.trace.json"
     recorded.write_text('{"ranks": [[["F0.0", 100.5, 101.5], ["BW0.0", 101.5, 103]]]}')
-    printed(capsys, f"export {recorded} -o {trace}")
+    output(capsys, f"export {recorded} -o {trace}")
     assert len([event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]) == 2
     assert "missing schedule" in refusal(capsys, f"export {recorded} -o {tmp_path / 'x.csv'}")
 
@@ -228,13 +209,13 @@ def test_bad_exports(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{table}: " in line and "what" in line
     again = tmp_path / "again.json"
     plan = "plan --schedule 1f1b --pp 2 --microbatches 2 --recompute all --json -o"
-    printed(capsys, f"{plan} {again}")
+    output(capsys, f"{plan} {again}")
     assert "no kind for passes R, which 1f1b has" in refusal(capsys, f"export {again} -o {tmp_path / 'x.csv'}")
 
 
 def test_pages(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    printed(capsys, f"draw {planned} {planned} --memory -o {page}")
+    output(capsys, f"draw {planned} {planned} --memory -o {page}")
     assert f"zb-h1 ({planned})" in page.read_text()
     assert "--memory is for pictures: add -o" in refusal(capsys, f"draw {planned} --memory")
 
@@ -250,10 +231,10 @@ def test_compare_says_how_much_of_the_all_to_alls_is_exposed(capsys: pytest.Capt
     """Where there are any: with the parts of layers, or assumed ones."""
     compare = "compare --pp 2 --microbatches 6 --schedules 1f1b,dualpipe-v"
     parts = "--cost F.dispatch=0.2,F.experts=0.3,F.combine=0.2,B.combine=0.2,B.experts=0.3,B.dispatch=0.2,W.experts=0.4"
-    assert "exposed" not in printed(capsys, compare)
+    assert "exposed" not in output(capsys, compare)
 
     def shares(flags: str) -> list[str]:
-        heads, *rows = printed(capsys, f"{compare} {flags}").splitlines()[:3]
+        heads, *rows = output(capsys, f"{compare} {flags}").splitlines()[:3]
         assert "exposed" in heads
         return [row.split()[-3] for row in rows]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import placements
@@ -27,15 +28,6 @@ def run(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
     assert main([*arguments.split(), "--json"]) == 0
     data: dict[str, Any] = json.loads(capsys.readouterr().out)
     return data
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    try:
-        code = main(arguments)
-    except SystemExit as stop:
-        code = stop.code  # type: ignore[assignment]
-    assert code == 2
-    return capsys.readouterr().err
 
 
 @st.composite
@@ -270,7 +262,7 @@ def test_stages(text: str, stages: set[int]) -> None:
 )
 def test_bad_flags(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = "plan --schedule zb-h1 --pp 4 --microbatches 8"
-    assert message in refusal(capsys, *plan.split(), *arguments.split())
+    assert message in refusal(capsys, plan, arguments)
 
 
 def test_costs_of_stages_exclude_the_flags_they_replace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,7 +324,7 @@ def test_an_even_split_beyond_the_limit_has_no_length(capsys: pytest.CaptureFixt
 
 
 def test_too_few_layers_for_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = refusal(capsys, *"plan --schedule zb-v --pp 4 --microbatches 8 --balance 7".split())
+    wrong = refusal(capsys, "plan --schedule zb-v --pp 4 --microbatches 8 --balance 7")
     assert wrong == "mpipe: --balance 7: 8 stages (4 ranks with 2 chunks each) need at least 8 layers\n"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import output, refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.costmodel import origin
@@ -24,13 +25,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
 def planned(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
-    return json.loads(printed(capsys, "plan", "--schedule", "v-auto", "--pp", "4", "--microbatches", "16", *more, "--json"))
+    return json.loads(output(capsys, "plan", "--schedule", "v-auto", "--pp", "4", "--microbatches", "16", *more, "--json"))
 
 
 def test_a_spread_vocabulary_goes_to_the_ends_of_plans_without_one(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,15 +34,15 @@ def test_a_spread_vocabulary_goes_to_the_ends_of_plans_without_one(file: str, ca
     flags = ["plan", "--schedule", "1f1b", "--pp", "4", "--microbatches", "4", "--costs", file, "--json"]
     shards = Costs.from_json(Path(file).read_text()).vocabulary
     assert shards.ranks == 8 and shards.S > 0
-    spread = json.loads(printed(capsys, *flags, "--vocab-parallel", "2"))
+    spread = json.loads(output(capsys, *flags, "--vocab-parallel", "2"))
     assert spread["vocab_costs"]["S"] == pytest.approx(2 * shards.S)
-    alone = json.loads(printed(capsys, *flags))["stage_costs"]["stages"]
+    alone = json.loads(output(capsys, *flags))["stage_costs"]["stages"]
     assert alone[-1]["forward"] - alone[1]["forward"] == pytest.approx(8 * shards.S)
     assert alone[0]["forward"] - alone[1]["forward"] == pytest.approx(8 * shards.IF)
 
 
 def test_it_has_seconds_and_bytes_of_every_stage_and_what_they_are_of(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    costs, of = origin.read(printed(capsys, *LLAMA, "--vocab-parallel", "off", "--json"))
+    costs, of = origin.read(output(capsys, *LLAMA, "--vocab-parallel", "off", "--json"))
     assert len(Costs.from_json(Path(file).read_text()).stages) == len(costs.stages)
     assert len(costs.stages) >= 4 and costs.hop > 0
     assert of["num_layers"] == 32 and of["hidden_size"] == 4096 and of["numbers"] == "bf16"
@@ -65,7 +61,7 @@ def test_experts_need_not_be_cut_as_other_layers_are(capsys: pytest.CaptureFixtu
     )
 
     def forward(expert: int) -> float:
-        told = printed(capsys, *model.split(), "--expert-model-parallel-size", str(expert), "--json")
+        told = output(capsys, *model.split(), "--expert-model-parallel-size", str(expert), "--json")
         return Costs.from_json(told).stages[0].forward
 
     assert forward(4) == pytest.approx(forward(8), rel=0.25), "within a node"
@@ -73,7 +69,7 @@ def test_experts_need_not_be_cut_as_other_layers_are(capsys: pytest.CaptureFixtu
 
 
 def test_the_table_names_stages_milliseconds_and_mib(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, *LLAMA)
+    out = output(capsys, *LLAMA)
     assert out.startswith("one microbatch on H100-80GB\n")
     assert "F ms" in out and "activations, MiB" in out and "a message between stages takes" in out
 
@@ -90,25 +86,25 @@ def test_a_limit_in_bytes_holds_and_is_what_its_number_is(file: str, capsys: pyt
 
 def test_reports_and_refusals_count_mib(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--pp", "4", "--microbatches", "8", "--costs", file]
-    assert "MiB on the fullest rank; by rank" in printed(capsys, "plan", "--schedule", "zb-v", *sizes)
-    table = printed(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v", "--memory-limit", "40GiB", "--json")
+    assert "MiB on the fullest rank; by rank" in output(capsys, "plan", "--schedule", "zb-v", *sizes)
+    table = output(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v", "--memory-limit", "40GiB", "--json")
     assert "refused" in json.loads(table)
-    assert main(["plan", "--schedule", "v-auto", *sizes, "--memory-limit", "1MiB"]) == 2
-    message = capsys.readouterr().err
-    assert "--memory-limit 1MiB is too little for v-auto, which needs 11220MiB: raise it" in message
-    assert "memory, MiB" in printed(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v")
+    assert "--memory-limit 1MiB is too little for v-auto, which needs 11220MiB: raise it" in refusal(
+        capsys, "plan", "--schedule", "v-auto", *sizes, "--memory-limit", "1MiB"
+    )
+    assert "memory, MiB" in output(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v")
 
 
 def test_costs_of_no_bytes_have_no_limit_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"stages": [{"forward": 1, "backward": 1, "weight": 1, "activation": 40_000}] * 4}))  # MiB
     flags = ["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"]
-    assert main(["plan", *flags, "--costs", str(path), "--memory-limit", "1GiB"]) == 2
-    assert "--memory-limit of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
+    assert "--memory-limit of 1GiB, but the costs do not count bytes" in refusal(
+        capsys, "plan", *flags, "--costs", str(path), "--memory-limit", "1GiB"
+    )
     plan = tmp_path / "plan.json"
     assert main(["plan", *flags, "-o", str(plan)]) == 0
-    assert main(["simulate", str(plan), "--memory-limit", "1GiB"]) == 2
-    assert "the costs do not count bytes" in capsys.readouterr().err
+    assert "the costs do not count bytes" in refusal(capsys, "simulate", str(plan), "--memory-limit", "1GiB")
 
 
 def test_a_stage_without_layers_of_experts_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,46 +116,34 @@ def test_a_stage_without_layers_of_experts_has_none(tmp_path: Path, capsys: pyte
     assert [stage.layers for stage in Costs.from_json(Path(costs).read_text()).stages] == [0, 16, 16, 0]
     sizes = ["--schedule", "1f1b", "--pp", "4", "--microbatches", "8"]
     assert main(["plan", *sizes, "--costs", costs, "-o", plan]) == 0
-    assert printed(capsys, "simulate", plan)
+    assert output(capsys, "simulate", plan)
 
 
 def test_limits_of_host_memory_are_in_mib_too(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--schedule", "zb-h1", "--pp", "4", "--microbatches", "8"]
     flags, plan = ["plan", *sizes, "--offload", "full"], str(tmp_path / "plan.json")
-    assert main([*flags, "--host-memory-limit", "1GiB"]) == 2
-    assert "--host-memory-limit of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
-    assert main([*flags, "--costs", file, "--host-memory-limit", "1MiB"]) == 2
+    assert "--host-memory-limit of 1GiB, but the costs do not count bytes" in refusal(
+        capsys, *flags, "--host-memory-limit", "1GiB"
+    )
     refused = "--host-memory-limit 1MiB has no room for one microbatch of a chunk, which takes 8704MiB"
-    assert refused in capsys.readouterr().err
+    assert refused in refusal(capsys, *flags, "--costs", file, "--host-memory-limit 1MiB")
     assert main(["plan", *sizes, "-o", plan]) == 0
-    several = [
-        "compare",
-        "--schedules",
-        "zb-h1,1f1b",
-        *sizes[2:],
-        "--offload",
-        "full",
-        "--costs",
-        file,
-        "--host-memory-limit",
-        "1MiB",
-    ]
-    assert main(several) == 2 and refused in capsys.readouterr().err
+    more = ["--offload full --host-memory-limit 1MiB --costs", file]
+    assert refused in refusal(capsys, "compare --schedules zb-h1,1f1b", *sizes[2:], *more)
     again = ["simulate", plan, "--offload", "full", "--host-memory-limit"]
-    assert main([*again, "1GiB"]) == 2 and "of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
-    assert main([*again, "1MiB", "--costs", file]) == 2 and refused in capsys.readouterr().err
+    assert "of 1GiB, but the costs do not count bytes" in refusal(capsys, *again, "1GiB")
+    assert refused in refusal(capsys, *again, "1MiB", "--costs", file)
 
 
 def test_recomputation_and_tensor_parallelism_are_in_it(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = Costs.from_json(printed(capsys, *LLAMA, "--json"))
+    plain = Costs.from_json(output(capsys, *LLAMA, "--json"))
     again = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    full = Costs.from_json(printed(capsys, *LLAMA, *again, "--json"))
+    full = Costs.from_json(output(capsys, *LLAMA, *again, "--json"))
     assert full.stages[1].activation < plain.stages[1].activation / 4 and full.stages[1].backward > plain.stages[1].backward
-    shared = Costs.from_json(printed(capsys, *LLAMA, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--json"))
+    shared = Costs.from_json(output(capsys, *LLAMA, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--json"))
     assert shared.stages[1].fused is not None and shared.stages[1].fused < shared.stages[1].backward + shared.stages[1].weight
     assert plain.stages[1].fused is None
 
 
 def test_an_unknown_gpu_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["costs", "--config", "/nowhere.yaml", "--gpu", "H100"]) == 2
-    assert "unknown GPU 'H100'; known are A100-40GB" in capsys.readouterr().err
+    assert "unknown GPU 'H100'; known are A100-40GB" in refusal(capsys, "costs", "--config", "/nowhere.yaml", "--gpu", "H100")

@@ -94,7 +94,8 @@ def listed() -> list[str]:
 
 
 # The smaller ones of those that copy to host memory, or that spread the vocabulary, are planned first.
-_LARGE = dict.fromkeys(("18.1B", "42.9B", "66.6B"), whole) | dict.fromkeys(("83.8B", "30B", "21B"), rest)
+_LARGE = dict.fromkeys(("18.1B", "42.9B", "66.6B"), whole)
+_LARGE |= dict.fromkeys(("83.8B", "30B", "21B", "16B", "10.5B", "30B-A3B"), rest)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from command import refusal
 
 from megatron.pipeline import planning
 from megatron.pipeline.cli import main
@@ -44,8 +45,7 @@ def test_draw_joins_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert main(["draw", *files, "--consecutive", "-o", str(tmp_path / f"p.{suffix}")]) == 0
         assert (tmp_path / f"p.{suffix}").stat().st_size > 1000
     Path(files[1]).write_text("{}")
-    assert main(["draw", *files, "--consecutive"]) == 2
-    assert "iteration_6.json: not a timeline" in capsys.readouterr().err
+    assert "iteration_6.json: not a timeline" in refusal(capsys, "draw", *files, "--consecutive")
 
 
 EMPTY = '{"iteration": 6, "schedule": "1f1b", "timeline": {"ranks": [[["F0.0", 1, 2]], []]}}'

@@ -33,7 +33,7 @@ def norms(found: list[example_runs.Steps]) -> list[float]:
 
 
 def test_own_training_loop(pool: Pool) -> None:
-    stock, *others = (pool.run(RANKS, example_runs.own_training_loop, name) for name in ("stock", "zb-h1", "zb-v"))
+    stock, *others = pool.each(RANKS, example_runs.own_training_loop, ("stock", "zb-h1", "zb-v"))
     for ours, near in zip(others, (0, 1e-6), strict=True):
         assert losses(ours) == losses(stock)
         assert norms(ours) == pytest.approx(norms(stock), rel=near)
@@ -65,14 +65,14 @@ def test_the_own_training_loop_is_short() -> None:
 
 
 def test_varying_microbatches(pool: Pool) -> None:
-    stock, ours = (pool.run(RANKS, example_runs.varying_microbatches, name) for name in ("stock", "zb-v"))
+    stock, ours = pool.each(RANKS, example_runs.varying_microbatches, ("stock", "zb-v"))
     assert ours[-1][0] == stock[-1][0]
     assert [[len(part) for part in parts] for parts in stock[-1][0]] == [[3, 2], [7, 5], [4, 1]]
     assert all({1, 2, 5} <= planned for _, planned in ours)
 
 
 def test_lora_leaves_to_w_what_trains(pool: Pool) -> None:
-    stock, ours = (pool.run(RANKS, example_runs.lora, name) for name in ("stock", "zb-v"))
+    stock, ours = pool.each(RANKS, example_runs.lora, ("stock", "zb-v"))
     assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
     for rank in ours:
         assert rank.changed == 0
@@ -85,7 +85,7 @@ def test_lora_leaves_to_w_what_trains(pool: Pool) -> None:
 
 
 def test_where_every_linear_is_frozen_w_is_empty(pool: Pool) -> None:
-    stock, ours = (pool.run(RANKS, example_runs.lora, name, "layernorm") for name in ("stock", "zb-h1"))
+    stock, ours = pool.each(RANKS, example_runs.lora, ("stock", "zb-h1"), "layernorm")
     assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
     for rank in ours:
         assert rank.weights and not any(rank.weights) and rank.changed == 0 and rank.planned == [0.0] * RANKS
@@ -93,7 +93,7 @@ def test_where_every_linear_is_frozen_w_is_empty(pool: Pool) -> None:
 
 def test_where_a_whole_stage_is_frozen_its_w_is_empty(pool: Pool) -> None:
     """All but the output layer: no stage before the last has anything to compute in a backward."""
-    stock, *others = (pool.run(RANKS, example_runs.lora, name, "output_layer") for name in ("stock", "zb-h1", "zb-v"))
+    stock, *others = pool.each(RANKS, example_runs.lora, ("stock", "zb-h1", "zb-v"), "output_layer")
     for ours in others:
         assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
         done = [name for rank in ours for one in rank.weights for name in one]

@@ -60,7 +60,7 @@ def test_failures_name_the_rank_and_the_place(how: str, message: str) -> None:
     try:
         own.run(2, rank_and_sum)  # ranks that are up: on a busy machine starting takes longer than the time below
         with pytest.raises(RankFailed) as error:
-            own.run(2, fail_on, 1, how, timeout=4)
+            own.run(2, fail_on, 1, how, timeout=3)
         assert "rank 1 of 2" in str(error.value)
         assert message in str(error.value)
         assert own.run(1, rank_and_sum) == [(0, 1.0)], "the pool starts anew"

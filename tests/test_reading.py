@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import refusal
 
 from megatron.pipeline import planning
 from megatron.pipeline.cli import main
@@ -35,41 +36,30 @@ def test_json_is_read_in_one_place(read: Callable[[str], object], text: str, mes
     assert message in str(error.value)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that says why."""
-    try:
-        code = main(arguments)
-    except SystemExit as exit:
-        code = int(exit.code or 0)
-    line = capsys.readouterr().err
-    assert code == 2 and line.count("\n") == 1, line
-    return line
-
-
 def test_a_key_given_twice_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"hop": 0, "stages": [{"forward": 1, "backward": 1, "weight": 1, "weight": 2}]}')
     plan = ["plan", "--schedule", "zb-v", "--pp", "2", "--microbatches", "4"]
-    assert "'weight' is given twice" in refused(capsys, *plan, "--costs", str(path))
+    assert "'weight' is given twice" in refusal(capsys, *plan, "--costs", str(path))
 
 
 def test_a_file_without_an_end_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_MOST", 2**20)
-    assert "/dev/zero has more than 1 MiB" in refused(capsys, "simulate", "/dev/zero")
-    assert "/dev/zero has more than 1 MiB" in refused(capsys, "memory", "--config", "/dev/zero")
+    assert "/dev/zero has more than 1 MiB" in refusal(capsys, "simulate", "/dev/zero")
+    assert "/dev/zero has more than 1 MiB" in refusal(capsys, "memory", "--config", "/dev/zero")
 
 
 def test_yaml_may_not_be_nested_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text("[" * 20_000)
-    assert f"--config {path}: nested too deeply" in refused(capsys, "memory", "--config", str(path))
+    assert f"--config {path}: nested too deeply" in refusal(capsys, "memory", "--config", str(path))
 
 
 def test_a_limit_that_is_too_large_is_not_taken_for_none(capsys: pytest.CaptureFixture[str]) -> None:
     """``inf`` lifts the limit of a file; 1e400 is only read as that."""
-    line = refused(capsys, "plan", "--schedule", "zb-v", "--pp", "2", "--microbatches", "4", "--memory-limit", "1e400")
+    line = refusal(capsys, "plan", "--schedule", "zb-v", "--pp", "2", "--microbatches", "4", "--memory-limit", "1e400")
     assert "--memory-limit: '1e400': expected a number" in line
 
 

@@ -13,7 +13,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,6 @@ from megatron.pipeline.serve.workers import Late, Workers
 
 SMALL = {"pp": "4", "microbatches": "8"}
 ENDLESS = {"microbatches": "7000", "pp": "64", "schedule": "v-auto"}  # for a test
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with serving() as (address, _):
-        yield address
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import urllib.parse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served import ask, command, get, serving, untimed
+from served import ask, command, get, untimed
 
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.serve.opened import MOST_BYTES, Opened
 
 SMALL = {"pp": "4", "microbatches": "8"}
 BYTES = Costs(tuple(StageCosts(0.01 + 0.001 * stage, 0.02, 0.01, activation=3e8) for stage in range(8)), hop=1e-4).to_json()
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with serving() as (address, _):
-        yield address
 
 
 def opened(address: str, name: str, text: str | bytes) -> tuple[int, dict[str, Any]]:

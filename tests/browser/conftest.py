@@ -10,13 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import serving
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with serving() as (address, _):
-        yield address
 
 
 @pytest.fixture(scope="module")

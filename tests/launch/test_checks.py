@@ -1,4 +1,4 @@
-"""What ``mpipe launch`` checks and says before a script runs: flags, versions, and what Megatron-LM does only by itself."""
+"""What ``mpipe launch`` checks and says of flags before a script runs, and what Megatron-LM does only by itself."""
 
 from __future__ import annotations
 
@@ -9,29 +9,22 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from launch.launched import STAND_IN
 from megatron.pipeline.patches import compat
-from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
 from packaging.version import Version
 from releases import reduces_experts_wrong
 
-from megatron.pipeline.cli import main
 from megatron.pipeline.combinations.rows import FLAGS, MODELS, QUANTIZED, WRONG
 from megatron.pipeline.combinations.table import refuse, sentences
-from megatron.pipeline.distributed import processes
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.facts import cautions, of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import NEW, Settings, add_flags
 from megatron.pipeline.flags.validation import of_new_flags
-from megatron.pipeline.launch import script
 from megatron.pipeline.launch.ahead import follows_at_once
 from megatron.pipeline.launch.check import check_flags, check_plan, untested
-from megatron.pipeline.launch.progress import LaunchProgress
 from megatron.pipeline.launch.run import Run
-from megatron.pipeline.launch.versions import Versions, version_in
+from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.model.layout import PlacementLayout
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 SIZES_OF_RANKS = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
@@ -42,22 +35,6 @@ def as_read(**given: object) -> Namespace:
     parser = ArgumentParser(allow_abbrev=False)
     add_flags(parser, NEW)
     return Namespace(**vars(parser.parse_args([])) | given)
-
-
-@pytest.mark.parametrize(
-    ("core", "training", "words"),
-    [
-        (
-            "env/site-packages/megatron/core",
-            "env/site-packages/megatron/training",
-            "from pip, env/site-packages/megatron/training",
-        ),
-        ("Megatron-LM/megatron/core", "Megatron-LM/megatron/training", "of the checkout, Megatron-LM/megatron/training"),
-        ("env/site-packages/megatron/core", "LM/megatron/training", "in env/site-packages/megatron/core, LM/megatron/training"),
-    ],
-)
-def test_where_upstream_comes_from_is_said(core: str, training: str, words: str) -> None:
-    assert Versions("0.19.2", Path(core), Path(training), None).in_words == f"megatron-core 0.19.2 {words}"
 
 
 @reduces_experts_wrong
@@ -375,86 +352,3 @@ def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: st
         pipeline = cast("Pipeline", Namespace(name="zb-h1", plans=Namespace(splits=1, plan=lambda _, plan=plan: plan)))
         with pytest.raises(ValueError, match=words) if again and recipe == "delayed" else nullcontext():
             check_plan(args, pipeline, [4])
-
-
-def test_a_yaml_file_of_megatron_lm_is_refused_before_it_replaces_our_flags(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    parser = ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--yaml-cfg")
-    Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1")).add_flags(parser)
-    assert parser.parse_args([]).yaml_cfg is None
-    with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["--yaml-cfg", "flags.yaml"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == (
-        "mpipe launch: --yaml-cfg replaces all flags, ours too: give flags, or a --config file of flags\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "which script?"),
-        (["nowhere/pretrain_gpt.py"], "there is no script nowhere/pretrain_gpt.py"),
-        (["--core", "mine", str(STAND_IN)], "invalid choice: 'mine'"),
-    ],
-)
-def test_no_script(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = main(["launch", *arguments])
-    except SystemExit as end:
-        code = end.code  # type: ignore[assignment]
-    assert code == 2
-    assert words in capsys.readouterr().err
-
-
-def test_a_state_that_was_saved_wrong_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def load() -> None:
-        raise SavedWrongError("the state is not that of its weights")
-
-    monkeypatch.setattr(script, "prepare", lambda *_: load)
-    assert main(["launch", str(STAND_IN)]) == 2
-    assert capsys.readouterr().err == "mpipe: launch: the state is not that of its weights\n"
-
-
-def test_torchruns_options_are_for_whom_torchrun_has_not_started(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(processes.time, "sleep", slept.append)
-    monkeypatch.setenv("RANK", "3")
-    assert main(["launch", "--nproc-per-node", "4", str(STAND_IN)]) == 2
-    assert "which has started this process already (RANK is 3)" in capsys.readouterr().err
-    assert slept == [10], "until then torchrun has ended this rank, if rank 0 ends with the same error"
-
-
-def test_versions_that_differ_are_named(tmp_path: Path) -> None:
-    (tmp_path / "core").mkdir()
-    (tmp_path / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 17\nPATCH = 1\nPRE_RELEASE = 'rc2'\n")
-    assert version_in(tmp_path / "core") == "0.17.1rc2"
-    assert version_in(tmp_path) is None
-    different = Versions("0.16.1", Path("/pip/core"), tmp_path / "training", "0.17.1rc2").difference
-    assert different and "training belongs to megatron-core 0.17.1rc2, and 0.16.1 runs: take the checkout's own" in different
-    assert Versions("0.16.1", tmp_path / "core", tmp_path / "training", "0.16.0").difference is None
-
-
-def test_in_training_a_configuration_is_made_once() -> None:
-    """Scripts ask for it with every microbatch."""
-    run = Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1"))
-    names = ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm")
-    args = Namespace(transformer_impl="local", **dict.fromkeys(names, False))
-    run._cut = cast(PlacementLayout, object())
-
-    def make(args: Namespace, *_: object) -> Namespace:
-        return Namespace(layout=args.pipeline_model_parallel_layout)
-
-    built = run.configure(make, args)
-    assert built.layout is run._cut and run.configure(make, args) is not built, "each chunk may change its own"
-    run._progress = cast(LaunchProgress, object())
-    asked = run.configure(make, args)
-    assert asked == built and run.configure(make, args) is asked
-    assert run.configure(make, args, "another class") is not asked

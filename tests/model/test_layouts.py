@@ -49,9 +49,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 )
 def test_equals_stock(pool: Pool, layout: str) -> None:
     options = {**LAYOUTS[layout], "pp": 2, "iterations": 2, "flags": tuple(LAYOUTS[layout]["flags"].split())}
-    stock = pool.run(4, tiny_gpt.train, "stock", **options)
-    assert len({loss for loss, _ in stock[-1]}) == 2
-    assert pool.run(4, tiny_gpt.train, "zb-h1", **options) == stock
+    stock, ours = pool.each(4, tiny_gpt.train, ("stock", "zb-h1"), **options)
+    assert len({loss for loss, _ in stock[-1]}) == 2 and ours == stock
 
 
 def losses(schedule: str, pp: int, flags: str) -> list[float | None]:
@@ -69,7 +68,7 @@ def losses(schedule: str, pp: int, flags: str) -> list[float | None]:
 def test_all_of_them_under_a_v(pool: Pool, pp: int, more: str) -> None:
     """Both ends of the model on one rank: also the second copy of the embedding, for further tokens."""
     flags = more + "--overlap-grad-reduce --clip-grad 0 --mtp-num-layers 1 --position-embedding-type rope"
-    stock, ours = (pool.run(4, losses, schedule, pp, flags) for schedule in ("stock", "zb-v"))
+    stock, ours = pool.each(4, losses, ("stock", "zb-v"), pp, flags)
     assert [row for row in ours if row[0] is not None] == [row for row in stock if row[0] is not None]
 
 

@@ -25,8 +25,9 @@ MODULES = "--recompute-granularity selective --recompute-modules"
     ],
 )
 def test_equals_stock(pool: Pool, ranks: int, flags: str) -> None:
-    options: dict[str, Any] = {"pp": 2, "microbatches": 4, "iterations": 4, "flags": tuple(flags.split())}
-    assert pool.run(ranks, tiny_gpt.train, "zb-h1", **options) == pool.run(ranks, tiny_gpt.train, "stock", **options)
+    options: dict[str, Any] = {"pp": 2, "microbatches": 4, "iterations": 2, "flags": tuple(flags.split())}
+    stock, ours = pool.each(ranks, tiny_gpt.train, ("stock", "zb-h1"), **options)
+    assert ours == stock
 
 
 def what_ran(flags: tuple[str, ...]) -> tuple[set[int], set[int], int, int]:

@@ -12,7 +12,7 @@ from marked import rest, whole
 from pool import Pool
 
 PAGE = Path(__file__).parents[2] / "docs" / "post_validation.md"
-ITERATIONS, INTERVAL = 12, 5
+ITERATIONS, INTERVAL = 10, 4
 
 
 def train(schedule: str, flags: tuple[str, ...], ahead: bool) -> tuple[list[Any], list[Any], list[str]]:

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.pipeline.planning.aside import PlanningProcess, plan_batch
 
-NUMBERS = (4, 4, 4, 4, 6, 6, 6, 3, 4, 4)  # of microbatches, by iteration
+NUMBERS = (4, 4, 4, 4, 6, 6, 3, 4, 4)  # of microbatches, by iteration
 
 
 class Trained(NamedTuple):
@@ -97,7 +97,7 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
     if how in ("on_time", "too_late"):
         too_late.made = 0  # type: ignore[attr-defined]
         PlanningProcess.plan = {"on_time": on_time, "too_late": too_late}[how]  # type: ignore[method-assign, assignment]
-    settings = EveryBatch(order=order or "given", lengths_of=_lengths_of, interval=5, say=lines.append)  # type: ignore[arg-type]
+    settings = EveryBatch(order=order or "given", lengths_of=_lengths_of, interval=4, say=lines.append)  # type: ignore[arg-type]
     loop = install(schedule, every_batch=settings) if plans else install(schedule)
     pipeline = loop.pipeline(torch.distributed.get_world_size())
     _make_groups(pipeline.placement.chunks)

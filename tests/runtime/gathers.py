@@ -63,17 +63,17 @@ def train(
         )
         seen.append([float(one.mean()) for one in reports])
 
-    for iteration in range(7):
+    for iteration in range(5):
         optimizer.zero_grad()
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         call(iteration)
-        if iteration != 2:
+        if iteration != 1:
             seen.append(float(optimizer.step()[1]))
             early += sum(group.param_gather_handle is not None for chunk in wrapped for group in chunk.bucket_groups)
-        if iteration in (1, 2, 5):
+        if iteration in (0, 1, 3):
             call(100 + iteration, forward_only=True)
-        if iteration in (3, 5):
+        if iteration in (2, 3):
             for chunk in wrapped:
                 chunk.start_param_sync(force_sync=True)
             seen.append(

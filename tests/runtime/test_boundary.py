@@ -58,20 +58,21 @@ def losses(found: list[list[tiny_gpt.Step]]) -> list[list[float]]:
     [
         rest("zb-v", ""),
         ("zb-v", "--untie-embeddings-and-output-weights"),
-        ("v-half", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"),
+        ("v-half", "--fp16 --initial-loss-scale 1048576 --hysteresis 1"),
         rest("zb-v", "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --disable-bias-linear"),
     ],
 )
-@pytest.mark.parametrize("iterations", [8, whole(50)])
+@pytest.mark.parametrize("iterations", [4, whole(50)])
 def test_losses_are_those_of_stock(pool: Pool, tmp_path: Path, schedule: str, flags: str, iterations: int) -> None:
-    """PP 2 and DP 2; with float16 the first steps overflow."""
+    """PP 2 and DP 2; with float16 the first two steps overflow."""
     (file := tmp_path / "costs.json").write_text(costs(schedule, 2).to_json())
     flags = f"--clip-grad 0 {flags}"  # buckets and placements add the squares of a norm up in other orders
-    planned, stock = (
-        losses(pool.run(4, train, *given, iterations))
-        for given in ((schedule, f"{flags} --pipeline-costs {file}"), ("stock", flags))
+    ours, expected = (
+        pool.run(4, train, *given, iterations) for given in ((schedule, f"{flags} --pipeline-costs {file}"), ("stock", flags))
     )
+    planned, stock = losses(ours), losses(expected)
     assert planned == stock and all(len(both) == 2 for both in stock)
+    assert [norm for _, norm in ours[0]].count(None) == (2 if "fp16" in flags else 0)
 
 
 @pytest.mark.whole

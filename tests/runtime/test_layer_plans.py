@@ -56,7 +56,7 @@ def test_schedules(pool: Pool, schedule: str) -> None:
     check(pool, schedule, ranks=4, pp=2, microbatches=6)
 
 
-@pytest.mark.parametrize("flags", [*TOGETHER[:3], *map(rest, TOGETHER[3:])])
+@pytest.mark.parametrize("flags", [TOGETHER[0], rest(TOGETHER[1]), TOGETHER[2], *map(rest, TOGETHER[3:])])
 def test_options_together(pool: Pool, flags: str) -> None:
     check(pool, "zb-h1", ranks=4, pp=2, flags=flags)
 

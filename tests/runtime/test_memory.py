@@ -83,7 +83,7 @@ def test_peak_is_the_simulators(pool: Pool, schedule: str, microbatches: int) ->
     ("schedule", "variant"),
     [
         whole("1f1b", "1"),
-        ("1f1b", "2"),
+        rest("1f1b", "2"),
         whole("v-half", "1"),
         ("v-half", "2"),
     ],

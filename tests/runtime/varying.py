@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 LENGTH, BATCH, WIDTH = 2, 2, 8
-STEPS, MOST = 30, 16
+STEPS, MOST = 12, 8
 
 
 class Own:

@@ -11,6 +11,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from marked import rest
 from schedule_strategies import costs_of, exact, placements, schedules
 
 from megatron.pipeline import planning
@@ -61,7 +62,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [rest(name) if name == "v on one rank" else name for name in CASES])
 @pytest.mark.parametrize("retained", [1, 0])
 def test_no_schedule_is_below_the_bound(case: str, retained: int) -> None:
     placement, microbatches, times, hop = CASES[case]

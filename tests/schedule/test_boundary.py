@@ -222,7 +222,7 @@ def test_times_by_hand() -> None:
     name=st.sampled_from(FAMILIES[:-1]), ranks=st.integers(2, 4), rounds=st.integers(1, 2), goal=st.sampled_from(Objective),
     between=st.tuples(*[st.integers(0, 12)] * 6),
 )  # fmt: skip
-@examples(25)
+@examples(12)
 def test_simulation_is_the_longest_path(name: str, ranks: int, rounds: int, goal: Objective, between: tuple[int, ...]) -> None:
     reduce, step, gather, norm, latency, hop = (number / 4 for number in between)
     schedule, problem = planned(

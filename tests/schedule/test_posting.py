@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from marked import rest
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
@@ -55,8 +56,9 @@ def programs_of(name: str, ranks: int, microbatches: int, vocabulary: Vocabulary
 @pytest.mark.parametrize(
     ("name", "vocabulary"), [*((name, None) for name in families.FAMILIES), *itertools.product(SPREAD, Vocabulary)]
 )
-def test_no_family_deadlocks(name: str, vocabulary: Vocabulary | None) -> None:
-    for ranks, microbatches in ((2, 1), (2, 3), (4, 1), (4, 5), (8, 1), (8, 3)):
+@pytest.mark.parametrize("sizes", [[(2, 1), (2, 3), (4, 1), (4, 5)], rest([(8, 1), (8, 3)])], ids=["small", "large"])
+def test_no_family_deadlocks(name: str, vocabulary: Vocabulary | None, sizes: list[tuple[int, int]]) -> None:
+    for ranks, microbatches in sizes:
         for evaluates in (False, True):
             programs_of(name, ranks, microbatches, vocabulary, evaluates)
 

@@ -30,7 +30,7 @@ def bits(found: list[own_loops.Trained]) -> list[Any]:
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-auto"])
 def test_a_loop_with_one_module_trains_as_under_stock(pool: Pool, schedule: str) -> None:
-    stock, ours = (pool.run(4, own_loops.train, name) for name in ("stock", schedule))
+    stock, ours = pool.each(4, own_loops.train, ("stock", schedule))
     assert [len(losses) for losses in ours[-1].losses] == [5, 4, 6, 3] and bits(ours) == bits(stock)
     assert all(rank.planned == [1.0] * 4 for rank in ours)
 
@@ -53,7 +53,7 @@ def test_with_replicas_whose_reductions_overlap_it_trains_as_under_stock(pool: P
 
 
 def test_the_w_of_what_is_frozen_is_planned_to_take_no_time(pool: Pool) -> None:
-    stock, ours = (pool.run(4, own_loops.train, name, 4, "mlp") for name in ("stock", "zb-auto"))
+    stock, ours = pool.each(4, own_loops.train, ("stock", "zb-auto"), 4, "mlp")
     assert bits(ours) == bits(stock)
     # A layer has 12 h^2 elements, 8 of them in the MLP; the output layer's are the embedding's, which is fused.
     assert [rank.planned for rank in ours] == [ours[0].planned] * 4
@@ -63,7 +63,7 @@ def test_the_w_of_what_is_frozen_is_planned_to_take_no_time(pool: Pool) -> None:
 @pytest.mark.parametrize("pipeline", [4, 2])
 def test_adapters_like_those_of_peft_train_as_under_stock(pool: Pool, pipeline: int) -> None:
     """With clipping, and ranks on which nothing trains; with 2 ranks with replicas and a distributed optimizer."""
-    stock, fused, on_a_v = (pool.run(4, own_loops.adapters, name, pipeline) for name in ("stock", "zb-h1", "zb-v"))
+    stock, fused, on_a_v = pool.each(4, own_loops.adapters, ("stock", "zb-h1", "zb-v"), pipeline)
     assert [bool(rank.weights) for rank in stock].count(False) == 4 - 4 // pipeline
     assert all(norm > 1e-2 for rank in stock for norm in rank.norms), "clipping changes them"
     exact = [(rank.losses, rank.weights) for rank in stock]
@@ -105,7 +105,7 @@ def test_a_loop_that_plans_again_gets_searched_plans(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_searched_plans_take_the_place_of_quick_ones(pool: Pool, tmp_path: Path, fails: bool) -> None:
     (tmp_path / "costs.json").write_text(UNEQUAL.to_json(), encoding="utf-8")
-    stock = pool.run(4, own_loops.train, "stock", counts=own_loops.LATER)
+    stock = pool.once(4, own_loops.train, "stock", counts=own_loops.LATER)
     ours = pool.run(4, own_loops.later, str(tmp_path / "costs.json"), fails)
     assert bits(ours) == bits(stock)
     request = Request("zb-auto", 4, 6, costs=UNEQUAL, objective=Objective.MAKESPAN)

@@ -4,7 +4,7 @@ megatron-core's own schedule."""
 from __future__ import annotations
 
 import pytest
-from marked import whole
+from marked import rest, whole
 from pool import Pool
 from session import rl_loops
 from session.rl_loops import Trained
@@ -31,7 +31,7 @@ def check(stock: list[Trained], ours: list[Trained], exact: bool) -> None:
     ],
 )
 def test_slime(pool: Pool, schedule: str, per_token: bool) -> None:
-    stock, ours = (pool.run(4, rl_loops.as_slime, name, 4, per_token) for name in ("stock", schedule))
+    stock, ours = pool.each(4, rl_loops.as_slime, ("stock", schedule), 4, per_token)
     check(stock, ours, schedule == "zb-h1")
     if schedule == "zb-h1":
         assert [rank.weights for rank in ours] == [rank.weights for rank in stock]
@@ -39,19 +39,19 @@ def test_slime(pool: Pool, schedule: str, per_token: bool) -> None:
 
 @pytest.mark.parametrize("schedule", [whole("zb-h1"), "zb-v"])
 def test_slime_with_replicas(pool: Pool, schedule: str) -> None:
-    stock, ours = (pool.run(4, rl_loops.as_slime, name, 2, True, **OVERLAP) for name in ("stock", schedule))
+    stock, ours = pool.each(4, rl_loops.as_slime, ("stock", schedule), 2, True, **OVERLAP)
     check(stock, ours, False)
 
 
 @pytest.mark.parametrize("in_parts", [whole(False), True])
 @pytest.mark.parametrize("schedule", [whole("zb-h1"), "zb-auto"])
 def test_nemo_rl(pool: Pool, schedule: str, in_parts: bool) -> None:
-    stock, ours = (pool.run(4, rl_loops.as_nemo_rl, name, 4, in_parts) for name in ("stock", schedule))
+    stock, ours = pool.each(4, rl_loops.as_nemo_rl, ("stock", schedule), 4, in_parts)
     check(stock, ours, True)
     assert [rank.weights for rank in ours] == [rank.weights for rank in stock]
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("in_parts", [rest(False), True])
 def test_nemo_rl_with_replicas(pool: Pool, in_parts: bool) -> None:
-    stock, ours = (pool.run(4, rl_loops.as_nemo_rl, name, 2, in_parts, **OVERLAP) for name in ("stock", "zb-h1"))
+    stock, ours = pool.each(4, rl_loops.as_nemo_rl, ("stock", "zb-h1"), 2, in_parts, **OVERLAP)
     check(stock, ours, False)

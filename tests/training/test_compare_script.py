@@ -78,10 +78,10 @@ def test_trainings_take_turns(tmp_path: Path) -> None:
     assert (tmp_path / "journal").read_text().split() == ["a", "b"] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("program")
 def test_a_training_that_fails_ends_the_others(tmp_path: Path) -> None:
-    args = compare._parse(["--schedules", "a", "fails", "--ranks", "1", "--output", str(tmp_path)])
+    sizes = ["--schedules", "a", "fails", "--ranks", "1", "--launcher", "env RANK=0", "--output", str(tmp_path)]
+    args = compare._parse(sizes)
     trainings = compare._in_turn(args, Console())
     failed = next(trainings)
     assert failed.schedule == "fails" and failed.wait()

@@ -28,7 +28,7 @@ from megatron.pipeline.session import checkpoints
             "--fp16 --initial-loss-scale 1024 --loss-scale-window 2",
         ),
         rest(1, "--optimizer sgd"),
-        (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2"),
+        rest(4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2"),
     ],
     ids=["float32", "fp16-distributed-optimizer", "sgd", "experts-distributed-optimizer"],
 )

@@ -7,6 +7,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 import pytest
+from command import refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
@@ -122,8 +123,7 @@ def test_patterns_of_all_releases() -> None:
     ],
 )
 def test_refusals(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", *NEMOTRON.split(), *flags.split()]) == 2
-    assert words in capsys.readouterr().err
+    assert words in refusal(capsys, "memory", NEMOTRON, flags)
 
 
 def test_costs_of_stages_differ(capsys: pytest.CaptureFixture[str]) -> None:

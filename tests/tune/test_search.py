@@ -170,6 +170,7 @@ def test_a_busy_machine_finds_the_same(space: Layouts, monkeypatch: pytest.Monke
     assert same(found[0], found[1]) and same(found[0], found[2])
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("here")
 def test_the_best_layout_is_finished_before_others_that_could_be_faster_at_best() -> None:
     """Most of the budget would go to layouts of large microbatches: they could be fastest, but memory is too scarce for them."""

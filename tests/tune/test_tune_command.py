@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command import refusal
 from tune import forked_ranks
 
 from megatron.pipeline.cli import main
@@ -24,18 +25,6 @@ MODEL = (
 BATCH = ["--global-batch-size", "32"]
 FOUR = ["--gpus", "4", "--gpu", "A100-80GB"]
 FEW = "--pipeline 2,4 --micro-batch-sizes 1 --schedules 1f1b,zb-h1 --processes 1".split()
-
-
-def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a refusal."""
-    try:
-        code = main(["tune", *arguments])
-    except SystemExit as stop:
-        code = stop.code  # type: ignore[assignment]
-    captured = capsys.readouterr()
-    assert code == 2 and captured.out == ""
-    assert captured.err.endswith("\n") and captured.err.count("\n") == 1
-    return captured.err
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +161,7 @@ def test_refusals(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert re.search(message, fail(capsys, *MODEL, *arguments))
+    assert re.search(message, refusal(capsys, "tune", *MODEL, *arguments))
 
 
 def test_a_model_that_fits_nowhere_is_told_what_is_short_and_what_would_fit(
@@ -180,7 +169,7 @@ def test_a_model_that_fits_nowhere_is_told_what_is_short_and_what_would_fit(
 ) -> None:
     wide = [*MODEL, *BATCH, "--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64"]
     few = "--tensor 1 --schedules 1f1b --micro-batch-sizes 1 --processes 1".split()
-    line = fail(capsys, *wide, *few, "--gpus", "2", "--gpu", "A100-80GB", "-o", str(tmp_path))
+    line = refusal(capsys, "tune", *wide, *few, "--gpus", "2", "--gpu", "A100-80GB", "-o", str(tmp_path))
     match = re.search(
         r"fits nowhere on 2 x A100-80GB: its fullest GPU needs at least (\d+\.\d) GiB, (\d+\.\d) GiB more than the 76 "
         r"that it may take \(PP 2; (\d+\.\d) GiB of it are weights, gradients and optimizer state\); what would fit: "
@@ -249,4 +238,4 @@ def test_less_memory_than_a_gpu_has(capsys: pytest.CaptureFixture[str], tmp_path
         assert main(["tune", *few, *more, "--json"]) == 0
         peaks.append(json.loads(capsys.readouterr().out)["best"][0]["bytes"]["total"])
     assert peaks[1] <= 12 * 2**30 < peaks[0] <= 76 * 2**30
-    assert "--gpu-memory 81: A100-80GB has 80 GB" in fail(capsys, *few, "--gpu-memory", "81")
+    assert "--gpu-memory 81: A100-80GB has 80 GB" in refusal(capsys, "tune", *few, "--gpu-memory", "81")
