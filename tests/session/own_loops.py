@@ -25,6 +25,8 @@ from runtime import batches
 
 from megatron.pipeline import install
 from megatron.pipeline.planning.aside import PlanningProcess
+from megatron.pipeline.planning.plan_cache import PlanCache
+from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 
@@ -165,6 +167,28 @@ def train(
 
 def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
     """One of 4 processes without a launcher. Rank 2 calls that many times and then no more; the others go on."""
+    chunk = _watched(rank, port, stderr)
+    time.sleep(3.0)  # in its own code a loop may stay longer
+    for call in range(2):
+        if rank != 2 or call < calls:
+            _iterate(chunk, 4, example("own_training_loop").batches(4, seed=call))
+    time.sleep(60)
+
+
+def plans_longer(rank: int, port: int, stderr: Path) -> None:
+    """One of 4 processes without a launcher. Rank 2 plans for twice as long as an iteration may stand still."""
+    chunk, plan = _watched(rank, port, stderr), PlanCache.plan
+
+    def slow(plans: PlanCache, microbatches: int, forward_only: bool = False) -> Planned:
+        time.sleep(4.0 if microbatches not in plans.planned else 0.0)
+        return plan(plans, microbatches, forward_only)
+
+    PlanCache.plan = slow if rank == 2 else plan  # type: ignore[method-assign]
+    _iterate(chunk, 4, example("own_training_loop").batches(3, seed=0))
+
+
+def _watched(rank: int, port: int, stderr: Path) -> Any:
+    """The chunk of a process that starts without a launcher, and of which the others expect a sign every 2 s."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -177,12 +201,7 @@ def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
     parallel_state.initialize_model_parallel(1, 4)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     model = _model("")
-    chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    time.sleep(3.0)  # in its own code a loop may stay longer
-    for call in range(2):
-        if rank != 2 or call < calls:
-            _iterate(chunk, 4, example("own_training_loop").batches(4, seed=call))
-    time.sleep(60)
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
 
 
 class Adapted(torch.nn.Module):

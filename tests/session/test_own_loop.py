@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,17 +194,27 @@ def test_an_option_that_no_pipeline_has_is_refused_at_once() -> None:
         install("zb-h1", mesure=True)
 
 
-@pytest.mark.parametrize("calls", [0, 1])
-def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls: int) -> None:
-    """The first waits in what all ranks compare, another in a message."""
-    port, stderr = free_port(), tmp_path / "stderr"
-    ranks = [forked(own_loops.stays_away, rank, port, stderr, calls) for rank in range(4)]
+def test_a_rank_that_plans_for_long_is_not_blamed(tmp_path: Path) -> None:
+    ended, said = together(own_loops.plans_longer, tmp_path)
+    assert ended == [0] * 4 and "Pipeline stopped" not in said, said
+
+
+def together(run: Callable[..., None], folder: Path, *more: Any) -> tuple[list[int | None], str]:
+    """How 4 processes without a launcher end, and what they say."""
+    port, stderr = free_port(), folder / "stderr"
+    ranks = [forked(run, rank, port, stderr, *more) for rank in range(4)]
     for process in ranks:
         process.join(timeout=50)
         process.kill()
         process.join()
-    said = stderr.read_text()
-    assert [process.exitcode for process in ranks] == [1] * 4, said
+    return [process.exitcode for process in ranks], stderr.read_text()
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls: int) -> None:
+    """The first waits in what all ranks compare, another in a message."""
+    ended, said = together(own_loops.stays_away, tmp_path, calls)
+    assert ended == [1] * 4, said
     [verdict] = re.findall(r"^Pipeline stopped: (.*)$", said, re.MULTILINE)
     assert verdict.startswith("global rank 2 (pipeline rank 2 of 4, ")
     assert "is slow or stuck in its own code: it has not called forward_backward (at " in verdict and "own_loops.py" in verdict

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from megatron.pipeline.combinations.rows import GROUPS
 from megatron.pipeline.combinations.table import Facts, refuse
+from megatron.pipeline.planning import kept
 from megatron.pipeline.planning.balance import Model, balanced, check_layers, finer
 from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.costs import with_parts
@@ -77,6 +78,8 @@ class Request:
             are then cut into layers, and ``Planned.split`` says how many a stage gets. None: stages are as the costs say.
         unit: in which refusals tell the user amounts of memory.
         beside: what ranks need beside activations, for limits where there is no ``memory_limit``: see ``limits.kept_limits``.
+        keep: whether a searched order is kept on disk, and read from there where it has been: see ``kept``. Orders of a moment,
+            quick ones and those of unequal microbatches, are not.
         bounded: whether to refuse what would take hours: more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
     """
 
@@ -101,6 +104,7 @@ class Request:
     layers: int | None = None
     unit: Unit = MICROBATCHES
     bounded: bool = False
+    keep: bool = False
     beside: BesideOf | None = None
 
     @property
@@ -177,12 +181,18 @@ class Request:
             return self._balanced(self.layers)
         begin = time.perf_counter()
         problem = self.problem()
-        schedule, by_rules = solve(self.schedule, problem), None
-        if problem.costs.has_boundary:
-            schedule, by_rules = with_boundary(schedule, problem)
+        keeps = self.keep and not (problem.quick or problem.costs.loads)
+        found = kept.find(self.schedule, problem) if keeps else None
+        order = found or self._searched(problem)
         seconds = time.perf_counter() - begin
-        verify(schedule, waits_for_norm=waits_for_norm(problem))
-        return Planned(schedule, replace(problem, quick=False), self.variant, seconds, by_rules=by_rules)
+        verify(order.schedule, waits_for_norm=waits_for_norm(problem))
+        if keeps and not found:
+            kept.keep(self.schedule, problem, order, seconds)
+        return Planned(order.schedule, replace(problem, quick=False), self.variant, seconds, by_rules=order.by_rules)
+
+    def _searched(self, problem: Problem) -> kept.Order:
+        schedule = solve(self.schedule, problem)
+        return kept.Order(*(with_boundary(schedule, problem) if problem.costs.has_boundary else (schedule, None)))
 
     def _balanced(self, layers: int) -> Planned:
         """The schedule of the split of the layers that makes it shortest."""

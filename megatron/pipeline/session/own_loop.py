@@ -12,6 +12,7 @@ import atexit
 import inspect
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -80,6 +81,7 @@ class OwnLoop:
     ) -> None:
         # Ranks and microbatches are known with the first iteration.
         request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
+        request = replace(request, keep=True)
         check_name(request.schedule, "install of", [STOCK])
         if request.schedule.startswith(FILE):
             naming(request.schedule.removeprefix(FILE), Schedule.from_json)
@@ -96,7 +98,7 @@ class OwnLoop:
             raise ValueError(f"install(watchdog={watchdog!r}): give seconds above 0, or leave it out")
         self._request, self._options, self._patience = request, options, watchdog
         self._watchdog: Watchdog | None = None
-        self._runs: Pipeline | None = None  # whose iteration has been called
+        self._in: Pipeline | str | None = None  # the one whose iteration has been called; or what may take longer than a pass
         self._said: set[str] = set()
         self._calls = 0  # grows where a call begins to wait for other ranks, and ends to
         self._pipelines: dict[int, Pipeline] = {}
@@ -259,8 +261,10 @@ class OwnLoop:
 
     def _situation(self) -> Situation:
         """Position of this rank; asked from another thread."""
-        if (runs := self._runs) is None:
+        if (runs := self._in) is None:
             return Situation("its own code: it has not called forward_backward", (self._calls,))
+        if isinstance(runs, str):
+            return Situation(runs, (self._calls, time.monotonic_ns()))  # as long as it lasts all counts as moving
         mine = replace(runs.situation, progress=(self._calls, *runs.situation.progress))
         place = "the start or the end of an iteration"
         return mine if mine.in_iteration else replace(mine, place=place, in_iteration=True, waits_for_all=True)
@@ -300,7 +304,8 @@ class OwnLoop:
         with self._watched(pipeline):
             if not call.forward_only:
                 self._check(call, pipeline, placement)
-        pipeline.plans.plan(call.num_microbatches, call.forward_only)  # which may take longer than a pass
+        with self._watched(f"planning {counted(call.num_microbatches, 'microbatch')}"):
+            pipeline.plans.plan(call.num_microbatches, call.forward_only)
         with self._watched(pipeline):
             reports = pipeline.run(call)
             if placement is not None:
@@ -309,12 +314,12 @@ class OwnLoop:
         return reports
 
     @contextmanager
-    def _watched(self, pipeline: Pipeline) -> Iterator[None]:
-        self._runs, self._calls = pipeline, self._calls + 1
+    def _watched(self, place: Pipeline | str) -> Iterator[None]:
+        self._in, self._calls = place, self._calls + 1
         try:
             yield
         finally:
-            self._runs, self._calls = None, self._calls + 1
+            self._in, self._calls = None, self._calls + 1
 
     def _check(self, call: Call, pipeline: Pipeline, placement: Placement | None) -> None:
         """Refuse a model that cannot train so; before the first iteration count what trains, collective over the pipeline."""
