@@ -18,6 +18,8 @@ from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.placement import v
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
 
 ASKED = Request("v-auto", 4, 6, costs=uniform(v(4)), memory_limit=3, keep=True)
 
@@ -34,7 +36,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of families that search from here on."""
     searched, solve = list[str](), request.solve
-    monkeypatch.setattr(request, "solve", lambda name, problem: searched.append(name) or solve(name, problem))
+
+    def noted(name: str, problem: Problem) -> Schedule:
+        searched.append(name)
+        return solve(name, problem)
+
+    monkeypatch.setattr(request, "solve", noted)
     return searched
 
 
@@ -44,7 +51,11 @@ def orders(planned: Planned) -> Any:
 
 @pytest.mark.parametrize(
     "asked",
-    [ASKED, Request("zb-h1", 4, 6, costs=boundary_costs("zb-h1", 4), keep=True), replace(ASKED, schedule="zb-v", memory_limit=None)],
+    [
+        ASKED,
+        Request("zb-h1", 4, 6, costs=boundary_costs("zb-h1", 4), keep=True),
+        replace(ASKED, schedule="zb-v", memory_limit=None),
+    ],
 )
 def test_a_second_start_reads_what_the_first_has_searched(folder: Path, searches: list[str], asked: Request) -> None:
     first, second = asked.plan(), asked.plan()

@@ -137,6 +137,23 @@ def test_a_loss_that_megatron_core_gets_wrong_is_named(pool: Pool) -> None:
     ]
 
 
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_an_actor_and_a_critic_train_in_turn(pool: Pool, ranks: int) -> None:
+    """Each with its own optimizer and frozen weights, the critic with tied ends; one whose ends differ is refused."""
+    names = ("stock", "zb-v", "zb-h1")[: 2 if ranks == 2 else 3]
+    stock, on_a_v, *fused = (pool.run(ranks, own_loops.several_models, name) for name in names)
+    assert [[rank[:3] for rank in found] for found in fused] == [[rank[:3] for rank in stock]] * len(fused)
+    assert [len(row) for row in stock[-1].losses] == [3, 1, 4, 2, 2, 1, 5, 3]
+    assert on_a_v[-1].losses == stock[-1].losses
+    assert on_a_v[0].norms == pytest.approx(stock[0].norms, rel=1e-6)
+    assert all("tied to the embedding, and their weights differ" in rank.refused for rank in on_a_v)
+
+
+def test_another_schedule_takes_over_models_that_train(pool: Pool) -> None:
+    stock, ours = (pool.run(4, own_loops.several_models, *names) for names in (("stock", "stock"), ("zb-h1", "zb-auto")))
+    assert [rank[:3] for rank in ours] == [rank[:3] for rank in stock]
+
+
 def test_the_last_that_is_installed_counts(pool: Pool) -> None:
     for stock, ours, again in pool.run(4, own_loops.in_turn, "stock", "zb-h1", "stock"):
         assert ours[:3] == stock[:3] and again == stock and ours.planned

@@ -81,7 +81,8 @@ def _place(name: str, problem: Problem) -> tuple[Path | None, str]:
 def _code() -> str:
     """Digest of the code that plans."""
     room = Path(__file__).parents[1]
-    return _digest(*(file.read_text(encoding="utf-8") for part in ("schedule", "planning") for file in sorted((room / part).rglob("*.py"))))
+    files = [file for part in ("schedule", "planning") for file in sorted((room / part).rglob("*.py"))]
+    return _digest(*(file.read_text(encoding="utf-8") for file in files))
 
 
 def _digest(*texts: str) -> str:
