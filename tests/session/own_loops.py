@@ -533,3 +533,17 @@ def several_models(schedule: str, again: str | None = None) -> Several:
     for weight in [model.module.shared_embedding_or_output_weight() for model in chunks if model.module.pre_process]:
         weight.data.add_(1)
     return Several(losses, norms, weights, refused(lambda: own.run(chunks, own.batches(2, seed=0), optimizer)))
+
+
+def built_too_early(schedule: str, installed: str = "stock") -> str:
+    """What a loop is told whose chunks have been built, and not yet wrapped, when the schedule is installed."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    own = example("own_training_loop")
+    install(installed)
+    parallel_state.initialize_model_parallel(1, torch.distributed.get_world_size(), 2)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    built = own.build()
+    install(schedule)
+    chunks = own.wrap(built)
+    return refused(lambda: own.run(chunks, own.batches(4, seed=0), optimizer_of(chunks)))

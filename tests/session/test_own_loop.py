@@ -150,8 +150,10 @@ def test_an_actor_and_a_critic_train_in_turn(pool: Pool, ranks: int) -> None:
 
 
 def test_another_schedule_takes_over_models_that_train(pool: Pool) -> None:
-    stock, ours = (pool.run(4, own_loops.several_models, *names) for names in (("stock", "stock"), ("zb-h1", "zb-auto")))
-    assert [rank[:3] for rank in ours] == [rank[:3] for rank in stock]
+    stock, *ours = (
+        pool.run(4, own_loops.several_models, *names) for names in (("stock", "stock"), ("zb-h1", "zb-auto"), ("zb-h1", "stock"))
+    )
+    assert [[rank[:3] for rank in found] for found in ours] == [[rank[:3] for rank in stock]] * 2
 
 
 def test_the_last_that_is_installed_counts(pool: Pool) -> None:
@@ -174,6 +176,24 @@ def test_a_model_with_other_chunks_than_a_v_is_refused_on_every_rank(pool: Pool,
 def test_a_model_that_was_built_before_is_refused(pool: Pool) -> None:
     [one, other] = pool.run(2, own_loops.built_before)
     assert one == other and "call install before the model is built" in one
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "says"),
+    [
+        ("stock", "zb-v", "chunk 1 of pipeline rank 3 has the output layer, and schedule zb-v has it in chunk 1 of rank 0"),
+        (
+            "zb-v",
+            "stock",
+            "chunks are placed as another schedule has them, stages 0, 7 on the first pipeline rank. Build the model",
+        ),
+    ],
+)
+def test_chunks_that_were_built_for_another_placement_are_refused_on_every_rank(
+    pool: Pool, first: str, then: str, says: str
+) -> None:
+    messages = pool.run(4, own_loops.built_too_early, then, first)
+    assert set(messages) == {messages[0]} and says in messages[0]
 
 
 @pytest.mark.parametrize(
