@@ -11,9 +11,11 @@ import hashlib
 import json
 import logging
 import os
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from megatron.pipeline.schedule.core.compiled import user_folder, write_whole
 from megatron.pipeline.schedule.core.problem import Problem
@@ -25,24 +27,36 @@ _MOST = 200  # files: who plans for costs that differ at each start leaves no mo
 _LOG = logging.getLogger(__name__)
 
 
-class Order(NamedTuple):
-    """What planning finds: the schedule, and its period by Megatron-LM's rules (see ``Planned``)."""
-
-    schedule: Schedule
-    by_rules: float | None
+Order: TypeAlias = tuple[Schedule, float | None]  # and its period by Megatron-LM's rules, where that is known
 
 
-def find(name: str, problem: Problem) -> Order | None:
-    """The order that an earlier process has kept for a family's name and a problem; None without one, or if its file is not as it
-    was written."""
-    path, key = _place(name, problem)
-    if path is None:
-        return None
+def order(name: str, problem: Problem, search: Callable[[], Order]) -> Order:
+    """The order of a family for a problem: as an earlier process has kept it, or else searched, and kept by one rank of a node.
+
+    Args:
+        search: finds it, and may raise a ValueError.
+    """
+    given, home = os.environ.get(FOLDER), user_folder()
+    folder = Path(given) if given else home and home / "plans"
+    if given == "off" or folder is None:
+        return search()
+    key = f"{_code()} {name} {problem!r}"
+    path = folder / f"{name}-{_digest(key)}.json"
+    if found := _read(path, key):
+        return found
+    begin = time.perf_counter()
+    searched = search()
+    if time.perf_counter() - begin >= _WORTH and os.environ.get("LOCAL_RANK", "0") == "0":
+        _write(path, key, *searched)
+    return searched
+
+
+def _read(path: Path, key: str) -> Order | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields.pop("digest") != _digest(key, json.dumps(fields)):
             raise ValueError("it was changed")
-        return Order(Schedule.from_json(json.dumps(fields)), fields.get("period_by_rules"))
+        return Schedule.from_json(json.dumps(fields)), fields.get("period_by_rules")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -50,31 +64,16 @@ def find(name: str, problem: Problem) -> Order | None:
         return None
 
 
-def keep(name: str, problem: Problem, order: Order, seconds: float) -> None:
-    """Keep an order whose search has taken that long. One rank of a node does so; a file that cannot be written costs a line."""
-    path, key = _place(name, problem)
-    if path is None or seconds < _WORTH or os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    fields = order.schedule.fields() | ({} if order.by_rules is None else {"period_by_rules": order.by_rules})
+def _write(path: Path, key: str, schedule: Schedule, by_rules: float | None) -> None:
+    fields = schedule.fields() | ({} if by_rules is None else {"period_by_rules": by_rules})
     digest = _digest(key, json.dumps(fields))
     try:
         write_whole(path, json.dumps({"digest": digest} | fields).encode())
     except OSError as error:
         _LOG.warning("a plan is not kept for the next start (%s): %s names another folder, or off", error, FOLDER)
-        return
     with contextlib.suppress(OSError):  # another process removes them, too
         for old in sorted(path.parent.glob("*.json"), key=os.path.getmtime)[:-_MOST]:
             old.unlink()
-
-
-def _place(name: str, problem: Problem) -> tuple[Path | None, str]:
-    """The file of a plan, if plans are kept, and what its order follows from."""
-    given, home = os.environ.get(FOLDER), user_folder()
-    folder = Path(given) if given else home and home / "plans"
-    if given == "off" or folder is None:
-        return None, ""
-    key = f"{_code()} {name} {problem!r}"
-    return folder / f"{name}-{_digest(key)}.json", key
 
 
 @cache

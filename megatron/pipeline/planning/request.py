@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from megatron.pipeline.combinations.rows import GROUPS
@@ -182,17 +183,15 @@ class Request:
         begin = time.perf_counter()
         problem = self.problem()
         keeps = self.keep and not (problem.quick or problem.costs.loads)
-        found = kept.find(self.schedule, problem) if keeps else None
-        order = found or self._searched(problem)
+        search = partial(self._search, problem)
+        schedule, by_rules = kept.order(self.schedule, problem, search) if keeps else search()
         seconds = time.perf_counter() - begin
-        verify(order.schedule, waits_for_norm=waits_for_norm(problem))
-        if keeps and not found:
-            kept.keep(self.schedule, problem, order, seconds)
-        return Planned(order.schedule, replace(problem, quick=False), self.variant, seconds, by_rules=order.by_rules)
+        verify(schedule, waits_for_norm=waits_for_norm(problem))
+        return Planned(schedule, replace(problem, quick=False), self.variant, seconds, by_rules=by_rules)
 
-    def _searched(self, problem: Problem) -> kept.Order:
+    def _search(self, problem: Problem) -> kept.Order:
         schedule = solve(self.schedule, problem)
-        return kept.Order(*(with_boundary(schedule, problem) if problem.costs.has_boundary else (schedule, None)))
+        return with_boundary(schedule, problem) if problem.costs.has_boundary else (schedule, None)
 
     def _balanced(self, layers: int) -> Planned:
         """The schedule of the split of the layers that makes it shortest."""
