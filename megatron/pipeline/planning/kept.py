@@ -26,7 +26,6 @@ _WORTH = 0.1  # seconds of a search; shorter ones are not kept
 _MOST = 200  # files: who plans for costs that differ at each start leaves no more
 _LOG = logging.getLogger(__name__)
 
-
 Order: TypeAlias = tuple[Schedule, float | None]  # and its period by Megatron-LM's rules, where that is known
 
 
