@@ -166,8 +166,11 @@ def train(
 
 
 def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
-    """One of 4 processes without a launcher. Rank 2 calls that many times and then no more; the others go on."""
+    """One of 4 processes without a launcher. Rank 2 calls that many times and then no more; the others go on. Where it calls at
+    all, the schedule is installed again when the model is there."""
     chunk = _watched(rank, port, stderr)
+    if calls:
+        install("zb-h1", watchdog=2.0).pipeline(4).plans.plan(4)
     time.sleep(3.0)  # in its own code a loop may stay longer
     for call in range(2):
         if rank != 2 or call < calls:

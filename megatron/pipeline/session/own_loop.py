@@ -293,6 +293,7 @@ class OwnLoop:
         for number, chunk in enumerate(call.chunks):
             if not distributed_data_parallel.is_marked(chunk):
                 raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
+        self._watch.start()  # of a loop that was installed when DDP had wrapped the chunks
         gathered = any(getattr(chunk, "parallel_output", True) is False for chunk in unwrap_model(list(call.chunks)))
         self.warn(of_config(call.config, gathered_logits=gathered, replicas=parallel_state.get_data_parallel_world_size()))
         if placement is not None:
