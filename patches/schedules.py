@@ -14,12 +14,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import interleaved
 
 _FUNCTIONS = (
     "forward_backward_no_pipelining",
@@ -68,7 +70,28 @@ def backward(inputs: Any, outputs: Any, gradients: Any, config: Any, model: Any)
 
 
 def restore() -> None:
-    _put(_ORIGINAL)
+    """Put upstream's functions back; those that run an iteration refuse a model that was built for another placement."""
+    _put(_STOCK)
+
+
+def _of_own_placement(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward_backward)
+    def refusing(*given: Any, model: Any, **options: Any) -> Any:
+        config = get_model_config(model[0] if isinstance(model, list) else model)
+        layout = getattr(config, "pipeline_model_parallel_layout", None)
+        homes = getattr(layout, "homes", None)  # ``model/layout.py`` ``PlacementLayout``
+        if homes and homes != interleaved(len(homes), len(homes[0])).stages:
+            raise ValueError(
+                "megatron-core's own schedule would run this model in another order than that of its layers: its chunks are "
+                f"placed as another schedule has them, stages {', '.join(map(str, homes[0]))} on the first pipeline rank. Build "
+                'the model after install("stock"), or install that schedule again'
+            )
+        return forward_backward(*given, model=model, **options)
+
+    return refusing
+
+
+_STOCK = _ORIGINAL | {name: _of_own_placement(_ORIGINAL[name]) for name in _FUNCTIONS}
 
 
 def record(begin: Callable[[Any], Any]) -> None:

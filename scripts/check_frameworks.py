@@ -3,8 +3,8 @@
 Each package and what it imports is fetched into ``build/frameworks``, without what else it asks for, over the environment with
 megatron-core 0.19.2 that ``check_core_versions.py`` makes. Its program in ``scripts/frameworks`` trains on 4 ranks under each
 schedule; what loss functions report must equal that of megatron-core's own schedule bit for bit, and so must norms of gradients
-without replicas and with one chunk per rank. ``check_frameworks.py [PROGRAM | SCHEDULE ..]`` runs some, as
-``verl_loop.py zb-v``.
+without replicas and with one chunk per rank. It prints a table, a row as soon as it is known, and ends with 1 if a row differs.
+``check_frameworks.py [PROGRAM | SCHEDULE ..]`` runs some, as ``verl_loop.py zb-v``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import argparse
 import itertools
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ CORE = "0.19.2"
 RANKS = 4
 SCHEDULES = ("stock", "zb-h1", "zb-h2", "zb-auto", "zb-v", "v-half")
 Numbers = list[list[Any]]  # of every iteration what was reported, and the norm
+COLUMNS = ("package", "trains", "ranks", "schedule", "m x length, by step", "result")
 
 
 class Framework(NamedTuple):
@@ -111,22 +114,31 @@ def main() -> int:
     engine = fetch_transformer_engine.fetch(fetch_transformer_engine.NEWEST)
     if engine is None:
         return 1
-    failed = False
     schedules = [name for name in SCHEDULES[1:] if name in chosen] or SCHEDULES[1:]
     names = [name for name, framework in FRAMEWORKS.items() if framework.program in chosen] or list(FRAMEWORKS)
+    print(f"megatron-core {CORE}, Python {platform.python_version()}, {date.today()}\n")
+    _row(*COLUMNS)
+    _row(*("---" for _ in COLUMNS))
+    results = []
     for name in names:
         framework = FRAMEWORKS[name]
         python, packages = environment(CORE), _fetched(name, framework)
         for ranks, (trains, able) in itertools.product(framework.pipelines, framework.trains.items()):
             given = [str(ranks), str(fetch_transformer_engine.FOLDER / engine), *trains.split()]
-            stock = _train(python, packages, framework.program, SCHEDULES[0], *given)
+            stock, steps = _train(python, packages, framework.program, SCHEDULES[0], *given)
             for schedule in (name for name in able if name in schedules):
-                found = _train(python, packages, framework.program, schedule, *given)
-                equal = bool(stock) and _same(found, stock, exact=ranks == RANKS and schedule in SCHEDULES[:4])
-                failed |= not equal
-                words = f"norms {[norm for _, norm in found]}" if equal else f"DIFFERENT: {found}, not {stock}"
-                print(f"{name}, megatron-core {CORE}, PP {ranks} DP {RANKS // ranks}, {trains} {schedule}: {words}", flush=True)
-    return int(failed)
+                found, _ = _train(python, packages, framework.program, schedule, *given)
+                exact = ranks == RANKS and schedule in SCHEDULES[:4]
+                results.append("equal" if stock and _same(found, stock, exact) else f"DIFFERENT: {found}, not {stock}")
+                layout = f"PP {ranks}" + (f", DP {RANKS // ranks}" if ranks < RANKS else "")
+                _row(name, trains or "all weights", layout, schedule, steps, results[-1])
+    equal = results.count("equal")
+    print(f"\n{equal} of {len(results)} rows equal megatron-core's own 1F1B", flush=True)
+    return int(equal < len(results))
+
+
+def _row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def _fetched(name: str, framework: Framework) -> Path:
@@ -143,8 +155,8 @@ def _fetched(name: str, framework: Framework) -> Path:
     return folder
 
 
-def _train(python: str, packages: Path, program: str, *given: str) -> Numbers:
-    """The numbers of a training; none, after the end of what it said, if it fails."""
+def _train(python: str, packages: Path, program: str, *given: str) -> tuple[Numbers, str]:
+    """The numbers of a training, and its steps in words; no numbers, after the end of what it said, if it fails."""
     script = str(ROOT / "scripts" / "frameworks" / program)
     launch = [python, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     ended = subprocess.run(
@@ -157,11 +169,12 @@ def _train(python: str, packages: Path, program: str, *given: str) -> Numbers:
         check=False,
     )
     lines = ended.stdout.splitlines()
-    found: list[Numbers] = [json.loads(line.removeprefix("found ")) for line in lines if line.startswith("found ")]
-    if ended.returncode or len(found) != 1:
-        print("\n".join(line for line in lines if "Error" in line)[-2000:], flush=True)
-        return []
-    return found[0]
+    said = [line.removeprefix("found ") for line in lines if line.startswith("found ")]
+    if ended.returncode or len(said) != 1:
+        print("\n".join(line for line in lines if "Error" in line)[-2000:], file=sys.stderr, flush=True)
+        return [], ""
+    found = json.loads(said[0])
+    return found["numbers"], found["steps"]
 
 
 def _same(found: Numbers, stock: Numbers, exact: bool) -> bool:

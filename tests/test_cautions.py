@@ -95,3 +95,11 @@ def test_sinks_of_megatron_lms_own_script(monkeypatch: pytest.MonkeyPatch) -> No
     args |= {"softmax_type": "learnable"}
     assert "has the attention sinks of the first tensor-parallel rank alone" in cautions(args)[0]
     assert cautions(args | {"clip_grad": 0.0}) == []
+
+
+def test_linear_attention_of_megatron_lms_own_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", lambda: NEWEST)
+    args = parse(["--tensor-model-parallel-size", "2"]) | {"experimental_attention_variant": "gated_delta_net"}
+    assert "is that of each tensor-parallel rank's own heads" in cautions(args)[0]
+    assert cautions(args | {"sequence_parallel": True}) == []
+    assert cautions(args | {"experimental_attention_variant": None}) == []

@@ -52,14 +52,14 @@ def test_a_file_says_of_which_order_rules_are(capsys: pytest.CaptureFixture[str]
     """Its plan has moved W: rules are of the family's own order, which at other costs nobody knows."""
     path = str(tmp_path / "plan.json")
     shape = ["--schedule", "zb-v", "--pp", "4", "--microbatches", "4"]
-    run(capsys, "plan", *shape, "--cost", "F=31,B=34,W=29,RS=96,AG=48,OPT=1,norm=1", "-o", path)
+    output(capsys, "plan", *shape, "--cost", "F=31,B=34,W=29,RS=96,AG=48,OPT=1,norm=1", "-o", path)
     plan = json.loads(Path(path).read_text())
-    again = json.loads(run(capsys, "simulate", path, "--json"))
+    again = json.loads(output(capsys, "simulate", path, "--json"))
     assert again["period_by_rules"] == plan["period_by_rules"] > plan["period"] == again["period"]
     other = "F=31,B=34,W=29,RS=200,AG=100,OPT=1,norm=1"
-    changed = json.loads(run(capsys, "simulate", path, "--cost", other, "--json"))
+    changed = json.loads(output(capsys, "simulate", path, "--cost", other, "--json"))
     assert "period_by_rules" not in changed and changed["period_by_rules_of_this_order"] > changed["period"]
-    assert "period of this order of passes under the best of" in run(capsys, "simulate", path, "--cost", other)
+    assert "period of this order of passes under the best of" in output(capsys, "simulate", path, "--cost", other)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "v-auto", "dualpipe-v"])

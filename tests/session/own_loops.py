@@ -22,6 +22,8 @@ from runtime import batches
 
 from megatron.pipeline import install
 from megatron.pipeline.planning.aside import PlanningProcess
+from megatron.pipeline.planning.plan_cache import PlanCache
+from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 
@@ -161,7 +163,32 @@ def train(
 
 
 def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
-    """One of 4 processes without a launcher. Rank 2 calls that many times and then no more; the others go on."""
+    """One of 4 processes without a launcher. Rank 2 calls that many times and then no more; the others go on. Where it calls at
+    all, the schedule is installed again when the model is there."""
+    chunk = _watched(rank, port, stderr)
+    if calls:
+        install("zb-h1", watchdog=2.0).pipeline(4).plans.plan(4)
+    time.sleep(3.0)  # in its own code a loop may stay longer
+    for call in range(2):
+        if rank != 2 or call < calls:
+            _iterate(chunk, 4, example("own_training_loop").batches(4, seed=call))
+    time.sleep(60)
+
+
+def plans_longer(rank: int, port: int, stderr: Path) -> None:
+    """One of 4 processes without a launcher. Rank 2 plans for twice as long as an iteration may stand still."""
+    chunk, plan = _watched(rank, port, stderr), PlanCache.plan
+
+    def slow(plans: PlanCache, microbatches: int, forward_only: bool = False) -> Planned:
+        time.sleep(4.0 if microbatches not in plans.planned else 0.0)
+        return plan(plans, microbatches, forward_only)
+
+    PlanCache.plan = slow if rank == 2 else plan  # type: ignore[method-assign, assignment]
+    _iterate(chunk, 4, example("own_training_loop").batches(3, seed=0))
+
+
+def _watched(rank: int, port: int, stderr: Path) -> Any:
+    """The chunk of a process that starts without a launcher, and of which the others expect a sign every 2 s."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -174,12 +201,7 @@ def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
     parallel_state.initialize_model_parallel(1, 4)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     model = _model("")
-    chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    time.sleep(3.0)  # in its own code a loop may stay longer
-    for call in range(2):
-        if rank != 2 or call < calls:
-            _iterate(chunk, 4, example("own_training_loop").batches(4, seed=call))
-    time.sleep(60)
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
 
 
 class Adapted(torch.nn.Module):
@@ -354,3 +376,68 @@ def with_chunks(schedule: str, chunks: int | None) -> str:
     parallel_state.initialize_model_parallel(1, torch.distributed.get_world_size(), chunks)
     models = own.wrap(own.build(share_embeddings_and_output_weights=True))
     return refused(lambda: own.run(models, own.batches(4, seed=0), optimizer_of(models)))
+
+
+class Several(NamedTuple):
+    """Of a rank: of every iteration what was reported, and the norm; sums of all weights; a refusal, if there was one."""
+
+    losses: list[list[float]]
+    norms: list[float]
+    weights: list[float]
+    refused: str
+
+
+def several_models(schedule: str, again: str | None = None) -> Several:
+    """An actor and a critic in turn, each with its own optimizer; forwards alone come first, the number of microbatches changes
+    with every step, and is 1; then the actor is made anew, with frozen ends; at last a critic whose tied ends differ.
+
+    Args:
+        again: installed behind the first half, models stay.
+    """
+    from megatron.core import parallel_state
+
+    own = example("own_training_loop")
+    own.plan(schedule)
+
+    def made(frozen: bool = False, tied: bool = False, frozen_ends: bool = False) -> tuple[list[Any], Any]:
+        built = own.build(share_embeddings_and_output_weights=tied)
+        for end in (model for model in built if tied and (model.pre_process or model.post_process)):
+            end.shared_embedding_or_output_weight().data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
+        for layer in (layer for model in built if frozen for layer in model.decoder.layers if layer.layer_number > 2):
+            layer.mlp.requires_grad_(False)
+        for name, weight in ((name, weight) for model in built if frozen_ends for name, weight in model.named_parameters()):
+            weight.requires_grad_("decoder.layers" in name)
+        chunks = own.wrap(built)
+        return chunks, optimizer_of(chunks)
+
+    losses, norms = [], []
+    models = [made(), made(frozen=True, tied=True)]
+    for step, (which, microbatches, trains) in enumerate(
+        ((0, 3, False), (0, 1, True), (1, 4, True), (1, 2, False), (0, 2, True), (1, 1, True), (0, 5, True), (1, 3, True))
+    ):
+        if step == 4:
+            models[0] = made(frozen_ends=True) if again is None else models[0]
+            install(again) if again else None
+        chunks, optimizer = models[which]
+        reports, norm = own.run(chunks, own.batches(microbatches, seed=step), optimizer if trains else None)
+        losses.append([float(one.mean()) for one in reports] if parallel_state.is_pipeline_last_stage() else [])
+        norms.append(float(norm))
+    weights = [float(weight.sum()) for chunks, _ in models for chunk in chunks for weight in chunk.parameters()]
+    chunks, optimizer = made(tied=True)
+    for weight in [model.module.shared_embedding_or_output_weight() for model in chunks if model.module.pre_process]:
+        weight.data.add_(1)
+    return Several(losses, norms, weights, refused(lambda: own.run(chunks, own.batches(2, seed=0), optimizer)))
+
+
+def built_too_early(schedule: str, installed: str = "stock") -> str:
+    """What a loop is told whose chunks have been built, and not yet wrapped, when the schedule is installed."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    own = example("own_training_loop")
+    install(installed)
+    parallel_state.initialize_model_parallel(1, torch.distributed.get_world_size(), 2)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    built = own.build()
+    install(schedule)
+    chunks = own.wrap(built)
+    return refused(lambda: own.run(chunks, own.batches(4, seed=0), optimizer_of(chunks)))

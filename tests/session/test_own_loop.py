@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,25 @@ def test_a_loss_that_megatron_core_gets_wrong_is_named(pool: Pool) -> None:
     ]
 
 
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_an_actor_and_a_critic_train_in_turn(pool: Pool, ranks: int) -> None:
+    """Each with its own optimizer and frozen weights, the critic with tied ends; one whose ends differ is refused."""
+    names = ("stock", "zb-v", "zb-h1")[: 2 if ranks == 2 else 3]
+    stock, on_a_v, *fused = (pool.run(ranks, own_loops.several_models, name) for name in names)
+    assert [[rank[:3] for rank in found] for found in fused] == [[rank[:3] for rank in stock]] * len(fused)
+    assert [len(row) for row in stock[-1].losses] == [3, 1, 4, 2, 2, 1, 5, 3]
+    assert on_a_v[-1].losses == stock[-1].losses
+    assert on_a_v[0].norms == pytest.approx(stock[0].norms, rel=1e-6)
+    assert all("tied to the embedding, and their weights differ" in rank.refused for rank in on_a_v)
+
+
+def test_another_schedule_takes_over_models_that_train(pool: Pool) -> None:
+    stock, *ours = (
+        pool.run(4, own_loops.several_models, *names) for names in (("stock", "stock"), ("zb-h1", "zb-auto"), ("zb-h1", "stock"))
+    )
+    assert [[rank[:3] for rank in found] for found in ours] == [[rank[:3] for rank in stock]] * 2
+
+
 def test_the_last_that_is_installed_counts(pool: Pool) -> None:
     for stock, ours, again in pool.run(4, own_loops.in_turn, "stock", "zb-h1", "stock"):
         assert ours[:3] == stock[:3] and again == stock and ours.planned
@@ -156,6 +176,24 @@ def test_a_model_with_other_chunks_than_a_v_is_refused_on_every_rank(pool: Pool,
 def test_a_model_that_was_built_before_is_refused(pool: Pool) -> None:
     [one, other] = pool.run(2, own_loops.built_before)
     assert one == other and "call install before the model is built" in one
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "says"),
+    [
+        ("stock", "zb-v", "chunk 1 of pipeline rank 3 has the output layer, and schedule zb-v has it in chunk 1 of rank 0"),
+        (
+            "zb-v",
+            "stock",
+            "chunks are placed as another schedule has them, stages 0, 7 on the first pipeline rank. Build the model",
+        ),
+    ],
+)
+def test_chunks_that_were_built_for_another_placement_are_refused_on_every_rank(
+    pool: Pool, first: str, then: str, says: str
+) -> None:
+    messages = pool.run(4, own_loops.built_too_early, then, first)
+    assert set(messages) == {messages[0]} and says in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -193,17 +231,27 @@ def test_an_option_that_no_pipeline_has_is_refused_at_once() -> None:
         install("zb-h1", mesure=True)
 
 
-@pytest.mark.parametrize("calls", [0, 1])
-def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls: int) -> None:
-    """The first waits in what all ranks compare, another in a message."""
-    port, stderr = free_port(), tmp_path / "stderr"
-    ranks = [forked(own_loops.stays_away, rank, port, stderr, calls) for rank in range(4)]
+def test_a_rank_that_plans_for_long_is_not_blamed(tmp_path: Path) -> None:
+    ended, said = together(own_loops.plans_longer, tmp_path)
+    assert ended == [0] * 4 and "Pipeline stopped" not in said, said
+
+
+def together(run: Callable[..., None], folder: Path, *more: Any) -> tuple[list[int | None], str]:
+    """How 4 processes without a launcher end, and what they say."""
+    port, stderr = free_port(), folder / "stderr"
+    ranks = [forked(run, rank, port, stderr, *more) for rank in range(4)]
     for process in ranks:
         process.join(timeout=50)
         process.kill()
         process.join()
-    said = stderr.read_text()
-    assert [process.exitcode for process in ranks] == [1] * 4, said
+    return [process.exitcode for process in ranks], stderr.read_text()
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls: int) -> None:
+    """The first waits in what all ranks compare, another in a message."""
+    ended, said = together(own_loops.stays_away, tmp_path, calls)
+    assert ended == [1] * 4, said
     [verdict] = re.findall(r"^Pipeline stopped: (.*)$", said, re.MULTILINE)
     assert verdict.startswith("global rank 2 (pipeline rank 2 of 4, ")
     assert "is slow or stuck in its own code: it has not called forward_backward (at " in verdict and "own_loops.py" in verdict

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,18 @@ from megatron.core.transformer.enums import LayerType
 from megatron.pipeline.cli import main
 from megatron.pipeline.costmodel.memory import predict
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
+from megatron.pipeline.planning import aside, kept
+from megatron.pipeline.planning.aside import plan_batch
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.record.cost_profile import with_sizes
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
+from megatron.pipeline.schedule.core.placement import v
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.session.memory import more_than_stock, predicted_memory, stock_memory, uncounted_sizes
+from megatron.pipeline.session.own_loop import OwnLoop
 from megatron.pipeline.session.startup_lines import plan_in_words
 from megatron.pipeline.trainer import program
 
@@ -53,6 +60,40 @@ def test_before_costs_are_measured_a_recomputing_backward_takes_a_forward_more(f
     _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-auto {again} {flags}".split(), world_size=2)
     stage = pipeline.plans.plan(4).problem.costs.stages[0]
     assert (stage.forward, stage.backward, stage.weight, stage.activation) == (1, backward, weight, 1)
+
+
+def by_flags() -> Schedule:
+    flags = f"{MODEL} --pipeline-schedule v-auto --pipeline-memory-limit 0.8"
+    return program.prepare(flags.split(), world_size=2)[2].plans.plan(4).schedule
+
+
+def by_install() -> Schedule:
+    return OwnLoop("v-auto").pipeline(4).plans.plan(6).schedule
+
+
+def beside_the_training() -> Schedule:
+    """The search that a quick plan of costs runs before."""
+    loop = OwnLoop(Request("v-auto", 1, 1, costs=replace(uniform(v(4)), hop=0.1)))
+    return plan_batch(loop.pipeline(4).plans.of_batch(6)).planned.schedule
+
+
+@pytest.mark.parametrize("plan", [by_flags, by_install, beside_the_training])
+def test_what_trainings_search_is_kept_for_their_next_start(
+    plan: Callable[[], Schedule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "_WORTH", 0.0)
+    monkeypatch.setenv(kept.FOLDER, str(tmp_path))
+    aside._equal.cache_clear()
+    first = plan()
+    assert list(tmp_path.glob("v-auto-*.json"))
+
+    def quickly(_request: Request, problem: Problem) -> kept.Order:
+        assert problem.quick, "it searches again"
+        return first, None
+
+    monkeypatch.setattr(Request, "_search", quickly)
+    aside._equal.cache_clear()
+    assert plan() == first
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "chimera"])

@@ -347,6 +347,10 @@ CAUTIONS = (
     Row("softmax_type=learnable", "tensor_model_parallel_size>1",
         "with {other}: the gradient norm, by which --clip-grad {clip_grad} clips, has the attention sinks of the first "
         "tensor-parallel rank alone", "", lambda to: to.clip_grad, mended=None),
+    Row("experimental_attention_variant=gated_delta_net", "tensor_model_parallel_size>1",
+        "with {other} and without --sequence-parallel: the gradient of the norm behind this attention is that of each "
+        "tensor-parallel rank's own heads, and copies of the norm drift apart", "give --sequence-parallel",
+        lambda to: not to.sequence_parallel, mended=None),
     Row("add_bias_linear", "num_experts",
         "of experts with --tensor-model-parallel-size {tensor_model_parallel_size} and --expert-tensor-parallel-size 1: the "
         "gradients of the last biases of experts on different tensor-parallel ranks are added up", "give --disable-bias-linear",

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,27 +22,25 @@ from megatron.pipeline.patches import distributed_data_parallel, language_module
 from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.patches.upstream_args import write
 
-from megatron.pipeline.combinations.rows import DOCUMENTS, WRONG, YAML
-from megatron.pipeline.combinations.table import Facts, refuse, sentences
-from megatron.pipeline.distributed.processes import let_rank_0_speak
-from megatron.pipeline.flags.arguments import with_config
+from megatron.pipeline.combinations.rows import DOCUMENTS, WRONG
+from megatron.pipeline.combinations.table import sentences
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
 from megatron.pipeline.flags.facts import of_flags
-from megatron.pipeline.flags.settings import NEW, Settings, add_flags
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.launch import checkpoint
-from megatron.pipeline.launch.adapt import adapt, exclusions, refusal
+from megatron.pipeline.launch.adapt import exclusions, refusal
 from megatron.pipeline.launch.ahead import StepsAhead
 from megatron.pipeline.launch.check import (
     check_flags,
     check_model,
     check_plan,
     complete,
-    defaults_without_gpu,
     hidden,
     separates_documents,
     untested,
 )
+from megatron.pipeline.launch.parser import extend, refusing
 from megatron.pipeline.launch.progress import LaunchProgress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
@@ -107,48 +104,22 @@ class Run:
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add ours to Megatron-LM's, and let ``--config FILE`` supply both kinds."""
-        add_flags(parser, NEW)
-        parser.add_argument(
-            "--adapt", action="store_true", help="leave out the flags that do not go with the schedule, and say at what price"
-        )
-        parser.add_argument(
-            "--pipeline-packing", action="store_true",
-            help="pack the sequences of every batch of --sft anew, over all replicas, into as few microbatches as hold them and "
-            "of as equal work as can be",
-        )  # fmt: skip
-        parser.set_defaults(pipeline_schedule=STOCK)
-        known = {action.dest for action in parser._actions}
-        parser.set_defaults(**{name: value for name, value in defaults_without_gpu().items() if name in known})
-        parse_known = parser.parse_known_args
+        extend(parser, self._say)
 
-        def parse(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-            with _refusing():
-                tokens = with_config(parser, sys.argv[1:] if args is None else args)
-            parsed = parse_known(tokens, namespace)
-            with _refusing():  # before upstream reads that file in place of all flags: ``check_flags`` would not see ours
-                refuse(Facts(yaml_cfg=getattr(parsed[0], "yaml_cfg", None) is not None, ours=True), YAML)
-            if not parsed[0].adapt:
-                return parsed
-            without, lines = adapt(parsed[0], parser.get_default)
-            self._say(lines)
-            return Namespace(**vars(parsed[0]) | without), parsed[1]
+    def _say(self, lines: Iterable[str], everywhere: bool = False) -> None:
+        """Print lines once, on the first rank: upstream parses its flags several times.
 
-        parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
-
-    def _say(self, lines: Iterable[str]) -> None:
-        """Print lines once, on the first rank."""
-        for line in lines if os.environ.get("RANK", "0") == "0" else ():
-            self._print_once(line)
-
-    def _print_once(self, line: str) -> None:
-        """Print a line once: upstream parses its flags several times."""
-        if line not in self._printed:
-            print(f" {line}", flush=True)
-            self._printed.append(line)
+        Args:
+            everywhere: on this rank, whichever it is.
+        """
+        for line in lines if everywhere or os.environ.get("RANK", "0") == "0" else ():
+            if line not in self._printed:
+                print(f" {line}", flush=True)
+                self._printed.append(line)
 
     def validate(self, original: Callable[..., Any], args: Namespace, *rest: Any, **options: Any) -> Any:
         """Validate as upstream does, except for what a placement decides: how many chunks and layers a rank has."""
-        with _refusing():
+        with refusing():
             check_flags(args)
         stock = args.pipeline_schedule == STOCK
         notes = untested(args)
@@ -164,7 +135,7 @@ class Run:
         self._say(notes)
         with nullcontext() if stock else hidden(args):
             result = original(args, *rest, **options)
-        with _refusing():  # what upstream's validation makes of flags
+        with refusing():  # what upstream's validation makes of flags
             if found := exclusions(args, validated=True):
                 raise ValueError(refusal(found))
         if stock:
@@ -173,7 +144,7 @@ class Run:
 
     def plan(self, args: Namespace) -> None:
         """Plan every iteration; flags are complete, and no process group exists yet."""
-        with _refusing():
+        with refusing():
             settings = complete(args)
             self.pipeline = pipeline = plan_pipeline(settings)
             self._ours = settings = as_planned(settings, pipeline)
@@ -233,7 +204,7 @@ class Run:
                 in lower precision; with None it leaves upstream's wrapper, and weight gradients are not delayed.
             provider: builds one chunk, as the script has it.
         """
-        with _refusing():
+        with refusing():
             save_lock.take(self._ours.save)
         pipeline = self._placed
         if pipeline is None:
@@ -245,7 +216,7 @@ class Run:
         def provide(*groups: Any, pre_process: bool = True, post_process: bool = True, **given: Any) -> Any:
             stage = stages[len(models)]
             models.append(provider(*groups, pre_process=stage.first, post_process=stage.last, **given))
-            with _refusing():
+            with refusing():
                 check_model(models[-1], pipeline)
             self._knows_memory &= adapter_of(models[-1]) is GPT and not models[-1].config.fp8
             if len(models) == len(stages):
@@ -275,7 +246,7 @@ class Run:
         for model in models if self._buckets else ():
             distributed_data_parallel.mark(model, self._buckets)
         if fused and (is_last_rank() or torch.distributed.get_rank() == 0):  # they have the first and the last stage
-            self._print_once(f"rank {torch.distributed.get_rank()}: {fused}")
+            self._say([f"rank {torch.distributed.get_rank()}: {fused}"], everywhere=True)
 
     # the data
 
@@ -367,14 +338,3 @@ class Run:
         """Save a checkpoint, unless another run has taken the directory over."""
         save_lock.take(self._ours.save)
         return original(*rest, **options)
-
-
-@contextmanager
-def _refusing() -> Iterator[None]:
-    """Turn a ValueError into one line on stderr and exit code 2, as Megatron-LM's own parser does."""
-    try:
-        yield
-    except ValueError as error:
-        let_rank_0_speak()
-        print(f"mpipe launch: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        sys.exit(2)

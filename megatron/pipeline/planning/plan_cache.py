@@ -249,7 +249,7 @@ class PlanCache:
 
     def _better(self, used: Schedule, costs: Costs, limit: Limits) -> Schedule:
         """The family's schedule at these costs, or the one in use where that is allowed and as short."""
-        fresh = replace(self._at(used.microbatches, costs, limit), quick=False).plan().schedule
+        fresh = replace(self._at(used.microbatches, costs, limit), quick=False, keep=False).plan().schedule
         if self.offload:
             return fresh
         problem = self._problem(used.microbatches, costs, limit)

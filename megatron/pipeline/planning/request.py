@@ -11,10 +11,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from megatron.pipeline.combinations.rows import GROUPS
 from megatron.pipeline.combinations.table import Facts, refuse
+from megatron.pipeline.planning import kept
 from megatron.pipeline.planning.balance import Model, balanced, check_layers, finer
 from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.costs import with_parts
@@ -77,6 +79,8 @@ class Request:
             are then cut into layers, and ``Planned.split`` says how many a stage gets. None: stages are as the costs say.
         unit: in which refusals tell the user amounts of memory.
         beside: what ranks need beside activations, for limits where there is no ``memory_limit``: see ``limits.kept_limits``.
+        keep: whether a searched order is kept on disk, and read from there where it has been: see ``kept``. Orders of a moment,
+            quick ones and those of unequal microbatches, are not.
         bounded: whether to refuse what would take hours: more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
     """
 
@@ -101,6 +105,7 @@ class Request:
     layers: int | None = None
     unit: Unit = MICROBATCHES
     bounded: bool = False
+    keep: bool = False
     beside: BesideOf | None = None
 
     @property
@@ -184,12 +189,16 @@ class Request:
             return self._balanced(self.layers)
         begin = time.perf_counter()
         problem = self.problem()
-        schedule, by_rules = solve(self.schedule, problem), None
-        if problem.costs.has_boundary:
-            schedule, by_rules = with_boundary(schedule, problem)
+        keeps = self.keep and not (problem.quick or problem.costs.loads)
+        search = partial(self._search, problem)
+        schedule, by_rules = kept.order(self.schedule, problem, search) if keeps else search()
         seconds = time.perf_counter() - begin
         verify(schedule, waits_for_norm=waits_for_norm(problem))
         return Planned(schedule, replace(problem, quick=False), self.variant, seconds, by_rules=by_rules)
+
+    def _search(self, problem: Problem) -> kept.Order:
+        schedule = solve(self.schedule, problem)
+        return with_boundary(schedule, problem) if problem.costs.has_boundary else (schedule, None)
 
     def _balanced(self, layers: int) -> Planned:
         """The schedule of the split of the layers that makes it shortest."""

@@ -108,9 +108,9 @@ def check_chunks(
     fits = [len(built) for built in everyone] == [placement.chunks] * placement.ranks
     if fits and (found := misplaced(everyone, placement, schedule)):
         raise ValueError(
-            f"{found}: build the chunks for the schedule's placement, as examples/own_training_loop.py does, or take a schedule "
-            "for chunks as they are: megatron-core's own functions build those of interleaved and gis, with one chunk those of "
-            "1f1b and zb-h1"
+            f"{found}: build the chunks for the schedule's placement, once it is installed, as examples/own_training_loop.py "
+            "does, or take a schedule for chunks as they are: megatron-core's own functions build those of interleaved and gis, "
+            "with one chunk those of 1f1b and zb-h1"
         )
 
 

@@ -8,16 +8,14 @@ and before any of its layers is built (``configure``), the two ends of a model (
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from megatron.core import parallel_state
@@ -32,8 +30,6 @@ from megatron.pipeline.combinations.needs import EVERY_BATCH
 from megatron.pipeline.combinations.table import Facts, of_config, refuse, sentences
 from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.flags.settings import Settings, VocabularySettings
-from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.health.watchdog import Watchdog
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
@@ -46,11 +42,12 @@ from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.schedule.core.names import STOCK, counted
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.session.call_watch import CallWatch
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import check_name
 from megatron.pipeline.session.startup_lines import buckets_in_words
@@ -80,6 +77,7 @@ class OwnLoop:
     ) -> None:
         # Ranks and microbatches are known with the first iteration.
         request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
+        request = replace(request, keep=True)
         check_name(request.schedule, "install of", [STOCK])
         if request.schedule.startswith(FILE):
             naming(request.schedule.removeprefix(FILE), Schedule.from_json)
@@ -92,17 +90,13 @@ class OwnLoop:
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
             refuse(request.facts, EVERY_BATCH)
-        if watchdog is not None and not 0 < watchdog < float("inf"):
-            raise ValueError(f"install(watchdog={watchdog!r}): give seconds above 0, or leave it out")
-        self._request, self._options, self._patience = request, options, watchdog
-        self._watchdog: Watchdog | None = None
-        self._runs: Pipeline | None = None  # whose iteration has been called
+        self._request, self._options, self._watch = request, options, CallWatch(watchdog)
         self._said: set[str] = set()
-        self._calls = 0  # grows where a call begins to wait for other ranks, and ends to
         self._pipelines: dict[int, Pipeline] = {}
-        self._trained: tuple[float, ...] | None = None  # of every stage, which share of its weights trains
+        self._checked: WeakSet[torch.nn.Module] = WeakSet()  # the first chunks of models that can train so
+        self._trained: tuple[float, ...] | None = None  # of every stage, which share of the first one's weights trains
         self._embedding: torch.nn.Parameter | None = None  # of the model that is being built, to which an output layer is tied
-        self._boundary: BoundaryModules | None = None
+        self._boundaries = cache(lambda placement, _group: BoundaryModules(placement))
         self._last_rank: LastRank | None = None
 
     def install(self) -> None:
@@ -111,9 +105,7 @@ class OwnLoop:
 
     def close(self) -> None:
         """End the watchdog, if there is one; no rank waits for another."""
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+        self._watch.close()
 
     def pipeline(self, ranks: int) -> Pipeline:
         """The pipeline on a number of ranks, which a loop with a placement of its own asks for before it builds chunks.
@@ -142,9 +134,8 @@ class OwnLoop:
         return None if placement.chunks != chunks or placement == interleaved(ranks, chunks) else placement
 
     def boundary(self, placement: Placement) -> BoundaryModules:
-        """The ends of models on a placement of this loop's own; made once, by all ranks of the world together."""
-        self._boundary = self._boundary or BoundaryModules(placement)
-        return self._boundary
+        """The ends of models on a placement of this loop's own; made once for a pipeline, by all ranks of the world together."""
+        return self._boundaries(placement, parallel_state.get_pipeline_model_parallel_group())
 
     def lay_out(self, config: TransformerConfig, check: Callable[[TransformerConfig], None]) -> None:
         """Add where a placement of this loop's own has the layers of a model with as many chunks.
@@ -247,23 +238,7 @@ class OwnLoop:
         ddp_config.delay_wgrad_compute = True
         if ddp_config.overlap_grad_reduce and ddp_config.bucket_size is None:
             distributed_data_parallel.mark(chunk, self._buckets)
-        if self._patience is None or self._watchdog is not None:
-            return
-        if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise ValueError(
-                f"install(watchdog={self._patience:g}) exchanges signs of life where the processes have met: set MASTER_ADDR and "
-                "MASTER_PORT before torch.distributed.init_process_group, or leave watchdog out"
-            )
-        self._watchdog = Watchdog(self._situation, self._patience, None, self._patience).__enter__()
-        atexit.register(self.close)
-
-    def _situation(self) -> Situation:
-        """Position of this rank; asked from another thread."""
-        if (runs := self._runs) is None:
-            return Situation("its own code: it has not called forward_backward", (self._calls,))
-        mine = replace(runs.situation, progress=(self._calls, *runs.situation.progress))
-        place = "the start or the end of an iteration"
-        return mine if mine.in_iteration else replace(mine, place=place, in_iteration=True, waits_for_all=True)
+        self._watch.start()
 
     @cached_property
     def _buckets(self) -> int | None:
@@ -294,37 +269,35 @@ class OwnLoop:
         """
         call = Call(**keywords)
         pipeline, placement = self.pipeline(call.pipeline.size()), self.placement(call.pipeline.size(), len(call.chunks))
-        with self._watched(pipeline):
+        with self._watch.during(pipeline):
             if not call.forward_only:
                 self._check(call, pipeline, placement)
-        pipeline.plans.plan(call.num_microbatches, call.forward_only)  # which may take longer than a pass
-        with self._watched(pipeline):
+        with self._watch.during(f"planning {counted(call.num_microbatches, 'microbatch')}"):
+            pipeline.plans.plan(call.num_microbatches, call.forward_only)
+        with self._watch.during(pipeline):
             reports = pipeline.run(call)
             if placement is not None:
                 self._last_rank = self._last_rank or LastRank(placement)
                 self._last_rank.bring(reports, call.pipeline)
         return reports
 
-    @contextmanager
-    def _watched(self, pipeline: Pipeline) -> Iterator[None]:
-        self._runs, self._calls = pipeline, self._calls + 1
-        try:
-            yield
-        finally:
-            self._runs, self._calls = None, self._calls + 1
-
     def _check(self, call: Call, pipeline: Pipeline, placement: Placement | None) -> None:
-        """Refuse a model that cannot train so; before the first iteration count what trains, collective over the pipeline."""
+        """Refuse a model that cannot train so, before its first iteration; of the first one count what trains. Collective over
+        the pipeline."""
         loops.follow(call.config)
+        if call.chunks[0] in self._checked:
+            return
         for number, chunk in enumerate(call.chunks):
             if not distributed_data_parallel.is_marked(chunk):
                 raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
+        self._watch.start()  # of a loop that was installed when DDP had wrapped the chunks
+        gathered = any(getattr(chunk, "parallel_output", True) is False for chunk in unwrap_model(list(call.chunks)))
+        self.warn(of_config(call.config, gathered_logits=gathered, replicas=parallel_state.get_data_parallel_world_size()))
+        if placement is not None:
+            _check_tied(call, self.boundary(placement))
         if self._trained is None:
-            gathered = any(getattr(chunk, "parallel_output", True) is False for chunk in unwrap_model(list(call.chunks)))
-            self.warn(of_config(call.config, gathered_logits=gathered, replicas=parallel_state.get_data_parallel_world_size()))
-            if placement is not None:
-                _check_tied(call, self.boundary(placement))
             self._trained = _trained(call, pipeline.placement)
+        self._checked.add(call.chunks[0])
 
     def warn(self, facts: Mapping[str, Any] = {}, **known: Any) -> None:
         """Log once, on the first data-parallel rank, each error of megatron-core's own that settings of this loop meet."""

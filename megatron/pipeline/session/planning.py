@@ -167,6 +167,7 @@ def _request(args: Settings, costs: Costs | None) -> Request:
         overlap=args.overlap_moe_expert_parallel_comm,
         equal=partial(equal_stages, args, _equal_costs(args)),
         beside=partial(beside, args),
+        keep=True,
     )
     return replace(request, memory_limit=_memory_limit(args.pipeline.memory_limit, request, costs))
 

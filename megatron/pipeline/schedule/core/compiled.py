@@ -169,8 +169,29 @@ def _folders() -> list[Path]:
     """Folders for machine code, the first place first: numba's cache folder, or else beside Python's code, or in the user's."""
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(given)]
+    home = user_folder()
+    return [Path(__file__).parent / "__pycache__", *([home] if home else [])]
+
+
+def user_folder() -> Path | None:
+    """The user's folder for what can be made again; None where the user has no home."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [Path(__file__).parent / "__pycache__", *([Path(home) / "megatron-pipeline"] if os.path.isabs(home) else [])]
+    return Path(home) / "megatron-pipeline" if os.path.isabs(home) else None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that other processes, which may write it, too, see whole or not at all; its folder is made if need be.
+
+    Raises:
+        OSError: it cannot be written; no part of it stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)  # such as half of it on a full disk
 
 
 def _kept(name: str) -> bytes | None:
@@ -185,12 +206,8 @@ def _kept(name: str) -> bytes | None:
 
 def _keep(folder: Path | None, name: str, code: bytes) -> None:
     if folder is not None:
-        part = folder / f"{name}.{os.getpid()}.part"
         with contextlib.suppress(OSError):  # the next process compiles again
-            part.write_bytes(hashlib.sha256(code).digest() + code)
-            part.replace(folder / f"{name}.o")
-        with contextlib.suppress(OSError):  # such as half of it on a full disk
-            part.unlink(missing_ok=True)
+            write_whole(folder / f"{name}.o", hashlib.sha256(code).digest() + code)
 
 
 @contextlib.contextmanager
