@@ -188,9 +188,11 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
 
     args = parse(flags, predicts=True)
     read, not_modelled = settle(args)
-    if (hybrid := given(read, *FLAGS)) and not given(read, "pipeline_schedule"):
-        read |= {"pipeline_schedule": STOCK}
-        not_modelled.append(f"{hybrid[0]}: our schedules do not place its layers: predicted under megatron-core's own")
+    if not given(read, "pipeline_schedule"):
+        hybrid, stages = given(read, *FLAGS), given(read, *neutral(Role.CHUNKS))
+        read |= {"pipeline_schedule": STOCK} if hybrid or stages else {}
+        if hybrid:
+            not_modelled.append(f"{hybrid[0]}: our schedules do not place its layers: predicted under megatron-core's own")
     return read | neutral(Role.FILES) | {"not_modelled": not_modelled} | changes
 
 

@@ -44,7 +44,7 @@ def flags_of(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any
         return next((value for value in found if value is not None), None)
 
     vocabulary = setting("vocab_size") or getattr(getattr(recipe, "tokenizer", None), "vocab_size", None)
-    values = {name: _plain(setting(name), action) for name, action in actions.items() if name != "config"} | {
+    values = {name: setting(name) for name in actions if name != "config"} | {
         "group_query_attention": bool(setting("num_query_groups")),
         "untie_embeddings_and_output_weights": setting("share_embeddings_and_output_weights") is False,
         "grad_reduce_in_bf16": setting("grad_reduce_in_fp32") is False,
@@ -54,9 +54,15 @@ def flags_of(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any
         "vocab_size": vocabulary,
         "tokenizer_type": "HuggingFaceTokenizer" if vocabulary else None,  # of which the size is all that is read
     }
+    return as_flags(values, actions)
+
+
+def as_flags(settings: Mapping[str, Any], actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
+    """Flags without dashes, with their values, of settings by the names of ``actions``: those that are not as without a flag."""
     found = {}
-    for flag, value in values.items():
+    for flag, setting in settings.items():
         action = actions[flag]
+        value = _plain(setting, action)
         if value is not None and value != action.default and (action.nargs != 0 or value is action.const):
             found[action.option_strings[0][2:]] = True if action.nargs == 0 else value
     return found

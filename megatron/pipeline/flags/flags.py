@@ -169,7 +169,7 @@ MEGATRON = {
         add("--moe-aux-loss-coeff", "weight of each auxiliary loss", not_negative, [0.0], nargs="+"),
         add("--moe-z-loss-coeff", "weight of the loss that keeps the router's logits small", not_negative),
         add("--moe-router-enable-expert-bias", "balance by a bias that follows the experts' load"),
-        add("--moe-router-bias-update-rate", "change of that bias per iteration", positive_float, 1e-3),
+        add("--moe-router-bias-update-rate", "change of that bias per iteration", not_negative, 1e-3),
         add("--moe-token-dispatcher-type", "how tokens are dispatched to experts; flex: DeepEP or HybridEP, in predictions alone",
             ["allgather", "alltoall", "flex"], "allgather"),
         schedule("--overlap-moe-expert-parallel-comm", "all-to-alls of experts behind another microbatch's layers"),
