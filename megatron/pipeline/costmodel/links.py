@@ -213,7 +213,7 @@ def exchange_seconds(shape: Shape, links: Links) -> float:
     held, experts = shape.policy, shape.experts
     if not experts:
         return 0.0
-    own = activations.hidden_bytes(shape)
+    own = activations.routed_bytes(shape)
     if experts.gathered:
         ranks = experts.parallel
         across, sent = links.experts.all_gather(ranks * own, ranks), ranks * own

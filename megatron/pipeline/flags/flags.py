@@ -21,6 +21,8 @@ from megatron.pipeline.flags.flag_types import (
 from megatron.pipeline.flags.settings import NEW, Role, add_flags, flat
 from megatron.pipeline.flags.settings import flag as add
 from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.shape.hybrid import LINEAR
+from megatron.pipeline.shape.latent import SPARSE
 
 # The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = CHUNKS[0].details
@@ -128,6 +130,20 @@ MEGATRON = {
         predicted("--mamba-num-groups", "groups of heads", positive_int, 8),
         predicted("--mamba-num-heads", "heads; as many as are twice as wide as hidden states if not given", positive_int),
     ],
+    "other attention": [
+        predicted("--experimental-attention-variant", "in place of attention: gated delta nets in the layers that the next flag "
+            "says; or attention to the keys that an indexer chooses, in all", [LINEAR, SPARSE]),
+        predicted("--linear-attention-freq", "attention in every Nth layer, or a list with 1 (these nets) or 0", layer_pattern),
+        predicted("--linear-conv-kernel-dim", "tokens of the convolution", positive_int, 4),
+        predicted("--linear-key-head-dim", "width of a head's queries and keys", positive_int, 128),
+        predicted("--linear-value-head-dim", "width of a head's values", positive_int, 128),
+        predicted("--linear-num-key-heads", "heads of queries and keys", positive_int, 16),
+        predicted("--linear-num-value-heads", "heads of values", positive_int, 32),
+        predicted("--dsa-indexer-n-heads", "heads of the indexer", positive_int),
+        predicted("--dsa-indexer-head-dim", "their width", positive_int),
+        predicted("--dsa-indexer-topk", "keys that attention reads", positive_int),
+        predicted("--attention-output-gate", "a gate for attention's output"),
+    ],
     "kernels": [
         predicted("--window-size", "keys before and behind its own that a token reads, such as 128,0; -1 for all", window),
         predicted("--window-attn-skip-freq", "all keys in every Nth layer, or a list with 1 (window) or 0", layer_pattern),
@@ -153,6 +169,7 @@ MEGATRON = {
             layer_pattern, 1, metavar="N"),
         add("--moe-ffn-hidden-size", "width of an expert; --ffn-hidden-size when not given", positive_int),
         add("--moe-shared-expert-intermediate-size", "width of the experts that see every token", positive_int),
+        predicted("--moe-latent-size", "width of tokens that visit experts; hidden states' if not given", positive_int),
         predicted("--moe-shared-expert-overlap", "these beside the exchange of the other experts' tokens"),
         # Not of Megatron-LM, whose routers decide.
         predicted("--moe-load-factor", "tokens of the rank with most, over the mean", at_least_one, 1.0),
