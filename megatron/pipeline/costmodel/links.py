@@ -86,9 +86,7 @@ class Links:
     @classmethod
     def within(cls, device: Device) -> Links:
         """All ranks on one node."""
-        near = device.within
-        spread = Spread(near, device.between)
-        return cls(device.hop, near, near, near, near, near, near, spread, device.beside_communication)
+        return cls.of(device, 1, 1, 1, 1, 1, 1)
 
     @classmethod
     def of(

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron.pipeline.flags import bridge, fork_flags, recipes, support, upstream
-from megatron.pipeline.flags.flags import MEGATRON, actions
+from megatron.pipeline.flags.flags import MEGATRON
 from megatron.pipeline.flags.settings import NEW, Flags, add_flags
 from megatron.pipeline.schedule.core.reading import content_of
 
@@ -111,7 +111,7 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, arg
     content: Any
     try:
         if predicts and path.startswith(bridge.SCHEME):
-            content = bridge.flags_of(path.removeprefix(bridge.SCHEME), actions())
+            content = bridge.flags_of(path.removeprefix(bridge.SCHEME))
         else:
             text = content_of(path)
             if predicts and path.endswith(".sh"):

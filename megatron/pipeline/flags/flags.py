@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from enum import Enum
 from functools import cache, partial
 from typing import Any
 
@@ -26,6 +28,8 @@ from megatron.pipeline.shape.latent import SPARSE
 
 # The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = CHUNKS[0].details
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of a stage's parts
+_TYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
 GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
 TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
 chunks, layout, schedule, _, memory, files, length, data, predicted = (partial(add, role=role) for role in Role)
@@ -49,6 +53,29 @@ def actions() -> dict[str, argparse.Action]:
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser, NEW | MEGATRON)
     return {action.dest: action for action in parser._actions}
+
+
+def as_flags(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags without dashes, as ``--config`` reads them, of values by the names of ``actions``: those that are no defaults."""
+    found = {}
+    for name, given in values.items():
+        action = actions()[name]
+        value = _plain(given, action)
+        if name != "config" and value not in (None, action.default) and (action.nargs != 0 or value is action.const):
+            found[action.option_strings[0][2:]] = True if action.nargs == 0 else value
+    return found
+
+
+def _plain(value: Any, action: argparse.Action) -> Any:
+    """A setting as a flag's value."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list | tuple) and action.nargs is None:  # of layers, of a window's sides, or of stages
+        rows = ["".join(_LETTERS[part] for part in row) for row in value if isinstance(row, list)]
+        return "|".join(rows) or (str(value) if isinstance(value, list) else ",".join(map(str, value)))
+    if isinstance(value, list):
+        return [_plain(each, action) for each in value]
+    return _TYPES.get(str(value), value)
 
 
 # fmt: off

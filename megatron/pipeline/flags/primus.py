@@ -10,9 +10,8 @@ from typing import Any
 
 import yaml
 
-from megatron.pipeline.flags.bridge import as_flags
 from megatron.pipeline.flags.flag_types import positive_int
-from megatron.pipeline.flags.flags import actions
+from megatron.pipeline.flags.flags import actions, as_flags
 from megatron.pipeline.flags.settings import NEW
 from megatron.pipeline.schedule.core.reading import read_text
 
@@ -41,14 +40,12 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     if settings.get("tokenizer_model"):
         settings["tokenizer_type"] = "HuggingFaceTokenizer"  # of which the size is all that is read
     ours = {option for flags in NEW.values() for options, *_ in flags for option in options}
-    own = {name: action for name, action in actions().items() if action.option_strings[0] not in ours}
-    counts = {name for name, action in own.items() if action.type is positive_int}
+    own = {}
+    for name, action in actions().items():
+        if name in settings and action.option_strings[0] not in ours:
+            own[name] = settings[name] or (None if action.type is positive_int else settings[name])  # a count of 0 is none
     others = {name.replace("_", "-"): value for name, value in settings.items() if value and name not in actions()}
-    known = {name: value for name, value in others.items() if f"--{name}" in parser._option_string_actions}
-    # A count of 0 is none.
-    return known | as_flags(
-        {name: settings[name] or (None if name in counts else settings[name]) for name in own.keys() & settings}, own
-    )
+    return {name: value for name, value in others.items() if f"--{name}" in parser._option_string_actions} | as_flags(own)
 
 
 def _extended(file: Path) -> dict[str, Any]:

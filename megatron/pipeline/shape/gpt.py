@@ -294,7 +294,7 @@ class Shape:
 
     @property
     def matrices(self) -> int:
-        """Of an MLP."""
+        """Matrices of an MLP, or of an expert."""
         return 3 if self.gated else 2
 
     @property
