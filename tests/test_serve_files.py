@@ -66,7 +66,7 @@ def test_a_plan_at_the_costs_of_a_file_is_the_one_of_the_command(address: str, t
         ("costs.json", "[" * 100_000, "mpipe: costs.json: "),
         ("costs.json", b"\xff\xfe", "mpipe: the file is no text: give a costs file (.json) or a model's flags (.yaml)"),
         ("costs.json", " " * (MOST_BYTES + 1), "mpipe: the file has more than 4 MiB"),
-        ("model.yaml", "num_layers: 8", "mpipe: unknown GPU ''; known are A100-40GB"),
+        ("model.yaml", "num_layers: 8", "mpipe: --gpu: unknown GPU ''; known are A100-40GB"),
     ],
     ids=["empty", "deep", "bytes", "long", "yaml"],
 )
