@@ -146,4 +146,6 @@ def test_recomputation_and_tensor_parallelism_are_in_it(capsys: pytest.CaptureFi
 
 
 def test_an_unknown_gpu_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unknown GPU 'H100'; known are A100-40GB" in refusal(capsys, "costs", "--config", "/nowhere.yaml", "--gpu", "H100")
+    assert "--gpu: unknown GPU 'H100'; known are A100-40GB" in refusal(
+        capsys, "costs", "--config", "/nowhere.yaml", "--gpu", "H100"
+    )

@@ -129,6 +129,65 @@ def test_a_value_that_needs_running_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert "--tensor-model-parallel-size $" in refusal(capsys, "memory", "--config", str(file))
 
 
+def test_what_the_command_line_gives_needs_no_running(tmp_path: Path) -> None:
+    file = tmp_path / "train.sh"
+    file.write_text(SCRIPT.replace("TP=2", "TP=$(nproc)"))
+    assert of_file(file, "--tensor-model-parallel-size 2").args.tensor_model_parallel_size == 2
+
+
+def test_a_script_in_parts(tmp_path: Path) -> None:
+    """Flags in the value of a variable, of a script that another one sources; arithmetic; a seed that is not known."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text(
+        'NODES=2\nMODEL_ARGS=" \\\n --num-layers $((4 * NODES)) \\\n --hidden-size 512 "\n'
+    )
+    lines = (
+        'DIR="$(cd -- "$(dirname "$0")" && pwd)"',
+        'source "${DIR}/models/tiny.sh"',
+        "BATCH=$(( (NODES + 2) * 8 / 4 ))",
+        'case $1 in --help) shift ;; --tokenizer-model) MODEL="$2" ;; esac',
+        'RUN="python pretrain_gpt.py ${MODEL_ARGS} --seed $SEED --micro-batch-size 1 --global-batch-size $BATCH"',
+        'bash -c "$RUN --num-attention-heads 8 --seq-length 128 --vocab-size 1000 --tokenizer-type NullTokenizer"',
+    )
+    file = tmp_path / "train.sh"
+    file.write_text("\n".join(lines))
+    args = of_file(file, "").args
+    assert (args.num_layers, args.hidden_size, args.global_batch_size) == (8, 512, 8)
+
+
+def test_an_experiment_of_primus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Overrides over a model's file, over what it extends, over a trainer's; its own settings do nothing."""
+    configs = tmp_path / "primus" / "configs"
+    (configs / "models" / "megatron").mkdir(parents=True)
+    (configs / "modules" / "megatron").mkdir(parents=True)
+    (configs / "modules" / "megatron" / "pre_trainer.yaml").write_text(
+        "bf16: true\nmicro_batch_size: 1\noffload: false\nmtp_num_layers: 0\n"
+    )
+    (configs / "models" / "megatron" / "base.yaml").write_text(
+        "hidden_size: 256\nswiglu: true\nkv_lora_rank: 32\nadd_bias_linear: false\n"
+    )
+    (configs / "models" / "megatron" / "tiny.yaml").write_text(
+        "extends:\n  - base.yaml\nhidden_size: 512\n"
+        "num_layers: 8\nnum_attention_heads: 8\ntokenizer_model: gpt2\nvocab_size: 1000\n"
+    )
+    experiment = tmp_path / "tiny.yaml"
+    experiment.write_text(
+        "modules:\n  pre_trainer:\n    framework: megatron\n"
+        "    config: pre_trainer.yaml\n    model: ${MODEL:tiny}.yaml\n    overrides:\n"
+        "      enable_primus_turbo: true\n      seq_length: 128\n      pipeline_model_parallel_size: ${PP:1}\n"
+        "      recompute_granularity: full\n      recompute_method: block\n      recompute_num_layers: 0\n"
+    )
+    monkeypatch.setenv("PP", "2")
+    args = of_file(experiment, "").args
+    assert (args.hidden_size, args.pipeline_model_parallel_size, args.swiglu, args.add_bias_linear) == (512, 2, True, False)
+    assert (args.recompute_granularity, args.bf16, args.offloading.mode) == (None, True, None)
+    other = tmp_path / "elsewhere.yaml"
+    other.write_text(experiment.read_text())
+    (tmp_path / "primus").rename(tmp_path / "gone")
+    assert main(["memory", "--config", str(other)]) == 2
+    assert "its model tiny.yaml is in primus/configs of Primus' repository" in capsys.readouterr().err
+
+
 class _Backend(Enum):
     fused = 2
 

@@ -82,6 +82,8 @@ def test_what_matters_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         ("--quick-geglu --ffn-hidden-size 1024", "--swiglu --ffn-hidden-size 1024"),
         ("--attention-backend flash", "--attention-backend auto"),
         ("--expert-tensor-parallel-size 4", ""),
+        ("--num-layers-per-virtual-pipeline-stage 1", "--num-virtual-stages-per-pipeline-rank 2"),
+        ("--kv-lora-rank 32 --v-head-dim 128", ""),
         ("--seed ${REPEAT} --moe-z-loss-coeff 0", ""),
         (r"--pipeline-model-parallel-layout Ett\|\(tt\|\)*2ttL", "--pipeline-model-parallel-layout Ett|(tt|)*2ttL"),
         ("--moe-layer-recompute --num-experts 4", "--recompute-granularity selective --recompute-modules moe --num-experts 4"),
@@ -144,3 +146,15 @@ def test_training_refuses_what_it_refused(flag: str) -> None:
     with pytest.raises(ValueError, match=flag.split(maxsplit=1)[0]) as refusal:
         check_trained(parse([*LINE.split(), *flag.split()]))
     assert "mpipe launch" in str(refusal.value)
+
+
+def test_virtual_stages_are_those_of_megatron_cores_schedule() -> None:
+    """A line without a schedule of ours; without virtual stages it is one that our own is asked for."""
+    line = LINE.replace(" --pipeline-schedule stock", "")
+    assert predicted(f"{line} --num-virtual-stages-per-pipeline-rank 2".split()).args.pipeline.schedule == "stock"
+    assert predicted(line.split()).args.pipeline.schedule == "zb-h1"
+
+
+def test_widths_of_latent_attention_that_upstream_has() -> None:
+    args = predicted(f"{LINE} --multi-latent-attention --q-lora-rank 96".split()).args
+    assert (args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim) == (32, 128, 64, 128)

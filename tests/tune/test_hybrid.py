@@ -11,14 +11,16 @@ from command import refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
-from megatron.pipeline.costmodel.activations import layer_activation, layer_retained
+from megatron.pipeline.costmodel.activations import exchanged_bytes, layer_activation, layer_retained
 from megatron.pipeline.costmodel.device import named
 from megatron.pipeline.costmodel.estimate import computing_seconds
 from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
+from megatron.pipeline.shape import gated_delta
 from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.experts import Experts
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.hybrid import Hybrid
+from megatron.pipeline.shape.latent import Indexer
 from megatron.pipeline.shape.mamba import mixer
 
 H100 = named("H100-80GB")
@@ -107,16 +109,26 @@ def test_patterns_of_all_releases() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--hybrid-layer-pattern MX*-", "--hybrid-layer-pattern MX*- with X: known are M * - E"),
+        ("--hybrid-layer-pattern MX*-", "--hybrid-layer-pattern MX*- with X: known are M G * - E"),
         ("--hybrid-layer-pattern MM*- --num-layers 8", "--num-layers 8: --hybrid-layer-pattern MM*- has 4 layers"),
         ("--hybrid-layer-pattern ME*E", "ME*E has layers of experts (E): give --num-experts"),
         ("--hybrid-layer-pattern MM*-/*-/M-", "give the same symbols behind every /"),
-        ("--hybrid-layer-pattern |||", "||| has no layers: give some of M * - E"),
+        ("--hybrid-layer-pattern |||", "||| has no layers: give some of M G * - E"),
         ("--num-layers 8 --hybrid-attention-ratio 0.7 --hybrid-mlp-ratio 0.7", "0.7 are more than all 8 layers: lower one"),
         ("--hybrid-layer-pattern MM*- --mamba-num-groups 3", "--mamba-num-groups 3 does not divide 128 heads of Mamba-2"),
         (
             "--hybrid-layer-pattern MM*- --mamba-num-groups 1",
             "--tensor-model-parallel-size 2 does not divide --mamba-num-groups 1",
+        ),
+        ("--experimental-attention-variant gated_delta_net --num-layers 8", "gated_delta_net needs --linear-attention-freq"),
+        ("--experimental-attention-variant dsa --num-layers 8", "needs --dsa-indexer-n-heads, --dsa-indexer-head-dim, --dsa-"),
+        (
+            "--experimental-attention-variant gated_delta_net --num-layers 8 --linear-attention-freq [1]*4",
+            "--linear-attention-freq lists 4 layers and --num-layers is 8",
+        ),
+        (
+            "--hybrid-layer-pattern GG*- --linear-num-value-heads 24",
+            "--linear-num-value-heads 24 is not a multiple of --linear-num-key-heads 16",
         ),
         ("--moe-load-factor 0.5", "--moe-load-factor: expected a number of at least 1, got 0.5"),
         ("--hybrid-layer-pattern MM*- --pipeline-schedule zb-v", "our schedules place those of a GPTModel"),
@@ -131,3 +143,74 @@ def test_costs_of_stages_differ(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["costs", "--gpu", "H100-80GB", "--json", *NEMOTRON.split(), "--hybrid-layer-pattern", pattern]) == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
     assert len({stage["forward"] for stage in stages}) == 4
+
+
+# As NVIDIA's and Qwen's model cards and configurations have them.
+EXPERTS = "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --num-experts 512"
+SUPER = (
+    f"{EXPERTS} --moe-router-topk 22 --moe-shared-expert-intermediate-size 5376 --moe-latent-size 1024 --mamba-num-heads 128 "
+    "--mamba-head-dim 64 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 2688 --kv-channels 128 --squared-relu --normalization RMSNorm --disable-bias-linear --bf16 "
+    "--untie-embeddings-and-output-weights --position-embedding-type none --vocab-size 131072 --tokenizer-type NullTokenizer "
+    "--seq-length 8192 --micro-batch-size 1 --hybrid-layer-pattern "
+    "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+)
+NEXT = (
+    f"{EXPERTS} --moe-router-topk 10 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512 --num-layers 48 "
+    "--hidden-size 2048 --ffn-hidden-size 5120 --num-attention-heads 16 --group-query-attention --num-query-groups 2 "
+    "--kv-channels 256 --qk-layernorm --attention-output-gate --normalization RMSNorm --position-embedding-type rope --swiglu "
+    "--untie-embeddings-and-output-weights --disable-bias-linear --vocab-size 151936 --tokenizer-type NullTokenizer --bf16 "
+    "--seq-length 4096 --micro-batch-size 1 --experimental-attention-variant gated_delta_net --linear-attention-freq 4"
+)
+LATENT = (
+    "--num-layers 8 --hidden-size 7168 --num-attention-heads 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 "
+    "--qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
+    "--ffn-hidden-size 18432 --vocab-size 129280 --tokenizer-type NullTokenizer --seq-length 65536 "
+    "--micro-batch-size 1 --bf16 --kv-channels 128"
+)
+SPARSE = (
+    f"{LATENT} --experimental-attention-variant dsa --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "whole", "active"),
+    [(SUPER, 120.7e9, 11.6e9), (NEXT, 79.7e9, 3.2e9)],
+    ids=["Nemotron 3 Super 120B-A12B", "Qwen3-Next-80B-A3B"],
+)
+def test_narrow_tokens_of_experts_and_gated_delta_nets_are_as_published(flags: str, whole: float, active: float) -> None:
+    """The second is without embedding and output layer, which the cards count or not."""
+    shape = Shape.of(of(flags).args)
+    assert total_parameters(shape, tied=False) == pytest.approx(whole, rel=1e-3)
+    assert shape.layer_weights * shape.layers == pytest.approx(active, rel=0.01)
+
+
+def test_parameters_are_what_megatron_core_builds() -> None:
+    """A ``GatedDeltaNet`` and a ``DSAIndexer`` of release 0.19.2, built on a CPU, have these numbers."""
+    sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 32, "value_head_dim": 48, "conv_kernel_dim": 4}
+    net = gated_delta.mixer(Namespace(**{f"linear_{name}": size for name, size in sizes.items()}))
+    assert 256 * (net.projected + net.mixed) + net.parameters == 183_608
+    indexer = Indexer(heads=8, width=64, keys=16)
+    assert indexer.weights(hidden=256, queries=96) + 2 * 64 == 67_712
+
+
+def test_what_other_kinds_save() -> None:
+    """Of long sequences; narrow tokens also in the exchange."""
+
+    def seconds(flags: str, *more: str) -> float:
+        return computing_seconds(Shape.of(of(flags, *more).args), H100).total
+
+    assert seconds(NEXT, "--seq-length", "65536", "--max-position-embeddings", "65536") < 0.6 * seconds(
+        NEXT, "--seq-length", "65536", "--linear-attention-freq", "1"
+    )
+    assert 0.2 * seconds(LATENT) < seconds(SPARSE) < 0.7 * seconds(LATENT)
+    narrow, wide = (Shape.of(of(flags).args) for flags in (SUPER, SUPER.replace("--moe-latent-size 1024", "")))
+    ranks = [replace(shape, experts=replace(shape.experts, parallel=8)) for shape in (narrow, wide)]  # type: ignore[type-var]
+    assert exchanged_bytes(ranks[1]) == 4 * exchanged_bytes(ranks[0]) > 0
+    assert layer_activation(narrow) < layer_activation(wide)
+
+
+def test_stages_of_gated_delta_nets() -> None:
+    """Attention in every fourth layer, and as many in each of four stages: ranks but the first have equally many parameters."""
+    costs = of(NEXT, "--pipeline-model-parallel-size", "4", "--pipeline-schedule", "zb-v").ranks
+    assert len({rank.parameters for rank in costs[1:]}) == 1

@@ -33,7 +33,8 @@ def shapes(draw: st.DrawFn) -> Shape:
         gathered, once = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
         part = draw(st.sampled_from([1, tensor]))
         sizes = 16, draw(st.integers(1, 8)), 256, draw(st.sampled_from([0, 512])), 1024, draw(POWERS), part
-        experts = Experts(draw(per_layer), *sizes, gathered, once, draw(st.sampled_from([False, True, None])))
+        graphs, latent = draw(st.sampled_from([False, True, None])), draw(st.sampled_from([None, 256]))
+        experts = Experts(draw(per_layer), *sizes, gathered, once, graphs, latent=latent)
     policy = ActivationPolicy(
         tensor=tensor, context=draw(POWERS), sequence_parallel=tensor > 1, attention_matrices=draw(st.booleans()),
         wide_softmax=draw(st.booleans()), fused_norms=draw(st.booleans()), recomputed=draw(RECOMPUTED),

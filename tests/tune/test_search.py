@@ -17,6 +17,7 @@ from tune.small import candidate, layouts, on_device, result
 
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.flags import as_flags
 from megatron.pipeline.tune import relax, search, write
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds
@@ -261,9 +262,16 @@ def test_the_smallest_changes_fit_and_smaller_ones_do_not() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_flags_written_and_read_again_are_the_same(path: Path, tmp_path: Path) -> None:
     read = vars(parse(["--config", str(path)]))
-    (tmp_path / "written.yaml").write_text(yaml.safe_dump(write.as_config(read)))
+    (tmp_path / "written.yaml").write_text(yaml.safe_dump(as_flags(read)))
     again = vars(parse(["--config", str(tmp_path / "written.yaml")]))
     assert {**again, "config": None} == {**read, "config": None}
+
+
+def test_a_window_is_written_as_it_is_read(tmp_path: Path) -> None:
+    flags = "--window-size 128,0 --moe-layer-freq [0]+[1]*3 --recompute-modules core_attn mlp".split()
+    (tmp_path / "written.yaml").write_text(yaml.safe_dump(as_flags(vars(parse(flags)))))
+    again = parse(["--config", str(tmp_path / "written.yaml")])
+    assert (again.window_size, again.moe_layer_freq, again.recompute_modules) == ((128, 0), [0, 1, 1, 1], ["core_attn", "mlp"])
 
 
 KINDS: dict[str, tuple[str, dict[str, Any], float]] = {

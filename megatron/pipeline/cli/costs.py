@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
-from megatron.pipeline.cli.memory import gpus_of, predicted, say_not_modelled
+from megatron.pipeline.cli.memory import gpus_of, predicted, read_gpu, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel import device, ranges
 from megatron.pipeline.costmodel.device import Device
@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     check_output(options)
-    gpu = device.read(options.gpu)
+    gpu = read_gpu(options.gpu)
     prediction = predicted(options.flags, options.data_parallel_size)
     args, layers, placement = prediction.args, prediction.layers, prediction.schedule.placement
     say_not_modelled(args)

@@ -16,8 +16,9 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
-from megatron.pipeline.costmodel import ranges
+from megatron.pipeline.costmodel import device, ranges
 from megatron.pipeline.costmodel.activations import hidden_bytes
+from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.flags import STOCK_1F1B, given, neutral
@@ -188,9 +189,11 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
 
     args = parse(flags, predicts=True)
     read, not_modelled = settle(args)
-    if (hybrid := given(read, *FLAGS)) and not given(read, "pipeline_schedule"):
-        read |= {"pipeline_schedule": STOCK}
-        not_modelled.append(f"{hybrid[0]}: our schedules do not place its layers: predicted under megatron-core's own")
+    if not given(read, "pipeline_schedule"):
+        hybrid, stages = given(read, *FLAGS), given(read, *neutral(Role.CHUNKS))
+        read |= {"pipeline_schedule": STOCK} if hybrid or stages else {}
+        if hybrid:
+            not_modelled.append(f"{hybrid[0]}: our schedules do not place its layers: predicted under megatron-core's own")
     return read | neutral(Role.FILES) | {"not_modelled": not_modelled} | changes
 
 
@@ -198,6 +201,14 @@ def say_not_modelled(args: Namespace) -> None:
     """One line on stderr about flags that matter, and that a prediction leaves out."""
     if args.not_modelled:
         print(f"mpipe: not in this prediction: {'; '.join(args.not_modelled)}", file=sys.stderr)
+
+
+def read_gpu(name: str) -> Device:
+    """The GPU of ``--gpu``; what ``device.read`` raises then names the flag."""
+    try:
+        return device.read(name)
+    except ValueError as error:
+        raise ValueError(f"--gpu: {error}") from None
 
 
 @contextmanager

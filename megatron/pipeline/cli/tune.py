@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.pipeline.cli import tune_measure
 from megatron.pipeline.cli.arguments import Commands, add_command, count, names, whole_numbers
-from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
+from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, read_gpu, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.costmodel import device, ranges
@@ -224,7 +224,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     missing = [flag for flag, value in (("--gpus N", options.gpus), ("--gpu NAME", options.gpu)) if not value]
     if missing:
         raise ValueError(f"give {' and '.join(missing)}; known GPUs are {', '.join(device.shipped())} and files of --measure")
-    gpus, gpu = options.gpus, device.read(options.gpu)
+    gpus, gpu = options.gpus, read_gpu(options.gpu)
     per_node = min(gpus, options.gpus_per_node or gpu.node(gpus))
     if gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change --gpus or --gpus-per-node")

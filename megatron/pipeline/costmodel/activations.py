@@ -67,7 +67,7 @@ def layer_activation(shape: Shape) -> float:
     normalised = shape.queries_and_keys if shape.qk_norm and not shape.latent else 0
     further = shape.attention * (normalised + more) + shape.mixer.kept
     numbers = _weighed(shape) + shape.tokens * further * shape.policy.of_cut_layers
-    return shape.policy.number * numbers + layer_masks(shape) + attention_matrices(shape) + _quantized(shape)
+    return shape.policy.number * numbers + _indexed(shape) + layer_masks(shape) + attention_matrices(shape) + _quantized(shape)
 
 
 def layer_retained(shape: Shape) -> float:
@@ -79,6 +79,16 @@ def layer_retained(shape: Shape) -> float:
     """
     number, quantized = shape.policy.number, shape.quantized
     return _weighed(shape) * (quantized.mean(number, quantized.recipe.number) if quantized else number)
+
+
+def _indexed(shape: Shape) -> float:
+    """Bytes that F keeps of an ``Indexer``: its queries, its key before and after its norm, weights of its heads, and for every
+    query the numbers of its keys, in 64 bits."""
+    indexer = shape.latent.indexer if shape.latent else None
+    if indexer is None:
+        return 0.0
+    numbers = indexer.heads * indexer.width + 2 * indexer.width + indexer.heads
+    return shape.attention * shape.tokens / shape.policy.context * (shape.policy.number * numbers + 8 * indexer.keys)
 
 
 def _quantized(shape: Shape) -> float:
@@ -103,8 +113,15 @@ def _weighed(shape: Shape) -> float:
     """Numbers of ``layer_retained``."""
     narrow = shape.latent.width + shape.latent.normalised if shape.latent else 0
     whole = 2 * shape.parts * shape.hidden + shape.attention * narrow
+    whole += shape.share(EXPERTS) * shape.narrowing_weights / shape.hidden
     cut = shape.attention * (shape.attended + shape.queries + shape.projected_keys_and_values)
-    cut += (3 if shape.gated else 2) * shape.ffn + 2 * _dispatched(shape) + shape.mixer.projected + shape.mixer.mixed
+    cut += (
+        shape.attention * shape.gates
+        + shape.matrices * shape.ffn
+        + 2 * _dispatched(shape)
+        + shape.mixer.projected
+        + shape.mixer.mixed
+    )
     return shape.tokens * (whole * shape.policy.of_whole_layers + cut * shape.policy.of_cut_layers)
 
 
@@ -138,7 +155,7 @@ def layer_checkpoint(shape: Shape) -> float:
     """
     held = shape.policy
     routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
-    matrices = 3 if shape.gated else 2
+    matrices = shape.matrices
     cut = {"mlp": matrices * (shape.ffn - routed), "moe": matrices * routed + 2 * _dispatched(shape)}
     if "moe" not in held.recomputed:
         cut["moe_act"] = shape.experts.mean_visited_ffn if shape.experts else 0.0
@@ -163,9 +180,10 @@ def layer_temporary(shape: Shape, overlap: bool = False) -> float:
     """
     held = shape.policy
     widest = max([shape.ffn / (shape.share(MLP) + shape.share(EXPERTS) or 1), *(mixer.projected for _, mixer in shape.mixers)])
-    mlp = held.number * (3 if shape.gated else 2) * widest * held.of_cut_layers
+    mlp = held.number * shape.matrices * widest * held.of_cut_layers
     matrices = 2 * _softmax_number(shape) * shape.seq * shape.heads * held.of_cut_layers if held.attention_matrices else 0.0
-    computing, exchanging = shape.tokens * (mlp + matrices), exchanged_bytes(shape)
+    scores = SINGLE * shape.seq / held.context if shape.latent and shape.latent.indexer else 0.0
+    computing, exchanging = shape.tokens * (mlp + matrices + scores), exchanged_bytes(shape)
     return (computing + exchanging if overlap else max(computing, exchanging)) + 2 * hidden_bytes(shape)
 
 
@@ -175,7 +193,7 @@ def exchanged_bytes(shape: Shape) -> float:
     if not experts or experts.parallel == 1:
         return 0.0
     sent, received = (1, experts.parallel) if experts.gathered else (experts.topk, experts.visits)
-    return hidden_bytes(shape) * (sent + received * experts.tensor)
+    return routed_bytes(shape) * (sent + received * experts.tensor)
 
 
 def output_activation(shape: Shape) -> float:
@@ -214,6 +232,11 @@ def hidden_bytes(shape: Shape) -> float:
     return shape.policy.number * shape.tokens * shape.hidden * shape.policy.of_whole_layers
 
 
+def routed_bytes(shape: Shape) -> float:
+    """Bytes of the same tokens as experts get them."""
+    return hidden_bytes(shape) * shape.routed_hidden / shape.hidden
+
+
 def _softmax_number(shape: Shape) -> int:
     """Bytes of a number of attention's softmax."""
     return SINGLE if shape.policy.wide_softmax else shape.policy.number
@@ -221,4 +244,4 @@ def _softmax_number(shape: Shape) -> int:
 
 def _dispatched(shape: Shape) -> float:
     """Width of what goes to experts for every token, as a mean over the layers; ranks that share each expert all get it."""
-    return shape.experts.share * shape.experts.visits * shape.hidden * shape.experts.tensor if shape.experts else 0.0
+    return shape.experts.share * shape.experts.visits * shape.routed_hidden * shape.experts.tensor if shape.experts else 0.0

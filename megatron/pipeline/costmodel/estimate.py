@@ -107,7 +107,7 @@ def _beside_exchange(shape: Shape, device: Device) -> tuple[float, float]:
     experts = shape.experts
     if not (experts and experts.beside):
         return 0.0, 0.0
-    operations = 2 * shape.tokens * shape.hidden * (3 if shape.gated else 2) * experts.share * experts.shared_ffn
+    operations = 2 * shape.tokens * shape.hidden * shape.matrices * experts.share * experts.shared_ffn
     each = _linears(shape, device, operations * shape.policy.of_cut_layers)
     return each, each
 
@@ -195,19 +195,14 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
     if not held.recomputed:
         return whole.forward
     attention = _attention(shape, device).forward if "core_attn" in held.recomputed else 0.0
-    operations = 0.0
-    routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
-    for name, width in (("mlp", shape.ffn - routed), ("moe", routed)):
-        if name in held.recomputed:
-            operations += 2 * shape.tokens * shape.hidden * width * (3 if shape.gated else 2)
-    if "mla_up_proj" in held.recomputed:
-        operations += 2 * shape.tokens * shape.attention * shape.widening_weights
+    weights = {"mlp": shape.mlp_weights, "moe": shape.expert_weights, "mla_up_proj": shape.attention * shape.widening_weights}
+    operations = 2 * shape.tokens * sum(weights[name] for name in held.recomputed & weights.keys())
     moved = 0.0  # what norms and activation functions read and write
     if "layernorm" in held.recomputed:
         moved += 2 * shape.norms_alone * activations.hidden_bytes(shape)
     if "moe_act" in held.recomputed and shape.experts:
         each = held.number * shape.tokens * held.of_cut_layers * shape.experts.mean_visited_ffn
-        moved += (3 if shape.gated else 2) * each
+        moved += shape.matrices * each
     products = attention + _linears(shape, device, operations * held.of_cut_layers)
     return min(whole.forward, products + device.moving(moved))
 

@@ -86,9 +86,7 @@ class Links:
     @classmethod
     def within(cls, device: Device) -> Links:
         """All ranks on one node."""
-        near = device.within
-        spread = Spread(near, device.between)
-        return cls(device.hop, near, near, near, near, near, near, spread, device.beside_communication)
+        return cls.of(device, 1, 1, 1, 1, 1, 1)
 
     @classmethod
     def of(
@@ -213,7 +211,7 @@ def exchange_seconds(shape: Shape, links: Links) -> float:
     held, experts = shape.policy, shape.experts
     if not experts:
         return 0.0
-    own = activations.hidden_bytes(shape)
+    own = activations.routed_bytes(shape)
     if experts.gathered:
         ranks = experts.parallel
         across, sent = links.experts.all_gather(ranks * own, ranks), ranks * own

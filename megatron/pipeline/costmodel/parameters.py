@@ -85,9 +85,13 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
     cut, whole, routed = 0, len(symbols) * shape.norm * hidden, 0
     if ATTENTION in symbols:
         cut += (
-            shape.sinks + shape.cut_attention_weights + (shape.queries + shape.projected_keys_and_values if shape.qkv_bias else 0)
+            shape.sinks
+            + shape.cut_attention_weights
+            + (shape.queries + shape.projected_keys_and_values + shape.gates if shape.qkv_bias else 0)
         )
         whole += shape.latent_weights + (hidden if shape.biases else 0)
+        if shape.latent and (indexer := shape.latent.indexer):
+            whole += indexer.weights(hidden, shape.latent.queries) + 2 * indexer.width  # its key's norm has a bias
         if shape.qk_norm:
             whole += shape.norm * (shape.latent.normalised if shape.latent else 2 * shape.head_width)
     for symbol, mixer in shape.hybrid.mixers if shape.hybrid else ():
@@ -95,8 +99,10 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
             cut += round(hidden * (mixer.projected + mixer.mixed) + mixer.parameters)
     if experts and EXPERTS in symbols:
         width = experts.shared_ffn
-        whole += experts.count * (hidden + (1 if shape.biases else 0))  # the router
-        expert_cut, expert_whole = _mlp(shape, experts.ffn)
+        whole += experts.count * (hidden + (1 if shape.biases else 0)) + shape.narrowing_weights  # the router, and these
+        if shape.biases and experts.latent:
+            whole += hidden + experts.latent
+        expert_cut, expert_whole = _mlp(replace(shape, hidden=shape.routed_hidden), experts.ffn)
         routed = experts.count // experts.parallel * (expert_cut // experts.tensor + expert_whole)
     else:
         width = round(shape.dense_ffn) if MLP in symbols else 0

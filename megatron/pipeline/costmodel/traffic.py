@@ -49,7 +49,7 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
     elif shape.qk_norm:
         cut_forward, cut_backward = cut_forward + 2 * heads, cut_backward + 5 * heads
     if shape.experts:
-        routed = shape.experts.share * shape.experts.visits * shape.hidden
+        routed = shape.experts.share * shape.experts.visits * shape.routed_hidden
         cut_forward, cut_backward = cut_forward + _COPIES * routed, cut_backward + _COPIES * routed
     if held.attention_matrices:
         # Scores are written, read and written by the softmax and, with a mask, by dropout, and read with the values.
@@ -93,12 +93,12 @@ def expert_products_traffic(shape: Shape) -> tuple[float, float, float]:
     held, experts = shape.policy, shape.experts
     if experts is None:
         return 0.0, 0.0, 0.0
-    matrices, number = 3 if shape.gated else 2, held.number
+    matrices, number = shape.matrices, held.number
     read = shape.quantized.mean(number, shape.quantized.recipe.number) if shape.quantized else number
     visits = experts.share * experts.visits * shape.tokens / held.context / held.tensor * experts.tensor
     width = experts.ffn / experts.tensor
-    weights = experts.share * experts.count / experts.parallel * matrices * shape.hidden * width
-    ins, outs = shape.hidden + width, shape.hidden + (matrices - 1) * width  # numbers of a visit
+    weights = experts.share * experts.count / experts.parallel * matrices * shape.routed_hidden * width
+    ins, outs = shape.routed_hidden + width, shape.routed_hidden + (matrices - 1) * width  # numbers of a visit
     forward = visits * (read * ins + number * outs) + read * weights
     backward = visits * (read * outs + number * ins) + read * weights
     return forward, backward, visits * read * (ins + outs) + 2 * SINGLE * weights
@@ -111,7 +111,7 @@ def expert_traffic(shape: Shape) -> tuple[float, float]:
     if experts is None:
         return 0.0, 0.0
     before, width = 2 if shape.gated else 1, experts.mean_visited_ffn
-    copied = _COPIES / 2 * experts.share * experts.visits * shape.hidden
+    copied = _COPIES / 2 * experts.share * experts.visits * shape.routed_hidden
     each = held.of_cut_layers * held.number * shape.tokens
     return each * ((before + 1) * width + copied), each * ((2 * before + 1) * width + copied)
 

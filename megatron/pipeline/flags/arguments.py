@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron.pipeline.flags import bridge, fork_flags, recipes, support, upstream
-from megatron.pipeline.flags.flags import MEGATRON, actions
+from megatron.pipeline.flags.flags import MEGATRON
 from megatron.pipeline.flags.settings import NEW, Flags, add_flags
 from megatron.pipeline.schedule.core.reading import content_of
 
@@ -63,7 +63,7 @@ def with_config(parser: argparse.ArgumentParser, argv: Sequence[str], predicts: 
     finder.add_argument("--config")
     config = finder.parse_known_args(argv)[0].config
     fork_flags.refuse(argv)
-    return [*(_read_config(parser, config, predicts) if config else []), *argv]
+    return [*(_read_config(parser, config, predicts, argv) if config else []), *argv]
 
 
 class _Loader(yaml.SafeLoader):
@@ -106,19 +106,20 @@ def _parser() -> _FlagParser:
     return parser
 
 
-def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool) -> list[str]:
+def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, argv: Sequence[str]) -> list[str]:
     """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
     content: Any
     try:
         if predicts and path.startswith(bridge.SCHEME):
-            content = bridge.flags_of(path.removeprefix(bridge.SCHEME), actions())
+            content = bridge.flags_of(path.removeprefix(bridge.SCHEME))
         else:
             text = content_of(path)
             if predicts and path.endswith(".sh"):
-                return recipes.of_script(text, parser)
-            content = yaml.load(text, yaml.SafeLoader if predicts and recipes.TESTS in text else _Loader)
+                return recipes.of_script(text, Path(path).parent, parser, {token.partition("=")[0] for token in argv})
+            loose = predicts and any(mark in text for mark in (recipes.TESTS, recipes.PRIMUS))
+            content = yaml.load(text, yaml.SafeLoader if loose else _Loader)
             if predicts and isinstance(content, dict):
-                content = recipes.flags_in(content)
+                content = recipes.flags_in(content, Path(path), parser)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
     except RecursionError:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
-from enum import Enum
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
+
+from megatron.pipeline.flags.flags import actions, as_flags
 
 SCHEME = "bridge:"
 _PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
@@ -21,16 +21,13 @@ _NAMES = {  # of settings, where ours are others
     "exp_avg": "exp_avg_dtype",
     "exp_avg_sq": "exp_avg_sq_dtype",
 }
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of a stage's parts
-_TYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
 
 
-def flags_of(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
+def flags_of(name: str) -> dict[str, Any]:
     """Flags without dashes, with their values, of a recipe.
 
     Args:
         name: of a function of Bridge's recipes, or ``MODULE:FUNCTION``.
-        actions: the flags that are read, by name.
 
     Raises:
         ValueError: Bridge is not installed, or has no such recipe.
@@ -44,7 +41,7 @@ def flags_of(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any
         return next((value for value in found if value is not None), None)
 
     vocabulary = setting("vocab_size") or getattr(getattr(recipe, "tokenizer", None), "vocab_size", None)
-    values = {name: _plain(setting(name), action) for name, action in actions.items() if name != "config"} | {
+    values = {name: setting(name) for name in actions()} | {
         "group_query_attention": bool(setting("num_query_groups")),
         "untie_embeddings_and_output_weights": setting("share_embeddings_and_output_weights") is False,
         "grad_reduce_in_bf16": setting("grad_reduce_in_fp32") is False,
@@ -54,12 +51,7 @@ def flags_of(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any
         "vocab_size": vocabulary,
         "tokenizer_type": "HuggingFaceTokenizer" if vocabulary else None,  # of which the size is all that is read
     }
-    found = {}
-    for flag, value in values.items():
-        action = actions[flag]
-        if value is not None and value != action.default and (action.nargs != 0 or value is action.const):
-            found[action.option_strings[0][2:]] = True if action.nargs == 0 else value
-    return found
+    return as_flags(values)
 
 
 def _named(name: str) -> Callable[[], Any]:
@@ -82,15 +74,3 @@ def _named(name: str) -> Callable[[], Any]:
 
 def _precision(name: str) -> Any:
     return import_module("megatron.bridge.training.mixed_precision").get_mixed_precision_config(name)
-
-
-def _plain(value: Any, action: argparse.Action) -> Any:
-    """A setting as a flag's value."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list | tuple) and action.nargs is None:  # of layers, of a window's sides, or of stages
-        rows = ["".join(_LETTERS[part] for part in row) for row in value if isinstance(row, list)]
-        return "|".join(rows) or (str(value) if isinstance(value, list) else ",".join(map(str, value)))
-    if isinstance(value, list):
-        return [_plain(each, action) for each in value]
-    return _TYPES.get(str(value), value)

@@ -69,12 +69,12 @@ def layer_pattern(text: str) -> int | list[int]:
 
 
 def window(text: str) -> tuple[int, int]:
-    """Two whole numbers, as ``128,0`` or ``(128, 0)``.
+    """Two whole numbers, as ``128,0``, ``(128, 0)`` or ``[128, 0]``.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
-    found = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
+    found = re.fullmatch(r"[(\[]?\s*(-?\d+)\s*,\s*(-?\d+)\s*[)\]]?", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"expected keys before and behind, such as 128,0, got {text!r}")
     return int(found[1]), int(found[2])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from enum import Enum
 from functools import cache, partial
 from typing import Any
 
@@ -21,9 +23,13 @@ from megatron.pipeline.flags.flag_types import (
 from megatron.pipeline.flags.settings import NEW, Role, add_flags, flat
 from megatron.pipeline.flags.settings import flag as add
 from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.shape.hybrid import LINEAR
+from megatron.pipeline.shape.latent import SPARSE
 
 # The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = CHUNKS[0].details
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of a stage's parts
+_TYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
 GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
 TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
 chunks, layout, schedule, _, memory, files, length, data, predicted = (partial(add, role=role) for role in Role)
@@ -47,6 +53,29 @@ def actions() -> dict[str, argparse.Action]:
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser, NEW | MEGATRON)
     return {action.dest: action for action in parser._actions}
+
+
+def as_flags(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags without dashes, as ``--config`` reads them, of values by the names of ``actions``: those that are no defaults."""
+    found = {}
+    for name, given in values.items():
+        action = actions()[name]
+        value = _plain(given, action)
+        if name != "config" and value not in (None, action.default) and (action.nargs != 0 or value is action.const):
+            found[action.option_strings[0][2:]] = True if action.nargs == 0 else value
+    return found
+
+
+def _plain(value: Any, action: argparse.Action) -> Any:
+    """A setting as a flag's value."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list | tuple) and action.nargs is None:  # of layers, of a window's sides, or of stages
+        rows = ["".join(_LETTERS[part] for part in row) for row in value if isinstance(row, list)]
+        return "|".join(rows) or (str(value) if isinstance(value, list) else ",".join(map(str, value)))
+    if isinstance(value, list):
+        return [_plain(each, action) for each in value]
+    return _TYPES.get(str(value), value)
 
 
 # fmt: off
@@ -128,6 +157,20 @@ MEGATRON = {
         predicted("--mamba-num-groups", "groups of heads", positive_int, 8),
         predicted("--mamba-num-heads", "heads; as many as are twice as wide as hidden states if not given", positive_int),
     ],
+    "other attention": [
+        predicted("--experimental-attention-variant", "in place of attention: gated delta nets in the layers that the next flag "
+            "says; or attention to the keys that an indexer chooses, in all", [LINEAR, SPARSE]),
+        predicted("--linear-attention-freq", "attention in every Nth layer, or a list with 1 (these nets) or 0", layer_pattern),
+        predicted("--linear-conv-kernel-dim", "tokens of the convolution", positive_int, 4),
+        predicted("--linear-key-head-dim", "width of a head's queries and keys", positive_int, 128),
+        predicted("--linear-value-head-dim", "width of a head's values", positive_int, 128),
+        predicted("--linear-num-key-heads", "heads of queries and keys", positive_int, 16),
+        predicted("--linear-num-value-heads", "heads of values", positive_int, 32),
+        predicted("--dsa-indexer-n-heads", "heads of the indexer", positive_int),
+        predicted("--dsa-indexer-head-dim", "their width", positive_int),
+        predicted("--dsa-indexer-topk", "keys that attention reads", positive_int),
+        predicted("--attention-output-gate", "a gate for attention's output"),
+    ],
     "kernels": [
         predicted("--window-size", "keys before and behind its own that a token reads, such as 128,0; -1 for all", window),
         predicted("--window-attn-skip-freq", "all keys in every Nth layer, or a list with 1 (window) or 0", layer_pattern),
@@ -153,6 +196,7 @@ MEGATRON = {
             layer_pattern, 1, metavar="N"),
         add("--moe-ffn-hidden-size", "width of an expert; --ffn-hidden-size when not given", positive_int),
         add("--moe-shared-expert-intermediate-size", "width of the experts that see every token", positive_int),
+        predicted("--moe-latent-size", "width of tokens that visit experts; hidden states' if not given", positive_int),
         predicted("--moe-shared-expert-overlap", "these beside the exchange of the other experts' tokens"),
         # Not of Megatron-LM, whose routers decide.
         predicted("--moe-load-factor", "tokens of the rank with most, over the mean", at_least_one, 1.0),
@@ -169,7 +213,7 @@ MEGATRON = {
         add("--moe-aux-loss-coeff", "weight of each auxiliary loss", not_negative, [0.0], nargs="+"),
         add("--moe-z-loss-coeff", "weight of the loss that keeps the router's logits small", not_negative),
         add("--moe-router-enable-expert-bias", "balance by a bias that follows the experts' load"),
-        add("--moe-router-bias-update-rate", "change of that bias per iteration", positive_float, 1e-3),
+        add("--moe-router-bias-update-rate", "change of that bias per iteration", not_negative, 1e-3),
         add("--moe-token-dispatcher-type", "how tokens are dispatched to experts; flex: DeepEP or HybridEP, in predictions alone",
             ["allgather", "alltoall", "flex"], "allgather"),
         schedule("--overlap-moe-expert-parallel-comm", "all-to-alls of experts behind another microbatch's layers"),

@@ -5,44 +5,11 @@ The forks are sail-sg/zero-bubble-pipeline-parallelism (with PipeOffload) and sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-_PROFILE = "--pipeline-costs profile"
-_METRICS = "not needed: --metrics FILE has every rank's peak, of every iteration"
-NOW = {
-    "--enable-zero-bubble": "--pipeline-schedule zb-auto, or zb-v with --zero-bubble-v-schedule",
-    "--zero-bubble-v-schedule": "--pipeline-schedule zb-v",
-    "--zero-bubble-v-schedule-mem-setup": "--pipeline-schedule zb-v (zb), v-half (half) or v-min (min)",
-    "--zero-bubble-max-pending-backward": "--pipeline-schedule zb-h1 (p), zb-h2 (2p) or zb-auto --pipeline-memory-limit X",
-    "--enable-1f1b-v": "--pipeline-schedule 1f1b-v",
-    "--num-seq-splits": "--pipeline-schedule seq-1f1b (2), or with mpipe plan --splits a file (any other number)",
-    "--interleave-group-size": "--pipeline-schedule gis --microbatch-group-size-per-virtual-pipeline-stage N",
-    "--enable-zb-runtime": "not needed: one runtime runs all schedules, such as --pipeline-schedule 1f1b",
-    "--zero-bubble-pipeline-timers-start-iter": _PROFILE,
-    "--zero-bubble-pipeline-timers-end-iter": _PROFILE,
-    "--schedule-timer-start": _PROFILE,
-    "--schedule-timer-end": _PROFILE,
-    "--enable-vocab-parallel": "--vocab-parallel 2",
-    "--disable-backward-fusion": "--vocab-parallel 1",
-    "--use-interlaced-schedule": "--vocab-parallel interlaced",
-    "--enable-layer-redistribution": "--layer-redistribution",
-    "--final-stage-num-layers": "--decoder-last-pipeline-num-layers N",
-    "--enable-optimizer-post-validation": "--post-validation",
-    "--enable-exactly-numeric-match": "not needed: --post-validation ends with the bits that synchronous steps give",
-    "--cpu-offload": "--offload full (or selective)",
-    "--offload-chunk-num": "--offload selective (at most half of the chunks) or full",
-    "--offload-time": "--offload-profile, which measures copies",
-    "--auto-offload-time": "--offload-profile, which measures copies",
-    "--offload-overlap-sr": "not needed: copies to host memory and back have a stream each",
-    "--offload-continuous-buffers": "not needed: host memory is allocated in large pieces and reused",
-    "--no-paired-barrier": "not needed: ranks do not wait for each other's copies",
-    "--recompute-lgd": "--recompute-granularity selective --recompute-modules layernorm (GELU and dropout: mlp)",
-    "--zero-bubble-adaptive-memory-limit-percentile": "--pipeline-memory-limit 60GiB --pipeline-costs profile",
-    "--allow-padding-num-layers": "not needed: any number of layers is spread over the ranks",
-    "--no-pre-communication-optimization": "not needed: there is no such extra message",
-    "--measure-activation-memory": _METRICS,
-    "--profile-memory-iter": _METRICS,
-}
+from megatron.pipeline.flags.upstream import table
+
+NOW: Mapping[str, str] = table("forks")
 
 
 def refuse(flags: Iterable[str]) -> None:

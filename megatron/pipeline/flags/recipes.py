@@ -1,6 +1,7 @@
 """A training's flags from what others keep them in.
 
-These are Megatron-LM's functional tests, a model's config.json of Hugging Face, and a shell script that starts a training.
+These are Megatron-LM's functional tests, a model's config.json of Hugging Face, an experiment of AMD's Primus, and a shell
+script that starts a training.
 """
 
 from __future__ import annotations
@@ -9,18 +10,26 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.flags import upstream
+from megatron.pipeline.flags import primus, upstream
 
-TESTS = "MODEL_ARGS"  # of a file of the tests, which has more than flags, and some of them twice
+TESTS, PRIMUS = "MODEL_ARGS", "\nmodules:"  # of files that have more than flags, and some of them twice
 _SET = re.compile(r"""^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=("[^"\n]*"|'[^'\n]*'|[^\s(#;]*)[ \t]*(?:[;#].*)?$""", re.M)
+_SUM = re.compile(r"(?!.*\*\*)[\d\s+*/%()-]+")
 _USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
 
 
-def flags_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The flags in a file's content, which is returned as it is where it has nothing but flags; raises as ``of_model``."""
+def flags_in(content: Mapping[str, Any], path: Path, parser: argparse.ArgumentParser) -> Mapping[str, Any]:
+    """The flags in a file's content, which is returned as it is where it has nothing but flags.
+
+    Raises:
+        ValueError: as ``of_model`` and ``primus.flags_of``.
+    """
+    if "modules" in content:
+        return primus.flags_of(path, parser)
     return of_model(content) if "model_type" in content else content.get(TESTS, content)
 
 
@@ -49,39 +58,84 @@ def of_model(config: Mapping[str, Any]) -> dict[str, Any]:
     return {flag: value for flag, value in flags.items() if value is not None}
 
 
-def of_script(text: str, parser: argparse.ArgumentParser) -> list[str]:
+def of_script(text: str, folder: Path, parser: argparse.ArgumentParser, given: Collection[str]) -> list[str]:
     """The flags in a shell script that a parser knows, with the values of variables that the script, or the environment, sets.
 
-    Nothing is run: what a command would print, and arithmetic, are unknown. The last value counts, as in a command line.
+    Nothing is run: what a command would print, or a loop would add, is unknown. The last value counts, as in a command line.
+    Scripts that it sources are read too.
+
+    Args:
+        folder: of the script.
+        given: flags of the command line, whose values in the script are of no interest.
 
     Raises:
         ValueError: a flag that this project reads has a value that is unknown; or quotes do not match.
     """
-    text = text.replace("\\\n", " ")
     values: dict[str, str] = {}
-    for name, value in _SET.findall(text):
-        values[name] = _filled(value.strip("\"'"), values)
-    lexer = shlex.shlex(text, posix=True, punctuation_chars="()|&;<>")
+    lexer = shlex.shlex(_sourced(text, folder, values), posix=True, punctuation_chars="()|&;<>")
     lexer.whitespace_split = True
-    filled = (_filled(word, values) for word in lexer)
-    words = [part for word in filled for part in (word.split() if word.startswith("--") else [word])]
+    words = [part for word in lexer for part in _words(_filled(word, values))]
     found: list[str] = []
     for index, word in enumerate(words):
         name, _, value = word.partition("=")
-        action = parser._option_string_actions.get(name) if name.startswith("--") else None
-        if action is None:
+        action = parser._option_string_actions.get(name) if name.startswith("--") and name not in given else None
+        if action is None or action.dest == "help":
             continue
         number: Any = action.nargs  # which argparse's types take for a word
         most = {None: 1, "?": 1, "*": len(words), "+": len(words)}.get(number, number)
-        given = [value] if value else []
-        for other in words[index + 1 : index + 1 + int(most or 0) - len(given)]:
+        own = [value] if value else []
+        for other in words[index + 1 : index + 1 + int(most or 0) - len(own)]:
             if other.startswith("--") or re.fullmatch(r"[()|&;<>]+", other):
                 break
-            given += upstream.words(other) if action.nargs else [other]
-        if any("$" in each or "`" in each for each in given) and action.type not in (None, str):
-            raise ValueError(f"{name} {' '.join(given)}: not known without running the script: set it in the environment")
-        found += [name, *given]
+            own += upstream.words(other) if action.nargs else [other]
+        if any(("$" in each or "`" in each) and not _fits(each, action) for each in own):
+            raise ValueError(
+                f"{name} {' '.join(own)}: not known without running the script: give {name} on the command line, or set the "
+                "variable in the environment"
+            )
+        if own or action.nargs in (0, "?", "*"):  # else part of a script that reads its own flags
+            found += [name, *own]
     return found
+
+
+def _sourced(text: str, folder: Path, values: dict[str, str]) -> str:
+    """A script with those that it sources in their places; adds what variables are set to to ``values``."""
+    parts = []
+    for line in text.replace("\\\n", " ").splitlines(keepends=True):
+        if source := re.match(r"""[ \t]*(?:source|\.)[ \t]+["']?([^"'\s;]+)""", line):
+            # An unknown beginning is taken for the script's own folder.
+            file = folder / re.sub(r"^\$[^/]*/", "", _filled(source[1], values))
+            parts.append(_sourced(file.read_text(encoding="utf-8"), file.parent, values) if file.is_file() else "")
+        else:
+            parts.append(_filled_sums(line, values))
+            values.update((name, _filled(value.strip("\"'"), values)) for name, value in _SET.findall(parts[-1]))
+    return "".join(parts)
+
+
+def _filled_sums(line: str, values: Mapping[str, str]) -> str:
+    """A line with the results of its arithmetic of whole numbers, as ``$((2 * NODES))``."""
+
+    def result(used: re.Match[str]) -> str:
+        text = re.sub(r"\b[A-Za-z_]\w*\b", lambda name: values.get(name[0], name[0]), _filled(used[1], values))
+        try:
+            return str(eval(text.replace("/", "//"), {"__builtins__": {}})) if _SUM.fullmatch(text) else used[0]
+        except (SyntaxError, TypeError, ArithmeticError):
+            return used[0]
+
+    return re.sub(r"\$\(\((.+?)\)\)(?!\))", result, line)
+
+
+def _fits(value: str, action: argparse.Action) -> bool:
+    try:
+        return not callable(action.type) or action.type(value) is not None
+    except (argparse.ArgumentTypeError, ValueError):
+        return False
+
+
+def _words(word: str) -> list[str]:
+    """The words of one that has flags: of a variable's value, or a whole command."""
+    flags = re.match(r"(?:\w+\+?=)?\s*(?=--)|.*\.py\s", word, re.S)
+    return word[flags.end() :].split() if flags else [word]
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
-from megatron.pipeline.shape.experts import have_experts
+from megatron.pipeline.shape.hybrid import have_experts
 
 _LETTERS = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
 _SPREAD = Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.DETAILS  # of the flags that may differ from the reference's

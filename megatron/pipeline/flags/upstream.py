@@ -88,6 +88,10 @@ def settle(args: Flags) -> tuple[Flags, list[str]]:
             given[f"{action.option_strings[0][2:]}={' '.join(map(str, values))}"] = True
     for name in ("pipeline_model_parallel_layout", "hybrid_layer_pattern"):  # which a shell would read otherwise
         args |= {name: getattr(args, name) and getattr(args, name).replace("\\", "")}
+    # Upstream has these, and reads them for multi-latent attention alone.
+    latent = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    args |= ({name: getattr(args, name) or usual for name, usual in latent.items()} if args.multi_latent_attention
+             else dict.fromkeys((*latent, "q_lora_rank")))  # fmt: skip
     effects = table("effects")
     for name, value in given.items():
         alike: Any = next((row for pattern, row in effects["as"].items() if fnmatch(name, pattern)), {})

@@ -18,7 +18,7 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation_experts import check_grouped_experts, of_experts
 from megatron.pipeline.flags.validation_files import check_outputs, of_data
-from megatron.pipeline.flags.validation_hybrid import of_hybrid
+from megatron.pipeline.flags.validation_hybrid import check_attention, of_hybrid
 from megatron.pipeline.flags.validation_latent import check_latent
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal, of_replicas
 from megatron.pipeline.model import te_linear
@@ -211,6 +211,7 @@ def _of_model(args: Settings) -> Settings:
             )
         args |= {"kv_channels": hidden // heads}
     check_latent(args)
+    check_attention(args)
     if not args.multi_latent_attention:
         check_rotary(args)
     groups = args.num_query_groups if args.group_query_attention else heads

@@ -1,12 +1,13 @@
-"""Flags of hybrid models, whose layers a pattern lists: part of ``validation.validate``."""
+"""Flags of models whose layers differ: those that a pattern lists, and what is in place of attention; part of ``validate``."""
 
 from __future__ import annotations
 
 from megatron.pipeline.combinations.rows import HYBRID
-from megatron.pipeline.combinations.table import refuse
+from megatron.pipeline.combinations.table import flag_of, refuse
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, KINDS, MLP
+from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP
+from megatron.pipeline.shape.latent import SPARSE
 
 _KNOWN = (*KINDS, ATTENTION, MLP, EXPERTS)
 
@@ -28,8 +29,8 @@ def of_hybrid(args: Settings) -> Settings:
     main, *further = pattern.split("/")
     if unknown := sorted(set(pattern) - {*_KNOWN, "|", "/"}):
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern} with {' and '.join(unknown)}: known are {' '.join(_KNOWN)} (Mamba-2, attention, "
-            "MLP, experts), | between stages, / before layers that predict further"
+            f"--hybrid-layer-pattern {pattern} with {' and '.join(unknown)}: known are {' '.join(_KNOWN)} (Mamba-2, gated delta "
+            "net, attention, MLP, experts), | between stages, / before layers that predict further"
         )
     if len(set(further)) > 1 or "|" in "".join(further):
         raise ValueError(
@@ -54,6 +55,31 @@ def of_hybrid(args: Settings) -> Settings:
         rows[0], rows[-1] = "E" + rows[0], rows[-1] + "m" * (predicting or 0) + "L"
         args |= {"pipeline_model_parallel_layout": "|".join(rows)}
     return args
+
+
+def check_attention(args: Settings) -> None:
+    """Check what is in place of attention, as megatron-core's ``TransformerConfig`` does.
+
+    Raises:
+        ValueError: a size is missing or does not divide; says what to change.
+    """
+    variant, layers, pattern = args.experimental_attention_variant, args.linear_attention_freq, args.hybrid_layer_pattern or ""
+    sizes = {LINEAR: ("linear_attention_freq",), SPARSE: ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")}
+    if missing := [flag_of(name) for name in sizes.get(variant, ()) if getattr(args, name) is None]:
+        raise ValueError(f"--experimental-attention-variant {variant} needs {', '.join(missing)}")
+    if variant == SPARSE and not args.multi_latent_attention:
+        raise ValueError(f"--experimental-attention-variant {SPARSE} needs --multi-latent-attention")
+    if variant == LINEAR and isinstance(layers, list) and len(layers) != args.num_layers:
+        raise ValueError(
+            f"--linear-attention-freq lists {len(layers)} layers and --num-layers is {args.num_layers}: give as many"
+        )
+    if variant == LINEAR or "G" in pattern:
+        keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+        ranks = args.tensor_model_parallel_size * args.context_parallel_size
+        if values % keys:
+            raise ValueError(f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}: change one")
+        if keys % ranks:
+            raise ValueError(f"--linear-num-key-heads {keys} is not a multiple of {ranks} tensor- and context-parallel ranks")
 
 
 def _pattern(args: Settings) -> str | None:

@@ -71,7 +71,10 @@ def of_rehearsal(args: Settings) -> Settings:
     try:
         seconds, links = float(text), None
     except ValueError:
-        links = links_of(device.read(text), _PER_NODE, args)
+        try:
+            links = links_of(device.read(text), _PER_NODE, args)
+        except ValueError as error:
+            raise ValueError(f"--rehearse-hop {text}: seconds, or {error}") from None
         seconds = links.hop.seconds(_message_bytes(args))
     if not 0 <= seconds < math.inf:
         raise ValueError(f"--rehearse-hop {text}: a message takes 0 seconds or more")

@@ -97,7 +97,7 @@ def vocabulary_size(args: Namespace) -> int:
         raise ValueError("missing --tokenizer-type: NullTokenizer needs --vocab-size, ByteLevelTokenizer nothing else")
     if kind in ("ByteLevelTokenizer", "NullTokenizer") or (args.tokenizer_model and Path(args.tokenizer_model).exists()):
         return int(build_tokenizer(args).vocab_size)
-    named = f"{kind} {args.tokenizer_model}"
+    named = " ".join(filter(None, (kind, args.tokenizer_model)))
     size = next((size for pattern, size in upstream.table("vocabularies").items() if fnmatch(named, pattern)), None)
     if size is None:
         note = f"not known here, and taken as {_USUAL} tokens: give --vocab-size"

@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.pipeline.shape.activation_policy import ITERATION, LAYERS, graphed, graphs
-from megatron.pipeline.shape.hybrid import EXPERTS, Hybrid
+from megatron.pipeline.shape.hybrid import have_experts
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Experts:
         load: tokens that visit the experts of the rank with most, over the mean over all ranks.
         grouped: all experts of a rank are one product, instead of one after another.
         beside: experts that every token passes run beside the exchange of tokens.
+        latent: width of the tokens that visit experts, which a linear of all ranks makes of hidden states, and another makes
+            hidden states of; None where experts read these themselves.
     """
 
     layers: tuple[bool, ...]
@@ -41,6 +43,7 @@ class Experts:
     load: float = 1.0
     grouped: bool = True
     beside: bool = False
+    latent: int | None = None
 
     @classmethod
     def of(cls, args: Namespace) -> Experts | None:
@@ -62,6 +65,7 @@ class Experts:
             _load(args),
             args.moe_grouped_gemm,
             getattr(args, "moe_shared_expert_overlap", False),
+            getattr(args, "moe_latent_size", None),
         )
 
     @property
@@ -101,13 +105,3 @@ def _load(args: Namespace) -> float:
 def _graphs(args: Namespace) -> bool | None:
     kind = graphs(args)
     return None if kind == ITERATION or (kind == LAYERS and "moe" in graphed(args)) else kind == LAYERS
-
-
-def have_experts(args: Namespace) -> tuple[bool, ...]:
-    """Tell of each layer if it has experts, from Megatron-LM's flags after ``validate``."""
-    every, hybrid = args.moe_layer_freq, Hybrid.of(args)
-    if not args.num_experts:
-        return (False,) * args.num_layers
-    if hybrid:
-        return tuple(symbol == EXPERTS for symbol in hybrid.layers)
-    return tuple(layer % every == 0 for layer in range(args.num_layers)) if isinstance(every, int) else tuple(map(bool, every))

@@ -64,6 +64,7 @@ class Shape:
         windows: how many keys attention reads in every layer, if not all.
         sinks: parameters of attention sinks, one for each head.
         hybrid: what every layer is, if not attention and an MLP or experts.
+        gates: width of the gate of attention's output, which is made beside queries.
     """
 
     layers: int
@@ -89,6 +90,7 @@ class Shape:
     windows: Windows | None = None
     hybrid: Hybrid | None = None
     sinks: int = 0
+    gates: int = 0
 
     @classmethod
     def plain(cls, layers: int, hidden: int, heads: int, seq: int, vocabulary: int, microbatch: int = 1) -> Shape:
@@ -128,6 +130,9 @@ class Shape:
             quantized=Quantized.of(args),
             windows=Windows.of(args),
             hybrid=hybrid,
+            gates=args.num_attention_heads * args.kv_channels
+            if getattr(args, "attention_output_gate", False) and not latent
+            else 0,
             sinks=args.num_attention_heads if getattr(args, "softmax_type", None) == "learnable" else 0,
         )
         return replace(shape, ffn=shape._mean_ffn(args.ffn_hidden_size)) if hybrid else shape
@@ -142,7 +147,7 @@ class Shape:
     def symbols(self, layer: int) -> tuple[str, ...]:
         """Parts of one layer, counted from 0."""
         if self.hybrid:
-            return (self.hybrid.layers[layer],)
+            return tuple(self.hybrid.layers[layer])
         return ATTENTION, EXPERTS if self.experts and self.experts.layers[layer] else MLP
 
     @property
@@ -153,7 +158,7 @@ class Shape:
     @property
     def parts(self) -> int:
         """Parts of a layer, each with a norm before it and added to the residual stream."""
-        return 1 if self.hybrid else 2
+        return len(self.hybrid.layers[0]) if self.hybrid else 2
 
     @property
     def mixers(self) -> list[tuple[float, Mixer]]:
@@ -177,7 +182,7 @@ class Shape:
         symbols = self.hybrid.predictor
         own: dict[str, Any] = {"layers": len(symbols), "hybrid": replace(self.hybrid, layers=symbols)}
         if self.experts:
-            own["experts"] = replace(self.experts, layers=tuple(symbol == EXPERTS for symbol in symbols))
+            own["experts"] = replace(self.experts, layers=tuple(EXPERTS in symbol for symbol in symbols))
         if last.quantized:
             own["quantized"] = replace(last.quantized, layers=last.quantized.layers[-1:] * len(symbols))
         found = replace(last, **own)
@@ -232,10 +237,20 @@ class Shape:
         return self.hidden * self.latent.width if self.latent else 0
 
     @property
+    def routed_hidden(self) -> int:
+        """Width of the tokens that visit experts."""
+        return (self.experts and self.experts.latent) or self.hidden
+
+    @property
+    def narrowing_weights(self) -> int:
+        """Weights of a layer with experts that make these tokens of hidden states, and hidden states of them."""
+        return 2 * self.hidden * self.experts.latent if self.experts and self.experts.latent else 0
+
+    @property
     def cut_attention_weights(self) -> int:
         """The other weights of attention, of which such a rank has a part."""
         if self.latent is None:
-            return self.hidden * (2 * self.queries + self.keys_and_values)
+            return self.hidden * (2 * self.queries + self.keys_and_values + self.gates)
         return self.widening_weights + self.hidden * self.attended
 
     @property
@@ -261,7 +276,26 @@ class Shape:
     def layer_weights(self) -> float:
         """Weights of a layer's matrices that a token meets: 12h^2 of a plain GPT."""
         attention = self.attention * (self.latent_weights + self.cut_attention_weights)
-        return attention + self.hidden * (self.mixer.projected + self.mixer.mixed + (3 if self.gated else 2) * self.ffn)
+        return attention + self.hidden * (self.mixer.projected + self.mixer.mixed) + self.mlp_weights + self.expert_weights
+
+    @property
+    def mlp_weights(self) -> float:
+        """Those of its MLP, as a mean over the layers."""
+        return self.matrices * self.hidden * (self.ffn - (self.experts.mean_routed_ffn if self.experts else 0.0))
+
+    @property
+    def expert_weights(self) -> float:
+        """Those of its experts, as a mean over the layers."""
+        if not self.experts:
+            return 0.0
+        routed, visited = self.experts.mean_routed_ffn, self.experts.mean_visited_ffn
+        own = self.matrices * (self.hidden * (routed - visited) + self.routed_hidden * visited)
+        return own + self.experts.share * self.narrowing_weights
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of an MLP, or of an expert."""
+        return 3 if self.gated else 2
 
     @property
     def keys(self) -> float:
@@ -298,9 +332,19 @@ def linear_work(shape: Shape) -> Work:
 
 
 def attention_work(shape: Shape, causal: bool = False) -> Work:
-    """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h; and of a ``Mixer``."""
-    each = 2 * shape.attention * shape.keys * (shape.queries + shape.attended) * (0.5 if causal else 1.0)
-    return Work(shape.tokens * (each + shape.mixer.forward), shape.tokens * (2 * each + shape.mixer.backward), 0.0)
+    """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h; and of a ``Mixer``.
+
+    An ``Indexer`` learns from its own loss: B has nothing to do for its input.
+    """
+    share, latent, mixer = shape.attention * (0.5 if causal else 1.0), shape.latent, shape.mixer
+    each, scores, weights = 2 * share * shape.keys * (shape.queries + shape.attended), 0.0, 0.0
+    if latent and latent.indexer:
+        each = 2 * share * latent.indexer.keys * shape.heads * (2 * latent.keys + latent.position)
+        ranks = shape.policy.tensor  # each of which does all of it
+        scores = ranks * 2 * share * latent.indexer.heads * latent.indexer.width * shape.seq
+        weights = ranks * 2 * shape.attention * latent.indexer.weights(shape.hidden, latent.queries)
+    forward, backward = each + scores + weights + mixer.forward, 2 * (each + scores) + mixer.backward
+    return Work(shape.tokens * forward, shape.tokens * backward, shape.tokens * weights)
 
 
 def attention_share(shape: Shape) -> float:
@@ -311,7 +355,7 @@ def attention_share(shape: Shape) -> float:
 def expert_work(shape: Shape) -> Work:
     """Operations of the experts of a layer that some tokens visit."""
     width = shape.experts.mean_visited_ffn if shape.experts else 0.0
-    products = 2 * shape.tokens * shape.hidden * (3 if shape.gated else 2) * width
+    products = 2 * shape.tokens * shape.routed_hidden * shape.matrices * width
     return Work(products, products, products)
 
 

@@ -5,6 +5,36 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
+SPARSE = "dsa"  # of --experimental-attention-variant
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Index scores of every key, of which a query's attention then reads the ``keys`` with the highest.
+
+    DeepSeek-AI, "DeepSeek-V3.2", section 2.1. All ranks that share a layer have it whole, and compute it whole. Attention is then
+    between narrow vectors, as one key and one value for all heads.
+
+    Attributes:
+        heads, width: of its queries; its key is one for all heads.
+        keys: that attention reads.
+    """
+
+    heads: int
+    width: int
+    keys: int
+
+    @classmethod
+    def of(cls, args: Namespace) -> Indexer | None:
+        """From Megatron-LM's flags after ``validate``; None for attention to all keys."""
+        if getattr(args, "experimental_attention_variant", None) != SPARSE:
+            return None
+        return cls(args.dsa_indexer_n_heads, args.dsa_indexer_head_dim, min(args.dsa_indexer_topk, args.seq_length))
+
+    def weights(self, hidden: int, queries: int | None) -> int:
+        """Weights of its queries, of its key, and of what weighs its heads."""
+        return (queries or hidden) * self.heads * self.width + hidden * (self.width + self.heads)
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -18,19 +48,21 @@ class Latent:
         keys: width of what keys and values are made from.
         position: width of the part with the position.
         values: width of a head's values.
+        indexer: what chooses the keys that attention reads, if not all are read.
     """
 
     queries: int | None
     keys: int
     position: int
     values: int
+    indexer: Indexer | None = None
 
     @classmethod
     def of(cls, args: Namespace) -> Latent | None:
         """From Megatron-LM's flags after ``validate``; None for a model without."""
         if not args.multi_latent_attention:
             return None
-        return cls(args.q_lora_rank, args.kv_lora_rank, args.qk_pos_emb_head_dim, args.v_head_dim)
+        return cls(args.q_lora_rank, args.kv_lora_rank, args.qk_pos_emb_head_dim, args.v_head_dim, Indexer.of(args))
 
     @property
     def normalised(self) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
         OSError: a file cannot be written.
     """
     from megatron.pipeline.flags.arguments import parse
+    from megatron.pipeline.flags.flags import actions, as_flags
     from megatron.pipeline.flags.upstream import left
 
     changes: dict[str, Any] = SEARCHED | dict(result.candidate.changes)
@@ -37,31 +37,11 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
     args = parse(flags, predicts=True)
     if without := left(args):
         head += f"\nWithout flags of Megatron-LM that pretrain_gpt.py does not have: {' '.join(without)}"
-    config = as_config(vars(args) | changes)
+    values = vars(args) | changes
+    config = as_flags({name: values.get(name) for name in actions()})
     config["pipeline-schedule"] = changes["pipeline_schedule"]  # even our default: mpipe launch has another
     comment = "".join(f"# {line}\n" for line in head.splitlines())
     write_text(path, f"{comment}\n{yaml.safe_dump(config, sort_keys=False)}")
-
-
-def as_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that are not at their defaults, as ``--config`` reads them."""
-    from megatron.pipeline.flags.flags import actions
-
-    given: dict[str, Any] = {}
-    for dest, action in actions().items():
-        value = values.get(dest)
-        if dest == "config" or value == action.default:
-            continue
-        name = action.option_strings[0].lstrip("-")
-        if isinstance(action, argparse.BooleanOptionalAction):
-            given[name] = bool(value)
-        elif action.nargs == 0:
-            if value == action.const:
-                given[name] = True
-        elif value is not None:
-            one_word = isinstance(value, list) and not action.nargs  # that has been read as a list, such as --moe-layer-freq
-            given[name] = str(value) if one_word else _plain(value)
-    return given
 
 
 def chosen(result: Result) -> str:
@@ -84,10 +64,3 @@ def extras(result: Result) -> list[str]:
         "post-validation": args.steps.ahead,
     }
     return [what for what, given in options.items() if given]
-
-
-def _plain(value: Any) -> Any:
-    """A value as YAML has it."""
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, bool | int | float | str) else str(value)

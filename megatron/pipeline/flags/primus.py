@@ -1,0 +1,60 @@
+"""A training's flags from an experiment of AMD's Primus: overrides of a file of its model, and of one of its trainer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.pipeline.flags.flag_types import positive_int
+from megatron.pipeline.flags.flags import actions, as_flags
+from megatron.pipeline.flags.settings import NEW
+from megatron.pipeline.schedule.core.reading import read_text
+
+_CONFIGS = Path("primus") / "configs"
+
+
+def flags_of(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Flags without dashes that a parser knows, with their values; settings of Primus' own are left out.
+
+    Raises:
+        ValueError: the file is not in Primus' repository, which has the others, or a file cannot be read.
+    """
+    trainer = next(iter(_read(path)["modules"].values()))
+    folder = next((found for above in path.resolve().parents if (found := above / _CONFIGS).is_dir()), None)
+    if folder is None:
+        raise ValueError(f"its model {trainer['model']} is in {_CONFIGS} of Primus' repository: give the file where it is there")
+    files = (folder / kind / trainer["framework"] / trainer[key] for kind, key in (("modules", "config"), ("models", "model")))
+    settings = {name: value for file in files for name, value in _extended(file).items()} | (trainer.get("overrides") or {})
+    if not any(settings.get(name) for name in ("recompute_num_layers", "recompute_layer_ids")):
+        settings["recompute_method"] = None
+        if settings.get("recompute_granularity") == "full":  # of no layers
+            settings["recompute_granularity"] = None
+    settings["is_hybrid_model"] = settings.get("model_type") == "mamba"
+    if settings.get("use_turbo_deepep"):
+        settings["moe_token_dispatcher_type"] = "flex"
+    if settings.get("tokenizer_model"):
+        settings["tokenizer_type"] = "HuggingFaceTokenizer"  # of which the size is all that is read
+    ours = {option for flags in NEW.values() for options, *_ in flags for option in options}
+    own = {}
+    for name, action in actions().items():
+        if name in settings and action.option_strings[0] not in ours:
+            own[name] = settings[name] or (None if action.type is positive_int else settings[name])  # a count of 0 is none
+    others = {name.replace("_", "-"): value for name, value in settings.items() if value and name not in actions()}
+    return {name: value for name, value in others.items() if f"--{name}" in parser._option_string_actions} | as_flags(own)
+
+
+def _extended(file: Path) -> dict[str, Any]:
+    content = _read(file)
+    below = [_extended(file.parent / name) for name in content.pop("extends", None) or ()]
+    return {name: value for one in (*below, content) for name, value in one.items()}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A file whose values may be ``${VARIABLE:default}``."""
+    text = read_text(file, "YAML of Primus")
+    return dict(yaml.safe_load(re.sub(r"\$\{(\w+):([^{}]*)\}", lambda used: os.environ.get(used[1], used[2]), text)) or {})
