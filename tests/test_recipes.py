@@ -184,8 +184,7 @@ def test_an_experiment_of_primus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     other = tmp_path / "elsewhere.yaml"
     other.write_text(experiment.read_text())
     (tmp_path / "primus").rename(tmp_path / "gone")
-    assert main(["memory", "--config", str(other)]) == 2
-    assert "its model tiny.yaml is in primus/configs of Primus' repository" in capsys.readouterr().err
+    assert "its model tiny.yaml is in primus/configs of Primus' repository" in refusal(capsys, "memory", "--config", str(other))
 
 
 class _Backend(Enum):
