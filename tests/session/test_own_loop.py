@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marked import rest
 from pool import Pool, forked, free_port
 from reductions import costs
 from session import own_loops
@@ -247,7 +248,7 @@ def together(run: Callable[..., None], folder: Path, *more: Any) -> tuple[list[i
     return [process.exitcode for process in ranks], stderr.read_text()
 
 
-@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize("calls", [rest(0), 1])
 def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls: int) -> None:
     """The first waits in what all ranks compare, another in a message."""
     ended, said = together(own_loops.stays_away, tmp_path, calls)

@@ -93,7 +93,7 @@ def test_the_log_says_what_messages_take_on_a_gpu(monkeypatch: pytest.MonkeyPatc
 
 def test_the_log_warns_of_a_rank_that_needs_more_than_under_stock() -> None:
     lines = []
-    for flags in ("zb-h2", "zb-h2 --vocab-parallel 2", "zb-h1"):
+    for flags in ("zb-h2 --post-validation", "zb-h2 --post-validation --vocab-parallel 2", "zb-h1"):
         args, _, pipeline = program.prepare(f"{LARGE_VOCABULARY} --pipeline-schedule {flags}".split(), world_size=4)
         lines.append([line for line in plan_in_words(args, pipeline) if "WARNING: pipeline rank" in line])
     assert [len(line) for line in lines] == [1, 1, 0]
