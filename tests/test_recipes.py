@@ -144,6 +144,7 @@ def test_a_script_in_parts(tmp_path: Path) -> None:
     lines = (
         'DIR="$(cd -- "$(dirname "$0")" && pwd)"',
         'source "${DIR}/models/tiny.sh"',
+        "source train.sh  # which a shell would never end",
         "BATCH=$(( (NODES + 2) * 8 / 4 ))",
         'case $1 in --help) shift ;; --tokenizer-model) MODEL="$2" ;; esac',
         'RUN="python pretrain_gpt.py ${MODEL_ARGS} --seed $SEED --micro-batch-size 1 --global-batch-size $BATCH"',
@@ -181,6 +182,11 @@ def test_an_experiment_of_primus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     args = of_file(experiment, "").args
     assert (args.hidden_size, args.pipeline_model_parallel_size, args.swiglu, args.add_bias_linear) == (512, 2, True, False)
     assert (args.recompute_granularity, args.bf16, args.offloading.mode) == (None, True, None)
+    for wrong in ("", "  pre_trainer: 1\n", "  pre_trainer:\n    model: tiny.yaml\n"):
+        (tmp_path / "wrong.yaml").write_text("modules:\n" + wrong)
+        assert "needs framework, config and model" in refusal(capsys, "memory", "--config", str(tmp_path / "wrong.yaml"))
+    (configs / "models" / "megatron" / "base.yaml").write_text("extends: [tiny.yaml]\n")
+    assert "tiny.yaml extends itself" in refusal(capsys, "memory", "--config", str(experiment))
     other = tmp_path / "elsewhere.yaml"
     other.write_text(experiment.read_text())
     (tmp_path / "primus").rename(tmp_path / "gone")

@@ -24,7 +24,9 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     Raises:
         ValueError: the file is not in Primus' repository, which has the others, or a file cannot be read.
     """
-    trainer = next(iter(_read(path)["modules"].values()))
+    trainer = next(iter((_read(path)["modules"] or {}).values()), None)
+    if not (isinstance(trainer, dict) and {"framework", "config", "model"} <= trainer.keys()):
+        raise ValueError(f"{path}: the first of modules needs framework, config and model, as an experiment of Primus has")
     folder = next((found for above in path.resolve().parents if (found := above / _CONFIGS).is_dir()), None)
     if folder is None:
         raise ValueError(f"its model {trainer['model']} is in {_CONFIGS} of Primus' repository: give the file where it is there")
@@ -48,9 +50,11 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     return {name: value for name, value in others.items() if f"--{name}" in parser._option_string_actions} | as_flags(own)
 
 
-def _extended(file: Path) -> dict[str, Any]:
+def _extended(file: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if file.resolve() in within:
+        raise ValueError(f"{file} extends itself")
     content = _read(file)
-    below = [_extended(file.parent / name) for name in content.pop("extends", None) or ()]
+    below = [_extended(file.parent / name, (*within, file.resolve())) for name in content.pop("extends", None) or ()]
     return {name: value for one in (*below, content) for name, value in one.items()}
 
 

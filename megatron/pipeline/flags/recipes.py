@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.flags import primus, upstream
+from megatron.pipeline.schedule.core.reading import read_text
 
 TESTS, PRIMUS = "MODEL_ARGS", "\nmodules:"  # of files that have more than flags, and some of them twice
 _SET = re.compile(r"""^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=("[^"\n]*"|'[^'\n]*'|[^\s(#;]*)[ \t]*(?:[;#].*)?$""", re.M)
@@ -98,14 +99,17 @@ def of_script(text: str, folder: Path, parser: argparse.ArgumentParser, given: C
     return found
 
 
-def _sourced(text: str, folder: Path, values: dict[str, str]) -> str:
-    """A script with those that it sources in their places; adds what variables are set to to ``values``."""
+def _sourced(script: str, folder: Path, values: dict[str, str], within: tuple[Path, ...] = ()) -> str:
+    """A script with those that it sources in their places, but those that it is ``within``; adds what variables are set to to
+    ``values``."""
     parts = []
-    for line in text.replace("\\\n", " ").splitlines(keepends=True):
+    for line in script.replace("\\\n", " ").splitlines(keepends=True):
         if source := re.match(r"""[ \t]*(?:source|\.)[ \t]+["']?([^"'\s;]+)""", line):
             # An unknown beginning is taken for the script's own folder.
-            file = folder / re.sub(r"^\$[^/]*/", "", _filled(source[1], values))
-            parts.append(_sourced(file.read_text(encoding="utf-8"), file.parent, values) if file.is_file() else "")
+            file = (folder / re.sub(r"^\$[^/]*/", "", _filled(source[1], values))).resolve()
+            known = file.is_file() and file not in within
+            text = read_text(file, "a shell script") + "\n" if known else ""
+            parts.append(_sourced(text, file.parent, values, (*within, file)))
         else:
             parts.append(_filled_sums(line, values))
             values.update((name, _filled(value.strip("\"'"), values)) for name, value in _SET.findall(parts[-1]))
