@@ -160,7 +160,7 @@ def collective_seconds(kind: str, size: float, ranks: int, link: Link, spread: S
     """Seconds of one collective.
 
     Args:
-        kind: of ``dist/rehearsal_groups.py``.
+        kind: of ``distributed/rehearsal_groups.py``.
         size: bytes: of what is gathered, or is summed up and cut, of all ranks together; else of what a rank sends.
         spread: for what each sends to each; None for the way round.
     """
