@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from runtime import batches
 
 from megatron.pipeline import install
 from megatron.pipeline.planning import Request
-from megatron.pipeline.runtime.every_batch import EveryBatch, ReadAhead, lengths_of
+from megatron.pipeline.planning.plan_cache import PlanCache
+from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, ReadAhead, lengths_of
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.loads import Extent
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.schedule.lower.posting import Posting
 
 
 def losses(found: list[batches.Trained]) -> list[list[float]]:
@@ -53,6 +56,26 @@ def test_a_late_plan_stops_nothing(pool: Pool) -> None:
     ours = pool.run(4, batches.train, "zb-auto", "too_late", timeout=300)
     assert losses(ours) == losses(stock)
     assert [rank.counts for rank in ours] == [{"planned": 2, "late": 2, "unknown": 5}] * 4
+
+
+def test_replicas_run_one_order_of_each_model_that_needs_it(pool: Pool) -> None:
+    """Each replica of the first model has plans of its own; of the second it waits for the other's sums within passes."""
+    alone, ours = (pool.run(4, batches.several_models, plans) for plans in (False, True))
+    assert losses(ours) == losses(alone) and [rank.weights for rank in ours] == [pytest.approx(rank.weights) for rank in alone]
+    assert [rank.counts for rank in ours] == [{"planned": 8}] * 4
+
+
+@pytest.mark.parametrize(
+    ("announces", "now", "due"), [(False, 5, "planned"), (False, 6, "late"), (False, 0, "late"), (True, 0, "planned")]
+)
+def test_a_plan_runs_for_the_lengths_that_it_was_made_for(announces: bool, now: int, due: str) -> None:
+    """Where nothing is announced, another model's batch, whose lengths are not known, may come in between."""
+    plans = BatchPlans(EveryBatch(), PlanCache(Request("zb-v", 2, 1)), Posting.SINGLE)
+    plan: Future[bytes] = Future()
+    plan.set_result(b"a plan")
+    plans._pending.append(((Extent.of([5]),), plan))
+    plans._announces = announces
+    assert plans._due(1, (Extent.of([now]),) if now else ())[0] == due
 
 
 REPLICAS = "--overlap-grad-reduce --use-distributed-optimizer"
