@@ -61,9 +61,9 @@ def _read(path: Path, key: str) -> Order | None:
         if fields.pop("digest") != _digest(key, json.dumps(fields)):
             raise ValueError("it was changed")
         return Schedule.from_json(json.dumps(fields)), fields.get("period_by_rules")
-    except FileNotFoundError:
+    except OSError:  # there is none, or every rank would say what the one says that cannot write
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         _LOG.warning("%s holds no plan any more (%s): it is planned anew", path, error)
         return None
 
