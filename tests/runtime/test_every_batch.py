@@ -83,6 +83,10 @@ EXPERTS = (
     "--untie-embeddings-and-output-weights --disable-bias-linear --num-experts 4 --expert-model-parallel-size 2 "
     f"--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall {REPLICAS}"
 )
+BALANCED = (
+    "--untie-embeddings-and-output-weights --disable-bias-linear --num-experts 4 --moe-aux-loss-coeff 1e-2 "
+    "--moe-router-load-balancing-type global_aux_loss --use-distributed-optimizer"
+)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +95,12 @@ EXPERTS = (
         ("zb-auto", {"pp": 2, "tp": 2}, "--sequence-parallel", 4),
         rest("zb-v", {"pp": 2, "cp": 2}, "", 4),
         ("zb-v", {"pp": 2}, EXPERTS, 4),
+        ("zb-v", {"pp": 2}, BALANCED, 4),
         whole("zb-auto", {"pp": 4}, "", 4),
         whole("zb-auto", {"pp": 2}, REPLICAS, 4),
         whole("zb-v", {"pp": 4}, f"{REPLICAS} --num-layers 8", 8),
     ],
-    ids=["tensors", "contexts", "experts and replicas", "four stages", "replicas apart", "replicas"],
+    ids=["tensors", "contexts", "experts and replicas", "experts balanced over replicas", "four stages", "replicas apart", "replicas"],
 )
 def test_losses_are_those_of_stock_in_every_layout(
     pool: Pool, schedule: str, sizes: dict[str, int], flags: str, ranks: int
@@ -114,7 +119,7 @@ def test_losses_are_those_of_stock_in_every_layout(
     for rank in ours:
         wanted = longest if schedule == "zb-v" else rank.lengths
         assert rank.planned == [pytest.approx([length / iteration[0] for length in iteration]) for iteration in wanted]
-    assert len(of_replicas) == (2 if REPLICAS in flags else 1)
+    assert len(of_replicas) == (2 if "--use-distributed-optimizer" in flags else 1)
 
 
 @pytest.mark.parametrize(("schedule", "padded"), [("zb-v", False), ("zb-auto", True)])

@@ -357,13 +357,14 @@ def _moved(items: Iterator[Any], order: Sequence[int]) -> Iterator[Any]:
 
 def _met(call: Call) -> set[int]:
     """Global ranks that this one meets within the passes of a model, and so must run in its order: for messages, and for tensors,
-    contexts and experts in parts; and replicas where gradients are reduced within passes and there are several chunks, the last
-    pass of one of which comes first."""
+    contexts and experts in parts; and replicas where forwards balance experts over all of them, or where gradients are reduced
+    within passes and there are several chunks, the last pass of one of which comes first."""
     groups = [call.pipeline, call.groups.tp, call.groups.cp]
     if call.config.num_moe_experts:
         groups.append(parallel_state.get_expert_tensor_and_model_parallel_group(check_initialized=False))
     overlaps = any(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False) for chunk in call.chunks)
-    if overlaps and len(call.chunks) > 1:
+    balances = "global_aux_loss" in (call.config.moe_router_load_balancing_type or ())
+    if balances or (overlaps and len(call.chunks) > 1):
         groups.append(call.groups.dp_cp)
     return {rank for group in groups if group is not None for rank in torch.distributed.get_process_group_ranks(group)}
 
