@@ -17,6 +17,7 @@ from megatron.pipeline.planning import kept, request
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.placement import v
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -201,9 +202,11 @@ def test_other_files_in_the_folder_stay(folder: Path, monkeypatch: pytest.Monkey
 
 def test_a_family_of_the_users_own_is_planned_by_its_code_of_now(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("zb-h1", "zb-h2"):
-        monkeypatch.setitem(
-            FAMILIES, "mine", replace(FAMILIES[name], name="mine", plan=lambda problem, name=name: FAMILIES[name].plan(problem))
-        )
+
+        def plan(problem: Problem, name: str = name) -> Order:
+            return FAMILIES[name].plan(problem)
+
+        monkeypatch.setitem(FAMILIES, "mine", replace(FAMILIES[name], name="mine", plan=plan))
         own, given = (Request(one, 4, 9, keep=True).plan().schedule.passes for one in ("mine", name))
         assert own == given
 

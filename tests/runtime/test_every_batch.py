@@ -100,7 +100,7 @@ BALANCED = (
         whole("zb-auto", {"pp": 2}, REPLICAS, 4),
         whole("zb-v", {"pp": 4}, f"{REPLICAS} --num-layers 8", 8),
     ],
-    ids=["tensors", "contexts", "experts and replicas", "experts balanced over replicas", "four stages", "replicas apart", "replicas"],
+    ids=["tensors", "contexts", "experts and replicas", "balanced experts", "four stages", "replicas apart", "replicas"],
 )
 def test_losses_are_those_of_stock_in_every_layout(
     pool: Pool, schedule: str, sizes: dict[str, int], flags: str, ranks: int

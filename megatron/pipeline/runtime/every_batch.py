@@ -134,6 +134,7 @@ class ReadAhead:
                 self._read.append([next(self._items), None])
 
 
+Meets = tuple[set[int], bool]  # of a rank: those that it meets within passes, and whether it knows lengths
 Sizes = tuple[Extent, ...]  # of the microbatches of a batch; empty where they are not known
 
 
@@ -144,13 +145,6 @@ class _Known(NamedTuple):
     now: Sizes
     following: Sizes
     error: str = ""
-
-
-class _Meets(NamedTuple):
-    """Ranks that one meets within passes, and whether it knows lengths."""
-
-    ranks: set[int]
-    knows: bool
 
 
 class BatchPlans:
@@ -173,7 +167,7 @@ class BatchPlans:
         self._announces = False
         self._announced: list[Sizes] = []  # that are not being planned
         self._met: WeakSet[torch.nn.Module] = WeakSet()  # the first chunks of models for which ranks have met
-        self._everyone: list[_Meets] = []  # of all ranks, for all these models
+        self._everyone: list[Meets] = []  # of all ranks, for all these models
         self._sources: list[int] = []  # ranks that know lengths, one of each replica that runs one order; the first plans
         self._replicas: Any = None  # their group, and that of all ranks that run this order; None of one rank
         self._group: Any = None
@@ -241,15 +235,14 @@ class BatchPlans:
         """Find the ranks that run passes in the order of this one's, of this model or of one before, and make their groups;
         collective over the world."""
         self._met.add(call.chunks[0])
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rank, before = torch.distributed.get_rank(), self._everyone
         first = call.pipeline.rank() == self._plans.placement.home(0)[0] and call.groups.tp.rank() == call.groups.cp.rank() == 0
-        before, everyone = self._everyone, [_Meets(set(), False)] * world
-        met = _met(call) | (before[rank].ranks if before else set())
-        torch.distributed.all_gather_object(everyone, _Meets(met, first))
-        if everyone == before:
+        self._everyone = [(set(), False)] * torch.distributed.get_world_size()
+        met = _met(call).union(before[rank][0] if before else ())
+        torch.distributed.all_gather_object(self._everyone, (met, first))
+        if self._everyone == before:
             return
-        self._everyone = everyone
-        ranks, self._sources = _in_one_order(rank, everyone)
+        ranks, self._sources = _in_one_order(rank, self._everyone)
         if rank != self._sources[0]:  # another plans what comes
             self._pending.clear()
         here = rank in self._sources and len(self._sources) > 1
@@ -369,11 +362,11 @@ def _met(call: Call) -> set[int]:
     return {rank for group in groups if group is not None for rank in torch.distributed.get_process_group_ranks(group)}
 
 
-def _in_one_order(rank: int, everyone: Sequence[_Meets]) -> tuple[list[int], list[int]]:
+def _in_one_order(rank: int, everyone: Sequence[Meets]) -> tuple[list[int], list[int]]:
     """Ranks that run passes in the order of one's, as each meets another of them, and those of them that know lengths."""
     found: set[int] = set()
     grown = {rank}
     while grown != found:
         found = grown
         grown = found.union(*(ranks for ranks, _ in everyone if found & ranks))
-    return sorted(found), [rank for rank in sorted(found) if everyone[rank].knows]
+    return sorted(found), [rank for rank in sorted(found) if everyone[rank][1]]
