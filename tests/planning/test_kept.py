@@ -17,9 +17,11 @@ from megatron.pipeline.planning import kept, request
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.placement import v
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.families import FAMILIES
 
 ASKED = Request("v-auto", 4, 6, costs=uniform(v(4)), memory_limit=3, keep=True)
 
@@ -118,6 +120,7 @@ def test_what_takes_no_time_to_search_is_not_kept(folder: Path, monkeypatch: pyt
         lambda _: "[]",
         lambda _: "{}",
         lambda _: "\0\xff",
+        lambda _: "[" * 200_000,
         lambda text: text.replace("F1.0", "F2.0", 1),
         lambda text: json.dumps(json.loads(text) | {"microbatches": 5}),
     ],
@@ -156,7 +159,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line(
     else:
         folder.write_text("a file, and no folder")
     assert ASKED.plan().schedule.microbatches == 6
-    assert len([message for message in caplog.messages if "not kept for the next start" in message]) == 1
+    assert len(caplog.messages) == 1 and "not kept for the next start" in caplog.text
     assert f"{kept.FOLDER} names another folder, or off" in caplog.text
     assert not is_full or not list(folder.iterdir()), "no part of a file stays"
 
@@ -185,3 +188,41 @@ def test_old_files_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         replace(ASKED, microbatches=microbatches).plan()
     left = sorted(json.loads(file.read_text())["microbatches"] for file in folder.iterdir())
     assert left == [5, 6, 7]
+
+
+def test_other_files_in_the_folder_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_MOST", 1)
+    folder.mkdir()
+    for name in ("costs.json", "zb-v-best.json", "run-0123456789abcdef.json"):
+        (folder / name).write_text("{}")
+    for microbatches in range(2, 5):
+        replace(ASKED, microbatches=microbatches).plan()
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_a_family_of_the_users_own_is_planned_by_its_code_of_now(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("zb-h1", "zb-h2"):
+
+        def plan(problem: Problem, name: str = name) -> Order:
+            return FAMILIES[name].plan(problem)
+
+        monkeypatch.setitem(FAMILIES, "mine", replace(FAMILIES[name], name="mine", plan=plan))
+        own, given = (Request(one, 4, 9, keep=True).plan().schedule.passes for one in ("mine", name))
+        assert own == given
+
+
+def test_processes_of_one_number_on_nodes_that_share_the_folder_do_not_meet(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in containers, where all have the number 1: while one has yet to move its file into place, another writes."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    whole = Path.replace
+
+    def beside_another(part: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", whole)
+        ASKED.plan()
+        return whole(part, target)
+
+    monkeypatch.setattr(Path, "replace", beside_another)
+    ASKED.plan()
+    assert not caplog.messages and len(list(folder.iterdir())) == 1

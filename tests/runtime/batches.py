@@ -186,6 +186,54 @@ def wrong_lengths(lengths: Any) -> str:
     return ""
 
 
+def several_models(plans: bool) -> Trained:
+    """Two models in turn, with other lengths in each of two replicas; gradients of the second are reduced within its passes, so
+    that replicas run it in one order."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron.pipeline import install
+    from megatron.pipeline.runtime.every_batch import EveryBatch
+
+    own, real = example("own_training_loop"), PlanningProcess.plan
+    PlanningProcess.plan = on_time  # type: ignore[method-assign, assignment]
+    try:
+        loop = install("zb-v", every_batch=EveryBatch(lengths_of=_lengths_of) if plans else None)
+        parallel_state.initialize_model_parallel(1, 2, 2)
+        tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        models, losses, orders = [], [], set()
+        for overlaps in (False, True):
+            chunks = own.build()
+            chunks[0].config.variable_seq_lengths = True
+            wrapped = own.wrap(chunks, overlap_grad_reduce=overlaps, bucket_size=5000)
+            models.append((wrapped, optimizer_of(wrapped)))
+        data = stream(10 * parallel_state.get_data_parallel_rank())
+        batches = [list(islice(data, 6)) for _ in range(9)]
+        for number, (batch, following) in enumerate(pairwise(batches)):
+            wrapped, optimizer = models[number % 2]
+            if plans:
+                for announced in (batch, following)[number > 0 :]:
+                    loop.announce([_lengths_of(item) for item in announced])
+            _zero(optimizer, wrapped)
+            reports = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(batch) for _ in wrapped],
+                model=wrapped,
+                num_microbatches=6,
+                seq_length=own.LENGTH,
+                micro_batch_size=own.BATCH,
+            )
+            optimizer.step()
+            losses.append([float(one) for one in reports])
+            if plans:
+                orders.add(loop.pipeline(2)._iteration.plan.schedule.passes)  # type: ignore[union-attr]
+        weights = [float(weight.sum()) for wrapped, _ in models for chunk in wrapped for weight in chunk.parameters()]
+        made = loop.pipeline(2).batches
+        return Trained(losses, weights, dict(made.counts) if made else {}, len(orders), [])
+    finally:
+        PlanningProcess.plan = real  # type: ignore[method-assign]
+
+
 def announces_in_vain() -> str:
     from megatron.core import parallel_state
 

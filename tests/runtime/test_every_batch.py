@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from runtime import batches
 
 from megatron.pipeline import install
 from megatron.pipeline.planning import Request
-from megatron.pipeline.runtime.every_batch import EveryBatch, ReadAhead, lengths_of
+from megatron.pipeline.planning.plan_cache import PlanCache
+from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, ReadAhead, lengths_of
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.loads import Extent
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.schedule.lower.posting import Posting
 
 
 def losses(found: list[batches.Trained]) -> list[list[float]]:
@@ -55,10 +58,34 @@ def test_a_late_plan_stops_nothing(pool: Pool) -> None:
     assert [rank.counts for rank in ours] == [{"planned": 2, "late": 2, "unknown": 5}] * 4
 
 
+def test_replicas_run_one_order_of_each_model_that_needs_it(pool: Pool) -> None:
+    """Each replica of the first model has plans of its own; of the second it waits for the other's sums within passes."""
+    alone, ours = (pool.run(4, batches.several_models, plans) for plans in (False, True))
+    assert losses(ours) == losses(alone) and [rank.weights for rank in ours] == [pytest.approx(rank.weights) for rank in alone]
+    assert [rank.counts for rank in ours] == [{"planned": 8}] * 4
+
+
+@pytest.mark.parametrize(
+    ("announces", "now", "due"), [(False, 5, "planned"), (False, 6, "late"), (False, 0, "late"), (True, 0, "planned")]
+)
+def test_a_plan_runs_for_the_lengths_that_it_was_made_for(announces: bool, now: int, due: str) -> None:
+    """Where nothing is announced, another model's batch, whose lengths are not known, may come in between."""
+    plans = BatchPlans(EveryBatch(), PlanCache(Request("zb-v", 2, 1)), Posting.SINGLE)
+    plan: Future[bytes] = Future()
+    plan.set_result(b"a plan")
+    plans._pending.append(((Extent.of([5]),), plan))
+    plans._announces = announces
+    assert plans._due(1, (Extent.of([now]),) if now else ())[0] == due
+
+
 REPLICAS = "--overlap-grad-reduce --use-distributed-optimizer"
 EXPERTS = (
     "--untie-embeddings-and-output-weights --disable-bias-linear --num-experts 4 --expert-model-parallel-size 2 "
     f"--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall {REPLICAS}"
+)
+BALANCED = (
+    "--untie-embeddings-and-output-weights --disable-bias-linear --num-experts 4 --moe-aux-loss-coeff 1e-2 "
+    "--moe-router-load-balancing-type global_aux_loss --use-distributed-optimizer"
 )
 
 
@@ -68,11 +95,12 @@ EXPERTS = (
         ("zb-auto", {"pp": 2, "tp": 2}, "--sequence-parallel", 4),
         rest("zb-v", {"pp": 2, "cp": 2}, "", 4),
         ("zb-v", {"pp": 2}, EXPERTS, 4),
+        ("zb-v", {"pp": 2}, BALANCED, 4),
         whole("zb-auto", {"pp": 4}, "", 4),
         whole("zb-auto", {"pp": 2}, REPLICAS, 4),
         whole("zb-v", {"pp": 4}, f"{REPLICAS} --num-layers 8", 8),
     ],
-    ids=["tensors", "contexts", "experts and replicas", "four stages", "replicas apart", "replicas"],
+    ids=["tensors", "contexts", "experts and replicas", "balanced experts", "four stages", "replicas apart", "replicas"],
 )
 def test_losses_are_those_of_stock_in_every_layout(
     pool: Pool, schedule: str, sizes: dict[str, int], flags: str, ranks: int
@@ -91,7 +119,7 @@ def test_losses_are_those_of_stock_in_every_layout(
     for rank in ours:
         wanted = longest if schedule == "zb-v" else rank.lengths
         assert rank.planned == [pytest.approx([length / iteration[0] for length in iteration]) for iteration in wanted]
-    assert len(of_replicas) == (2 if REPLICAS in flags else 1)
+    assert len(of_replicas) == (2 if "--use-distributed-optimizer" in flags else 1)
 
 
 @pytest.mark.parametrize(("schedule", "padded"), [("zb-v", False), ("zb-auto", True)])

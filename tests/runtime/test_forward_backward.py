@@ -238,7 +238,7 @@ def bad_pipelines(directory: str) -> list[str]:
         lambda: Pipeline(Request("file:/nowhere.json", 2, 1)),
         lambda: Pipeline(Request(f"file:{broken}", 2, 1)),
         lambda: Pipeline(Request("zb-h1", 2, 1, chunks=2)),
-        lambda: Pipeline(Request("zb-h2", 4, 8, memory_limit=4)).plans.check(8),
+        lambda: Pipeline(Request("zb-h2", 4, 8, memory_limit=3)).plans.check(8),
         lambda: Pipeline(Request("zb-h1", 4, 1)).plans.check(0),
     ):
         with pytest.raises(ValueError, match=r".") as error:
@@ -253,7 +253,7 @@ def test_bad_schedules_are_refused_with_what_to_change(pool: Pool, tmp_path: Pat
     assert "/nowhere.json" in missing
     assert "F3.0" in broken
     assert "chunk" in chunks
-    assert "4" in limit and "7" in limit, "the limit and what zb-h2 needs"
+    assert "3" in limit and "4" in limit, "the limit and what zb-h2 needs"
     assert "microbatch" in microbatches
 
 

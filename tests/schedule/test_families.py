@@ -13,7 +13,7 @@ from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
@@ -103,6 +103,20 @@ def test_without_interlocking_zb_h2_is_as_long_as_zb_h1(m: int, makespan: int) -
     assert found == [makespan] * 2
 
 
+@pytest.mark.parametrize("limit", [4, 4.5, 6, 7, 9])
+def test_within_a_limit_zb_h2_is_never_longer_than_zb_h1(limit: float) -> None:
+    """Without room for its warm-up it had been refused, or had named a limit that was refused, too."""
+    h1, h2 = (Request(name, 4, 12, memory_limit=limit).plan() for name in ("zb-h1", "zb-h2"))
+    assert h2.peak <= limit and (h2.value < h1.value if limit >= 7 else h2.schedule.passes == h1.schedule.passes)
+
+
+@pytest.mark.parametrize("limit", [1.0, 3.0, 4.9])
+def test_a_limit_that_the_refusal_of_zb_h2_names_is_enough(limit: float) -> None:
+    with pytest.raises(LimitTooLow) as refusal:
+        Request("zb-h2", 5, 33, memory_limit=limit).plan()
+    assert Request("zb-h2", 5, 33, memory_limit=refusal.value.least).plan().peak <= refusal.value.least
+
+
 def test_zb_h1_on_four_ranks_by_hand() -> None:
     rows = [" ".join(str(work).removesuffix(".0") for work in row) for row in planning.plan("zb-h1", 3, 3).passes]
     assert rows == [
@@ -120,7 +134,7 @@ def test_zb_h1_on_four_ranks_by_hand() -> None:
         (("1f1b", 2, 0), "at least 1 microbatch, got 0"),
         (("1f1b", 2, 2, uniform(linear(3))), "costs of 3 stages for a placement of 2"),
         (("zb-h1", 2, 2, None, 2), r"zb-h1 has 1 chunk\(s\) per rank, got 2"),
-        (("zb-h2", 4, 8, None, None, 4), "of zb-h2 to 5, above the limit of 4; this schedule needs 7 there"),
+        (("zb-h2", 4, 8, None, None, 3), "of zb-h2 to 4, above the limit of 3; this schedule needs 4 there"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: tuple, message: str) -> None:

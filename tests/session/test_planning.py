@@ -163,7 +163,7 @@ def test_auto_says_why_not_the_others_and_has_no_more_chunks_than_costs_speak_fo
     rows = {line.split()[0]: line for line in table.splitlines()}
     assert head == " schedule auto is v-auto v=2, at equal costs: a pass takes 1, memory is in microbatches"
     assert list(rows)[:2] == ["schedule", "v-auto"] and rows.keys() >= {*ONE_CHUNK, *SEVERAL_CHUNKS}
-    assert rows["zb-h2"].endswith("needs 3, limit 1.4") and rows["zb-auto"].endswith("longer")
+    assert rows["zb-h2"].endswith("needs 2, limit 1.4") and rows["zb-auto"].endswith("longer")
     assert "v=2" in rows["interleaved"] and "v=3" not in table
     _, _, several = program.prepare(f"{MODEL} --pipeline-schedule auto --num-layers-per-virtual-pipeline-stage 1".split(), 2)
     assert several.placement.chunks == 4

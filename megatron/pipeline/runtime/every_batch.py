@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, Literal, NamedTuple
+from weakref import WeakSet
 
 import torch
 from megatron.core import parallel_state
@@ -133,6 +134,7 @@ class ReadAhead:
                 self._read.append([next(self._items), None])
 
 
+Meets = tuple[set[int], bool]  # of a rank: those that it meets within passes, and whether it knows lengths
 Sizes = tuple[Extent, ...]  # of the microbatches of a batch; empty where they are not known
 
 
@@ -164,6 +166,8 @@ class BatchPlans:
         self._latest: Any = None  # iterator of the last training iteration
         self._announces = False
         self._announced: list[Sizes] = []  # that are not being planned
+        self._met: WeakSet[torch.nn.Module] = WeakSet()  # the first chunks of models for which ranks have met
+        self._everyone: list[Meets] = []  # of all ranks, for all these models
         self._sources: list[int] = []  # ranks that know lengths, one of each replica that runs one order; the first plans
         self._replicas: Any = None  # their group, and that of all ranks that run this order; None of one rank
         self._group: Any = None
@@ -187,7 +191,8 @@ class BatchPlans:
         self._announced.append(tuple(map(Extent.of, lengths)))
 
     def begin(self, call: Call) -> tuple[Call, Planned | None]:
-        """Start planning the next batch; collective over the ranks that run one order of passes, at first over the world.
+        """Start planning the next batch; collective over the ranks that run one order of passes, with a model's first over the
+        world.
 
         Returns:
             The call, with iterators that may have been read ahead; and the plan of its batch, the same on all these ranks. None
@@ -196,7 +201,7 @@ class BatchPlans:
         Raises:
             ValueError: on all these ranks, where one cannot read lengths.
         """
-        if not (call.forward_only or self._sources):
+        if not (call.forward_only or call.chunks[0] in self._met):
             self._meet(call)
         again = rerun_state_machine.replayed(call.iterators) is not None
         reader = None if call.forward_only or self._announces or again else self._reader(call)
@@ -227,10 +232,20 @@ class BatchPlans:
         return call, batch.planned if batch else None
 
     def _meet(self, call: Call) -> None:
-        """Find the ranks that run passes in the order of this one's, and make their groups; collective over the world."""
+        """Find the ranks that run passes in the order of this one's, of this model or of one before, and make their groups;
+        collective over the world."""
+        self._met.add(call.chunks[0])
+        rank, before = torch.distributed.get_rank(), self._everyone
         first = call.pipeline.rank() == self._plans.placement.home(0)[0] and call.groups.tp.rank() == call.groups.cp.rank() == 0
-        ranks, self._sources = _in_one_order(call, first)
-        here = torch.distributed.get_rank() in self._sources and len(self._sources) > 1
+        self._everyone = [(set(), False)] * torch.distributed.get_world_size()
+        met = _met(call).union(before[rank][0] if before else ())
+        torch.distributed.all_gather_object(self._everyone, (met, first))
+        if self._everyone == before:
+            return
+        ranks, self._sources = _in_one_order(rank, self._everyone)
+        if rank != self._sources[0]:  # another plans what comes
+            self._pending.clear()
+        here = rank in self._sources and len(self._sources) > 1
         self._replicas = new_group(self._sources if here else (), backend="gloo")
         self._group = new_group(ranks if len(ranks) > 1 else (), backend="gloo")
 
@@ -278,7 +293,7 @@ class BatchPlans:
         """State of the batch that begins, of that many microbatches, and its plan if it is there.
 
         Args:
-            now: its sizes, where they are known.
+            now: its sizes, where they are known: not where they were announced, one batch after the other.
         """
         if not self._pending:
             return ["unknown", b""]
@@ -286,7 +301,7 @@ class BatchPlans:
         done = not plan.cancel() and plan.done()
         if len(sizes) != count:
             return ["unknown", b""]
-        if not done or (now and now != sizes):
+        if not done or now != (() if self._announces else sizes):
             return ["late", b""]
         return ["without", b""] if plan.exception() else ["planned", plan.result()]
 
@@ -333,27 +348,24 @@ def _moved(items: Iterator[Any], order: Sequence[int]) -> Iterator[Any]:
     yield from (read[number] for number in order)
 
 
-def _in_one_order(call: Call, knows: bool) -> tuple[list[int], list[int]]:
-    """Global ranks that run passes in the order of this one's, and those of them that know lengths.
-
-    One order have those which meet others within passes, and these theirs: for messages, and for tensors, contexts and experts in
-    parts; and replicas where gradients are reduced within passes and there are several chunks, the last pass of one of which
-    comes first. Collective over the world.
-
-    Args:
-        knows: whether this rank does.
-    """
+def _met(call: Call) -> set[int]:
+    """Global ranks that this one meets within the passes of a model, and so must run in its order: for messages, and for tensors,
+    contexts and experts in parts; and replicas where forwards balance experts over all of them, or where gradients are reduced
+    within passes and there are several chunks, the last pass of one of which comes first."""
     groups = [call.pipeline, call.groups.tp, call.groups.cp]
     if call.config.num_moe_experts:
         groups.append(parallel_state.get_expert_tensor_and_model_parallel_group(check_initialized=False))
     overlaps = any(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False) for chunk in call.chunks)
-    if overlaps and len(call.chunks) > 1:
+    balances = "global_aux_loss" in (call.config.moe_router_load_balancing_type or ())
+    if balances or (overlaps and len(call.chunks) > 1):
         groups.append(call.groups.dp_cp)
-    met = {rank for group in groups if group is not None for rank in torch.distributed.get_process_group_ranks(group)}
-    everyone: list[tuple[set[int], bool]] = [(set(), False)] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, (met, knows))
+    return {rank for group in groups if group is not None for rank in torch.distributed.get_process_group_ranks(group)}
+
+
+def _in_one_order(rank: int, everyone: Sequence[Meets]) -> tuple[list[int], list[int]]:
+    """Ranks that run passes in the order of one's, as each meets another of them, and those of them that know lengths."""
     found: set[int] = set()
-    grown = {torch.distributed.get_rank()}
+    grown = {rank}
     while grown != found:
         found = grown
         grown = found.union(*(ranks for ranks, _ in everyone if found & ranks))

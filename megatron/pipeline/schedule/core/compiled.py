@@ -186,7 +186,7 @@ def write_whole(path: Path, content: bytes) -> None:
         OSError: it cannot be written; no part of it stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")  # nodes that share the folder may have equal process ids
     try:
         part.write_bytes(content)
         part.replace(path)
