@@ -137,9 +137,9 @@ def _fixed_layers(args: Namespace, placement: Placement) -> dict[int, int]:
 def _even_layers(args: Namespace, placement: Placement, fixed: dict[int, int], embedding: bool, loss: bool) -> list[int]:
     """Layers per stage."""
     count = placement.ranks * placement.chunks
-    counted = {0: int(embedding)} if count == 1 else {0: int(embedding), count - 1: int(loss)}
+    extra = {0: int(embedding)} if count == 1 else {0: int(embedding), count - 1: int(loss)}
     free = [stage for stage in range(count) if stage not in fixed]
-    left = args.num_layers - sum(fixed.values()) + sum(counted.values())
+    left = args.num_layers - sum(fixed.values()) + sum(extra.values())
     each, over = divmod(left, len(free)) if free else (0, 0)
     if left < len(free) or (not free and left):
         raise ValueError(
@@ -154,4 +154,4 @@ def _even_layers(args: Namespace, placement: Placement, fixed: dict[int, int], e
         lightest = min(roomy, key=lambda stage: sum(numbers[other] for other in placement.stages[placement.home(stage)[0]]))
         numbers[lightest] += 1
         roomy.remove(lightest)
-    return [numbers[stage] - counted.get(stage, 0) for stage in range(count)]
+    return [numbers[stage] - extra.get(stage, 0) for stage in range(count)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.placement import Placement
 
 
@@ -24,9 +23,9 @@ def balanced_layers(layers: int, placement: Placement, extra: Mapping[int, float
     middle = range(1, placement.last_stage)
     if layers < len(middle):
         raise ValueError(
-            f"--num-layers {layers} cannot be split over {placement.ranks} pipeline ranks x "
-            f"{counted(placement.chunks, 'chunk')} = {placement.last_stage + 1} stages: only the first and the last can do "
-            f"without any, so give at least {len(middle)}, or lower --pipeline-model-parallel-size"
+            f"--num-layers {layers} cannot be split over {placement.ranks} pipeline ranks with {placement.last_stage + 1} "
+            f"stages: only the first and the last can do without any, so give at least {len(middle)}, "
+            "or lower --pipeline-model-parallel-size"
         )
     counts = [int(stage in middle) for stage in range(placement.last_stage + 1)]
     loads = [count + extra.get(stage, 0.0) for stage, count in enumerate(counts)]

@@ -300,7 +300,7 @@ def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float
         vocabulary=candidate.args.vocabulary.spread,
         offload=candidate.args.offloading.mode,
         overlap=candidate.overlaps,
-        beside=candidate.beside and (lambda *_, **__: candidate.beside),
+        beside=lambda placement, vocabulary, in_bytes=True: candidate.beside,
     ).problem()
 
 
