@@ -115,12 +115,20 @@ def test_memory_is_counted_in_microbatches(capsys: pytest.CaptureFixture[str]) -
     output(capsys, *PLAN, "--activation", "B=8,W=2", "--memory-limit", "4")
 
 
+def test_a_report_counts_one_microbatch(capsys: pytest.CaptureFixture[str]) -> None:
+    report = output(capsys, "plan", "--schedule", "zb-v", "--pp", "5", "--microbatches", "1")
+    assert "no order within 1 microbatch has" in report and "1  microbatch on the fullest rank; by rank 1 1 1 1 1" in report
+    assert "sustain" not in report
+
+
 def test_a_limit_that_cannot_sustain_the_rate_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["plan", "--schedule", "1f1b", "--pp", "4", "--microbatches", "2", "--memory-limit", "2"]
+    plan = ["plan", "--schedule", "1f1b", "--pp", "4", "--cost", "comm=2", "--memory-limit"]
+    many, all_fit = [*plan, "4", "--microbatches", "8"], [*plan, "2", "--microbatches", "2"]
     assert (
-        "limit 2 cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is 3"
-        in " ".join(output(capsys, *few).split())
+        "limit 4 cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is 7 microbatches"
+        in " ".join(output(capsys, *many).split())
     )
+    assert "sustain" not in output(capsys, *all_fit)
     assert "sustain" not in output(capsys, *PLAN, "--memory-limit", "4")
     assert "sustain" not in output(capsys, *PLAN)
 
@@ -210,7 +218,7 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         ([*PLAN, "--pp", "two"], "--pp: expected a whole number of at least 1, got 'two'"),
         ([*PLAN, "--pp", "9" * 30], "over 3000000 passes"),
         ([*PLAN, "--microbatches", "-3"], "--microbatches: expected a whole number of at least 1, got -3"),
-        ([*PLAN, "--chunks", "2"], "zb-h1 has 1 chunk(s) per rank, got 2: leave --chunks out"),
+        ([*PLAN, "--chunks", "2"], "zb-h1 has 1 chunk per rank, got 2: leave --chunks out"),
         ([*PLAN, "--chunks", "0"], "--chunks: expected a whole number of at least 1, got 0"),
         (["compare", *PLAN[3:], "--chunks", "0"], "--chunks: '0': expected whole numbers of at least 1, such as 2 or 2,4"),
         ([*PLAN, "--splits", "2"], "--splits 2 cuts microbatches into slices, and zb-h1 does not: leave it out"),

@@ -43,6 +43,7 @@ def test_a_schedule_of_ours_hangs_over_no_transport(capsys: pytest.CaptureFixtur
     assert lines[0] == "zb-h1: 4 ranks, 8 microbatches; messages where training has them"
     assert [line.split()[0] for line in lines[1:]] == list(TRANSPORTS)
     assert all("does not hang; makespan" in line for line in lines[1:])
+    assert re.search(r"rendezvous +does not hang; makespan \S+, \S+% above \S+, where messages never wait$", lines[1])
     assert run(capsys, planned, "--cold").startswith(lines[0] + ", cold start\n")
 
 

@@ -74,7 +74,7 @@ def test_several_numbers_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
         ("interleaved v=2", 2),
         ("1f1b", 1),
     ]
-    assert "at least 2 chunk(s) per rank, got 1" in data["refused"]["interleaved v=1"]
+    assert "at least 2 chunks per rank, got 1" in data["refused"]["interleaved v=1"]
 
 
 def test_what_no_training_runs_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,10 @@ def test_draw_joins_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert main(["draw", *files, "--consecutive", "-o", str(tmp_path / f"p.{suffix}")]) == 0
         assert (tmp_path / f"p.{suffix}").stat().st_size > 1000
     Path(files[1]).write_text("{}")
-    assert "iteration_6.json: not a timeline" in refusal(capsys, "draw", *files, "--consecutive")
+    assert (
+        'iteration_6.json: not a timeline: expected {"ranks": [[["F0.0", start, end], ...], ...]} (\'ranks\' is missing)'
+        in refusal(capsys, "draw", *files, "--consecutive")
+    )
 
 
 EMPTY = '{"iteration": 6, "schedule": "1f1b", "timeline": {"ranks": [[["F0.0", 1, 2]], []]}}'

@@ -51,10 +51,12 @@ def test_a_file_without_an_end_is_refused(
     assert "/dev/zero has more than 1 MiB" in refusal(capsys, "memory", "--config", "/dev/zero")
 
 
-def test_yaml_may_not_be_nested_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_is_text_and_not_nested_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text("[" * 20_000)
     assert f"--config {path}: nested too deeply" in refusal(capsys, "memory", "--config", str(path))
+    path.write_bytes(b"\xf8" * 99)
+    assert f"--config {path}: not a text file" in refusal(capsys, "memory", "--config", str(path))
 
 
 def test_a_limit_that_is_too_large_is_not_taken_for_none(capsys: pytest.CaptureFixture[str]) -> None:

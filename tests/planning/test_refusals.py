@@ -66,7 +66,7 @@ def test_the_same_reason_is_given_once() -> None:
     refused = candidates(Request(AUTO, 4, 0), tried)[1]
     assert folded(refused, COSTS_UNIT, None) == [
         "interleaved v=2, 1f1b: a schedule needs at least 1 microbatch, got 0",
-        "zb-h1 v=2: has 1 chunk(s) per rank, got 2",
+        "zb-h1 v=2: has 1 chunk per rank, got 2",
     ]
     many = [Refusal(Variant(f"a{number}"), "is too long") for number in range(7)]
     assert folded(many, COSTS_UNIT, None) == ["a0, a1, a2, a3, a4, a5 and 1 more: is too long"]

@@ -171,7 +171,7 @@ def test_the_model_says_how_many_chunks_there_are(pool: Pool, schedule: str, giv
 @pytest.mark.parametrize(("ranks", "chunks"), [(4, None), (2, 4)])
 def test_a_model_with_other_chunks_than_a_v_is_refused_on_every_rank(pool: Pool, ranks: int, chunks: int | None) -> None:
     messages = pool.run(ranks, own_loops.with_chunks, "zb-v", chunks)
-    assert set(messages) == {messages[0]} and f"2 chunk(s) per rank, but the model has {chunks or 1}" in messages[0]
+    assert set(messages) == {messages[0]} and f"2 chunks per rank, but the model has {chunks or 1}" in messages[0]
 
 
 def test_a_model_that_was_built_before_is_refused(pool: Pool) -> None:

@@ -115,7 +115,7 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
         ("stock --pipeline-memory-limit 0.5", "--pipeline-memory-limit 0.5 is for schedules of ours"),
         (
             "v-half --num-layers-per-virtual-pipeline-stage 1",
-            "v-half has 2 chunk(s) per rank, got 4 by --num-layers-per-virtual-pipeline-stage 1: leave that flag out",
+            "v-half has 2 chunks per rank, got 4 by --num-layers-per-virtual-pipeline-stage 1: leave that flag out",
         ),
         (f"zb-h2 {TWO_CHUNKS}", "got 2 by --num-virtual-stages-per-pipeline-rank 2: leave that flag out"),
         ("zb-h1 --pipeline-plan every-batch", "zb-h1 has an order that no lengths change: take gis, "),

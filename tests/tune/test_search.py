@@ -115,7 +115,7 @@ def test_a_search_finds_what_trying_everything_finds(space: Layouts, stock: bool
         assert len(found.best(wanted)) == len(ranked) > 1
         for mine, its in zip(found.best(wanted), ranked, strict=True):
             assert mine.seconds <= 1.01 * its
-            assert mine.seconds <= best[place(mine.candidate)] * 1.006, "what gains less than 0.5 % is not planned"
+            assert mine.seconds <= best[place(mine.candidate)] * 1.007, "what gains less than 0.7 % may not be planned"
         assert all(outcome.fullest.total <= memory for outcome in found.results)
         seconds = [each.seconds for each in found.results]
         assert seconds == pytest.approx(sorted(seconds), rel=1e-2), "as exactly as they are ranked"
@@ -281,6 +281,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
     "offloaded": ("zb-h1", {"offload": "full"}, 80e9),
     "recomputed": ("zb-h1", RECOMPUTE, 80e9),
     "redistributed": ("interleaved", {"layer_redistribution": True}, 80e9),
+    "of both ends": ("zb-v", {}, 80e9),
     "stock": ("interleaved", {"stock": True, "account_for_loss_in_pipeline_split": False}, 80e9),
 }
 MODEL = [
@@ -293,12 +294,13 @@ MODEL = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_accepted_and_needs_the_memory_that_was_said(kind: str, tmp_path: Path) -> None:
     schedule, changes, memory = KINDS[kind]
-    on = on_device(layouts(gpus=2), memory=memory)
+    wide = ["--vocab-size=63999"] if kind == "of both ends" else []
+    on = on_device(layouts(" ".join(wide), gpus=4 if wide else 2), memory=memory)
     found = result(on, candidate(on, schedule, **changes))
     path = tmp_path / "best.yaml"
-    write.write_config(found, MODEL, path, "one line\nanother")
+    write.write_config(found, [*MODEL, *wide], path, "one line\nanother")
     assert path.read_text().startswith("# one line\n# another\n\n")
-    read = predicted(["--config", str(path)], world_size=2)
+    read = predicted(["--config", str(path)], world_size=on.cluster.gpus)
     assert read.schedule.placement == found.candidate.placement
     assert read.fullest.total == pytest.approx(found.fullest.total, rel=0.01)
     assert read.fullest.total <= memory

@@ -110,7 +110,7 @@ def _verdict(outcome: TransportOutcome, unlimited: float | None) -> str:
         return "HANGS"
     text = f"does not hang; makespan {outcome.makespan:g}"
     if unlimited and outcome.makespan > unlimited * (1 + 1e-9):
-        text += f", {outcome.makespan / unlimited - 1:.1%} above {unlimited:g} without lines"
+        text += f", {outcome.makespan / unlimited - 1:.1%} above {unlimited:g}, where messages never wait"
     return text
 
 

@@ -118,7 +118,7 @@ def _unit(data: dict[str, Any]) -> Unit:
 def _amounts(unit: Unit, values: Sequence[float], number: str = "g") -> tuple[str, str]:
     """The most of an amount of memory, and what a report says of it and of every rank."""
     most, *by_rank = (format(value / unit.size, number) for value in (max(values), *values))
-    return most, f"{f'{unit.name} on the fullest rank'.strip()}; by rank {' '.join(by_rank)}"
+    return most, f"{f'{unit.of(most)} on the fullest rank'.strip()}; by rank {' '.join(by_rank)}"
 
 
 def _bound(data: dict[str, Any]) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from megatron.pipeline.costmodel.device import Device, named
 from megatron.pipeline.costmodel.estimate import estimate
 from megatron.pipeline.costmodel.parameters import Parameters, parameters
 from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -94,8 +95,8 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Dev
     shape, placement = Shape.of(args), schedule.placement
     if len(layers) != placement.ranks * placement.chunks:
         raise ValueError(
-            f"layers of {len(layers)} stages for a schedule of {placement.ranks} ranks with {placement.chunks} chunk(s) each: "
-            "give one number for every stage"
+            f"layers of {len(layers)} stages for a schedule of {placement.ranks} ranks with "
+            f"{counted(placement.chunks, 'chunk')} each: give one number for every stage"
         )
     microbatches = activation_peaks(schedule, uniform(placement))
     schedule = recomputed(args, shape, schedule)

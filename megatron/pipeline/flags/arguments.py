@@ -127,6 +127,8 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, arg
     except yaml.MarkedYAMLError as error:
         where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"--config {path}{where}: {error.problem}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--config {path}: not a text file") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

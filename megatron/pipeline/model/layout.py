@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.model.adapter import GPT, ModelAdapter
+from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.shape.balance import balanced_layers
 
@@ -102,7 +103,7 @@ def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerTyp
     if len(rows) != stages:
         raise ValueError(
             f"--pipeline-model-parallel-layout {text} has {len(rows)} stages, but {placement.ranks} pipeline ranks with "
-            f"{placement.chunks} chunk(s) have {stages}"
+            f"{counted(placement.chunks, 'chunk')} have {stages}"
         )
     early = [stage for stage, row in enumerate(rows[:-1]) if LayerType.mtp in row]
     if early:
@@ -136,14 +137,14 @@ def _fixed_layers(args: Namespace, placement: Placement) -> dict[int, int]:
 def _even_layers(args: Namespace, placement: Placement, fixed: dict[int, int], embedding: bool, loss: bool) -> list[int]:
     """Layers per stage."""
     count = placement.ranks * placement.chunks
-    counted = {0: int(embedding)} if count == 1 else {0: int(embedding), count - 1: int(loss)}
+    extra = {0: int(embedding)} if count == 1 else {0: int(embedding), count - 1: int(loss)}
     free = [stage for stage in range(count) if stage not in fixed]
-    left = args.num_layers - sum(fixed.values()) + sum(counted.values())
+    left = args.num_layers - sum(fixed.values()) + sum(extra.values())
     each, over = divmod(left, len(free)) if free else (0, 0)
     if left < len(free) or (not free and left):
         raise ValueError(
-            f"--num-layers {args.num_layers} cannot be split over {placement.ranks} pipeline ranks x {placement.chunks} chunk(s) "
-            f"= {count} stages"
+            f"--num-layers {args.num_layers} cannot be split over {placement.ranks} pipeline ranks x "
+            f"{counted(placement.chunks, 'chunk')} = {count} stages"
             + (f" of which {len(fixed)} have {sum(fixed.values())} layers" if fixed else "")
             + f": {left} are left for {len(free)} stages; change --num-layers or --pipeline-model-parallel-size"
         )
@@ -153,4 +154,4 @@ def _even_layers(args: Namespace, placement: Placement, fixed: dict[int, int], e
         lightest = min(roomy, key=lambda stage: sum(numbers[other] for other in placement.stages[placement.home(stage)[0]]))
         numbers[lightest] += 1
         roomy.remove(lightest)
-    return [numbers[stage] - counted.get(stage, 0) for stage in range(count)]
+    return [numbers[stage] - extra.get(stage, 0) for stage in range(count)]

@@ -124,8 +124,9 @@ def _limits(planned: Planned) -> dict[str, Any]:
         return {}
     if planned.schedule.has_copies or planned.problem.costs.loads:  # of unequal microbatches none tells what the next would take
         return {"memory_limit": planned.memory_limit}
-    least = smallest_sustaining_limit(with_own_passes(planned.schedule, planned.problem))
-    return {"memory_limit": planned.memory_limit, "sustaining_limit": least}
+    problem = with_own_passes(planned.schedule, planned.problem)
+    whole = problem.microbatches * max(map(problem.microbatch_memory, range(problem.ranks)))  # more is of no use
+    return {"memory_limit": planned.memory_limit, "sustaining_limit": min(smallest_sustaining_limit(problem), whole)}
 
 
 def gain(planned: Planned) -> dict[str, Any]:

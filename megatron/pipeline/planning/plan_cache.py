@@ -22,7 +22,7 @@ from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, with_equal_copies
 from megatron.pipeline.schedule.core.loads import Load
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.schedule.core.names import STOCK, counted
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective, Problem
@@ -69,7 +69,7 @@ class PlanCache:
         self.placement: Placement = self._placement()
         self.costs = request.costs and request.costs.of_depth(self.placement.depth)
         if request.chunks not in (None, self.placement.chunks):
-            raise ChunksDoNotFit(f"{self.name} has {self.placement.chunks} chunk(s) per rank, got {request.chunks}")
+            raise ChunksDoNotFit(f"{self.name} has {counted(self.placement.chunks, 'chunk')} per rank, got {request.chunks}")
 
     @property
     def is_stock(self) -> bool:

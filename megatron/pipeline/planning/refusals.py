@@ -36,12 +36,17 @@ class Unit:
     def number(self, memory: float) -> str:
         return f"{memory / self.size:g}"
 
+    def of(self, number: str) -> str:
+        """The name behind a number."""
+        return self.name.removesuffix("es") if number == "1" else self.name
+
     def amount(self, memory: float) -> str:
-        return f"{self.number(memory)}{self.name}"
+        return f"{self.number(memory)}{self.of(self.number(memory))}"
 
     def at_least(self, memory: float) -> str:
         """The amount, never less than it is: a limit that a user takes from a message suffices."""
-        return f"{rounded_up(memory / self.size)}{self.name}"
+        number = str(rounded_up(memory / self.size))
+        return f"{number}{self.of(number)}"
 
     def needs(self, least: float, limit: float) -> str:
         return f"needs {self.at_least(least)}, limit {self.number(limit) if self.name.startswith(' ') else self.amount(limit)}"

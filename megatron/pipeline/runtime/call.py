@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from megatron.pipeline.combinations.rows import CALLS, EXCLUDED, SCHEDULES, SLICES
 from megatron.pipeline.combinations.table import of_config, refuse
 from megatron.pipeline.distributed.device import this_device
+from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.program import Flow
 
@@ -137,7 +138,7 @@ class Call:
             )
         if placement.chunks != chunks:
             raise ValueError(
-                f"schedule {schedule.name} has {placement.chunks} chunk(s) per rank, but the model has {chunks}: "
+                f"schedule {schedule.name} has {counted(placement.chunks, 'chunk')} per rank, but the model has {chunks}: "
                 "build the model for the schedule's placement"
             )
         plans = self.config.overlap_moe_expert_parallel_comm and not self.forward_only

@@ -23,8 +23,8 @@ def balanced_layers(layers: int, placement: Placement, extra: Mapping[int, float
     middle = range(1, placement.last_stage)
     if layers < len(middle):
         raise ValueError(
-            f"--num-layers {layers} cannot be split over {placement.ranks} pipeline ranks x {placement.chunks} chunk(s) = "
-            f"{placement.last_stage + 1} stages: only the first and the last can do without any, so give at least {len(middle)}, "
+            f"--num-layers {layers} cannot be split over {placement.ranks} pipeline ranks with {placement.last_stage + 1} "
+            f"stages: only the first and the last can do without any, so give at least {len(middle)}, "
             "or lower --pipeline-model-parallel-size"
         )
     counts = [int(stage in middle) for stage in range(placement.last_stage + 1)]

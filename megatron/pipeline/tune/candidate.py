@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.planning.limits import Beside
 from megatron.pipeline.planning.request import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import STOCK
@@ -41,12 +42,14 @@ class Candidate:
         changes: those that a search has given it, by name.
         variant: the family of its schedule.
         layers: of every stage, in the model's order.
+        beside: what ranks need beside activations, in bytes, as training plans with it; None where that is not known.
     """
 
     args: Settings
     changes: Mapping[str, Any]
     variant: Variant
     layers: tuple[int, ...]
+    beside: Beside | None = None
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -189,11 +189,14 @@ class Layouts:
 
     def _candidate(self, variant: Variant, changes: Mapping[str, Any]) -> Candidate:
         from megatron.pipeline.model.layout import decoder_layers
+        from megatron.pipeline.session.memory import beside
 
         args = self.changed(changes)
         placement = families.placement(variant.name, args.pipeline_model_parallel_size, variant.chunks)
         layers = tuple(decoder_layers(args, placement))
-        candidate = Candidate(args, changes, variant, layers)
+        family = families.named(variant.name)
+        kept = beside(args, placement, args.vocabulary.spread, in_bytes=True) if family.memory or family.keeps else None
+        candidate = Candidate(args, changes, variant, layers, kept)
         if variant.name == "interleaved" and candidate.microbatches % placement.ranks:
             raise ValueError(f"interleaved needs microbatches that are a multiple of {placement.ranks} ranks")
         return candidate

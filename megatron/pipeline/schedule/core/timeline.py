@@ -96,7 +96,8 @@ class Timeline:
                 for table in (rows, lanes)
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f'not a timeline: expected {{"ranks": [[["F0.0", start, end], ...], ...]}} ({error})') from None
+            why = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f'not a timeline: expected {{"ranks": [[["F0.0", start, end], ...], ...]}} ({why})') from None
         if not isinstance(rows, list) or not ranks:
             raise ValueError("not a timeline: ranks must be a list with the passes of at least one rank")
         if not isinstance(lanes, list) or (copies and len(copies) != len(ranks)):

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.schedule.core.names import STOCK, counted
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit
 from megatron.pipeline.schedule.families import (
@@ -91,7 +91,7 @@ def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
     if chunks is None:
         chunks = family.chunks
     if chunks != family.chunks and not family.any_chunks:
-        raise ChunksDoNotFit(f"{name} has {family.chunks} chunk(s) per rank, got {chunks}")
+        raise ChunksDoNotFit(f"{name} has {counted(family.chunks, 'chunk')} per rank, got {chunks}")
     if chunks < family.least_chunks:
-        raise ChunksDoNotFit(f"{name} needs at least {family.least_chunks} chunk(s) per rank, got {chunks}")
+        raise ChunksDoNotFit(f"{name} needs at least {counted(family.least_chunks, 'chunk')} per rank, got {chunks}")
     return family.placement(ranks, chunks)
