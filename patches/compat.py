@@ -368,31 +368,14 @@ def is_from(release: str) -> bool:
     return _minor(version()) >= _minor(release)
 
 
-def reduces_experts_right() -> bool:
-    """Tell whether this release reduces the gradients of all experts over the right ranks, as 0.19 and later do."""
-    return is_from("0.19")
-
-
 def has_local_grouped_experts() -> bool:
     """Tell whether experts in one grouped product work without Transformer Engine; the class for it was removed in 0.17."""
     return optional("megatron.core.transformer.moe.experts", "GroupedMLP") is not None
 
 
-def null_tokenizer(name: str) -> str:
-    """Name in this release of the library of a tokenizer without a model: ``name`` from 0.17 on."""
-    return name if is_from("0.17") else "null"
-
-
 def ramps_up_by_steps() -> bool:
     """Tell whether megatron-core takes a growing batch size as steps; from 0.18 on it ignores --rampup-batch-size."""
     return optional("megatron.core.num_microbatches_calculator", "StepBatchsizeNumMicroBatchesCalculator") is not None
-
-
-def saves_common_state_as_object() -> bool:
-    """Tell whether checkpoints have the state that is no tensor among the tensors, as from 0.19 on, and not in a file of its
-    own.
-    """
-    return is_from("0.19")
 
 
 def _required(row: Name) -> bool:

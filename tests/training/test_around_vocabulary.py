@@ -43,13 +43,13 @@ def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Pa
     assert losses(tmp_path / "chain.jsonl") == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=NEAR)
 
 
-MASKS = "--reset-attention-mask --reset-position-ids --eod-mask-loss --rampup-batch-size 4 2 24 --eval-interval 2 --eval-iters 2"
+MASKS = "--reset-attention-mask --reset-position-ids --eod-mask-loss --rampup-batch-size 4 2 12 --eval-interval 2 --eval-iters 1"
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --calculate-per-token-loss --eod-mask-loss"
 
 
 @pytest.mark.parametrize(
     ("flags", "ranks", "iterations"),
-    [pytest.param(MASKS, 2, 6, id="masks-rampup-evaluation"), rest(EXPERTS, 4, 3, id="experts-per-token-loss")],
+    [pytest.param(MASKS, 2, 4, id="masks-rampup-evaluation"), rest(EXPERTS, 4, 3, id="experts-per-token-loss")],
 )
 def test_is_as_without(pool: Pool, data: str, tmp_path: Path, flags: str, ranks: int, iterations: int) -> None:
     run = f"{data} {EXACT} --train-iters {iterations} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 {flags}"
