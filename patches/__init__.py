@@ -1,4 +1,4 @@
-"""The upstream symbols that this package replaces, a file for each of their modules or topics. Nothing else touches megatron.core.
+"""The upstream symbols that this package replaces, a file for each topic. Nothing else touches megatron.core.
 
 Every file names the symbols and the reason; ``loops`` has those that ask the loop which has called ``megatron.pipeline.install``.
 ``compat`` has the table of all upstream names that this package relies on.
