@@ -112,11 +112,11 @@ def test_measured_costs_and_traces(pool: Pool, data: str, tmp_path: Path) -> Non
 
 def test_losses_are_those_of_the_whole_vocabulary(pool: Pool, data: str, tmp_path: Path) -> None:
     """With an evaluation in between; and what only the spread one can do changes the loss."""
-    run = f"{data} --pipeline-model-parallel-size 4 --num-layers 8 --train-iters 4 --eod-mask-loss"
+    run = f"{data} --pipeline-model-parallel-size 4 --num-layers 8 --train-iters 3 --eod-mask-loss"
     run += " --attention-dropout 0 --hidden-dropout 0"
     ways = {
         "whole": "--pipeline-schedule 1f1b",
-        "spread": "--pipeline-schedule zb-v --vocab-parallel 2 --eval-iters 1 --eval-interval 3 --vocab-logits-limit 0.01MiB",
+        "spread": "--pipeline-schedule zb-v --vocab-parallel 2 --eval-iters 1 --eval-interval 2 --vocab-logits-limit 0.01MiB",
         "masked": "--pipeline-schedule 1f1b --vocab-parallel 1 --vocab-mask-padding --z-loss 1e-4",
     }
     for name, flags in ways.items():
