@@ -79,9 +79,7 @@ NAMES: dict[str, dict[str, Name]] = {
     },
     "megatron.core.dist_checkpointing.strategies.fully_parallel": {
         "FullyParallelSaveStrategyWrapper.apply_saving_parallelization": Name("two copies of a weight on a rank: wrapped"),
-        "distribute_main_replicas_with_precomputed_distribution": Name(
-            "chooses which copies a rank writes: wrapped while it saves"
-        ),
+        "distribute_main_replicas_with_precomputed_distribution": Name("which copies a rank writes: wrapped"),
         "_sharded_tensor_shard_id": Name("which part of which weight a copy is"),
     },
     "megatron.core.models.gpt.gpt_layer_specs": {
@@ -185,9 +183,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "DistributedOptimizer.load_parameter_state_from_fully_reshardable": Name("checkpoints: wrapped"),
     },
     "megatron.core.optimizer.layer_wise_optimizer": {
-        "LayerWiseDistributedOptimizer.compute_full_param_layout": Name(
-            "buckets on every rank: wrapped", "0.18-0.19", required=False
-        ),
+        "LayerWiseDistributedOptimizer.compute_full_param_layout": Name("buckets: wrapped", "0.18-0.19", required=False),
     },
     "megatron.core.dist_checkpointing.strategies.filesystem_async": {
         "_get_write_results_queue": Name("the writers' process ends with its rank: replaced", "0.16-0.16"),
@@ -209,7 +205,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "validate_args": Name("wrapped where initialize.py (to 0.17) or this module calls it: the placement decides chunks"),
     },
     "megatron.training.global_vars": {
-        "set_global_variables": Name("wrapped where it is called, like validate_args: plans after it")
+        "set_global_variables": Name("wrapped where it is called: plans after it"),
     },
     "megatron.training.models.dist_utils": {
         "unimodal_build_distributed_models": Name("wrapped, as get_model is: builds from a configuration", "0.18-0.19"),
@@ -368,31 +364,14 @@ def is_from(release: str) -> bool:
     return _minor(version()) >= _minor(release)
 
 
-def reduces_experts_right() -> bool:
-    """Tell whether this release reduces the gradients of all experts over the right ranks, as 0.19 and later do."""
-    return is_from("0.19")
-
-
 def has_local_grouped_experts() -> bool:
     """Tell whether experts in one grouped product work without Transformer Engine; the class for it was removed in 0.17."""
     return optional("megatron.core.transformer.moe.experts", "GroupedMLP") is not None
 
 
-def null_tokenizer(name: str) -> str:
-    """Name in this release of the library of a tokenizer without a model: ``name`` from 0.17 on."""
-    return name if is_from("0.17") else "null"
-
-
 def ramps_up_by_steps() -> bool:
     """Tell whether megatron-core takes a growing batch size as steps; from 0.18 on it ignores --rampup-batch-size."""
     return optional("megatron.core.num_microbatches_calculator", "StepBatchsizeNumMicroBatchesCalculator") is not None
-
-
-def saves_common_state_as_object() -> bool:
-    """Tell whether checkpoints have the state that is no tensor among the tensors, as from 0.19 on, and not in a file of its
-    own.
-    """
-    return is_from("0.19")
 
 
 def _required(row: Name) -> bool:

@@ -14,8 +14,7 @@ from megatron.pipeline.combinations.table import Facts, sentences
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import actions, neutral
 from megatron.pipeline.flags.settings import Role
-from megatron.pipeline.flags.support import FEATURES, Feature, Support, of_flag, untested
-from megatron.pipeline.flags.validation_latent import check_trained
+from megatron.pipeline.flags.support import FEATURES, Feature, Support, check_trained, of_flag, untested
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 

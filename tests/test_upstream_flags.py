@@ -12,8 +12,8 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import actions
+from megatron.pipeline.flags.support import check_trained
 from megatron.pipeline.flags.upstream import left, table
-from megatron.pipeline.flags.validation_latent import check_trained
 
 OURS = {option for action in actions().values() for option in action.option_strings}
 MODEL = (

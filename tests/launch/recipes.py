@@ -1,7 +1,7 @@
 """Command lines that NVIDIA has published for large models, and what is left of them for ranks that are processes on a CPU.
 
-The lines are as published but for data, checkpoints and logs: facts, with where they stand. ``shrunken`` keeps every flag that
-a CPU can have; what it cannot is in one list, ``NOT_HERE``, with what stands for it.
+The lines are as published, with where they stand, but for data, checkpoints, logs and what has no meaning or no code without a
+GPU, Transformer Engine and its attention. ``NOT_HERE`` has flags for which something stands.
 """
 
 from __future__ import annotations
@@ -29,52 +29,17 @@ class Recipe(NamedTuple):
     ranks: int
 
 
-# What has no meaning, or no code, without a GPU and Transformer Engine: the flag, and what stands for it.
+# What a CPU cannot have: the flag, and what stands for it.
 NOT_HERE = {
     "--transformer-impl": "--transformer-impl local",
-    "--context-parallel-size": "",  # needs Transformer Engine's attention
-    "--tensor-model-parallel-size": "",  # 8 and 2: as many more processes
     "--expert-model-parallel-size": "--expert-model-parallel-size 2",
     "--multi-latent-attention": "--group-query-attention --num-query-groups 2",  # needs Transformer Engine's attention
-    "--q-lora-rank": "",
-    "--kv-lora-rank": "",
-    "--qk-head-dim": "",
-    "--qk-pos-emb-head-dim": "",
-    "--v-head-dim": "",
-    "--rotary-scaling-factor": "",
-    "--mscale": "",
-    "--mscale-all-dim": "",
-    "--use-flash-attn": "",
-    "--attention-backend": "",
-    "--moe-grouped-gemm": "",
-    "--moe-permute-fusion": "",
-    "--moe-router-fusion": "",
-    "--moe-router-padding-for-fp8": "",
     "--moe-token-dispatcher-type": "--moe-token-dispatcher-type alltoall",  # flex is DeepEP
-    "--moe-flex-dispatcher-backend": "",
-    "--moe-router-force-load-balancing": "",  # sends tokens to random experts, to measure time
-    "--recompute-granularity": "",  # of modules of Transformer Engine
-    "--recompute-modules": "",
-    "--fp8-format": "",
-    "--fp8-recipe": "",
-    "--fp8-param-gather": "",
-    "--use-precision-aware-optimizer": "",
-    "--main-grads-dtype": "",
-    "--main-params-dtype": "",
-    "--exp-avg-dtype": "",
-    "--exp-avg-sq-dtype": "",
-    "--cross-entropy-loss-fusion": "",
-    "--cross-entropy-fusion-impl": "",
-    "--grad-reduce-in-bf16": "",  # sums in 16 bits depend on their order
     "--clip-grad": "--clip-grad 0",  # norms are summed over ranks in their order
     "--train-samples": "--train-iters 3",
-    "--lr-decay-samples": "",
-    "--lr-warmup-samples": "",
-    "--lr-warmup-init": "",
     "--lr": "--lr 1e-2",
     "--min-lr": "--min-lr 1e-2",
     "--make-vocab-size-divisible-by": "--make-vocab-size-divisible-by 64",
-    "--no-create-attention-mask-in-dataloader": "",  # local attention reads it
 }
 # What only Megatron-LM's own script has: the stand-in has no such flag.
 OF_THE_SCRIPT = {
@@ -118,74 +83,60 @@ SMALL = {
     "--moe-router-num-groups": "2",
     "--moe-router-group-topk": "1",
 }
-_OPTIMIZER = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-_NO_DROPOUT = "--attention-dropout 0.0 --hidden-dropout 0.0 "
 _LLAMA = (
     "--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 --group-query-attention "
     "--num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope "
     "--rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
-    f"{_NO_DROPOUT} --micro-batch-size 1 --global-batch-size 512 --tensor-model-parallel-size 8 --sequence-parallel "
-    "--pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 8 --context-parallel-size 2 "
-    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-    f"{_OPTIMIZER} --overlap-param-gather-with-optimizer-step --tp-comm-overlap "
-    "--defer-embedding-wgrad-compute --wgrad-deferral-limit 50 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion "
-    "--cross-entropy-fusion-impl te --transformer-impl transformer_engine --train-samples 1953125000 --lr 8e-5 --min-lr 8e-7 "
-    "--lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --manual-gc --manual-gc-interval 100"
+    "--attention-dropout 0.0 --hidden-dropout 0.0 --micro-batch-size 1 --global-batch-size 512 --sequence-parallel "
+    "--pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 8 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--overlap-param-gather-with-optimizer-step --tp-comm-overlap --defer-embedding-wgrad-compute --wgrad-deferral-limit 50 "
+    "--bf16 --transformer-impl transformer_engine --train-samples 1953125000 --lr 8e-5 --min-lr 8e-7 --lr-decay-style cosine "
+    "--clip-grad 1.0 --weight-decay 0.1 --manual-gc --manual-gc-interval 100"
 )
 _DEEPSEEK = (
-    "--distributed-timeout-minutes 60 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 "
-    f"--expert-model-parallel-size 64 --context-parallel-size 1 --expert-tensor-parallel-size 1 {_OPTIMIZER} --use-mcore-models "
-    "--sequence-parallel --use-flash-attn --disable-bias-linear --micro-batch-size 1 --global-batch-size 8192 "
-    "--train-samples 585937500 --no-check-for-nan-in-loss-and-grad --cross-entropy-loss-fusion --cross-entropy-fusion-impl "
-    "native --manual-gc --manual-gc-interval 10 --transformer-impl transformer_engine --seq-length 4096 "
-    "--no-create-attention-mask-in-dataloader --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 "
-    "--num-attention-heads 128 --kv-channels 128 --max-position-embeddings 4096 --position-embedding-type rope "
-    "--rotary-base 10000 --make-vocab-size-divisible-by 3232 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu "
-    f"--untie-embeddings-and-output-weights --multi-latent-attention {_NO_DROPOUT} --clip-grad 1.0 --weight-decay 0.1 "
-    "--qk-layernorm --lr-decay-samples 584765624 --lr-warmup-samples 1536000 --lr-warmup-init 3.9e-7 --lr 3.9e-6 --min-lr 3.9e-7 "
+    "--distributed-timeout-minutes 60 --pipeline-model-parallel-size 8 --expert-model-parallel-size 64 "
+    "--expert-tensor-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--use-mcore-models --sequence-parallel --disable-bias-linear --micro-batch-size 1 --global-batch-size 8192 --train-samples "
+    "585937500 --no-check-for-nan-in-loss-and-grad --manual-gc --manual-gc-interval 10 --transformer-impl transformer_engine "
+    "--seq-length 4096 --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --kv-channels 128 "
+    "--max-position-embeddings 4096 --position-embedding-type rope --rotary-base 10000 --make-vocab-size-divisible-by 3232 "
+    "--normalization RMSNorm --norm-epsilon 1e-6 --swiglu --untie-embeddings-and-output-weights --multi-latent-attention "
+    "--attention-dropout 0.0 --hidden-dropout 0.0 --clip-grad 1.0 --weight-decay 0.1 --qk-layernorm --lr 3.9e-6 --min-lr 3.9e-7 "
     "--lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --num-experts 256 --moe-layer-freq ([0]*3+[1]*58) "
     "--moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 --moe-router-load-balancing-type seq_aux_loss "
-    "--moe-router-topk 8 --moe-grouped-gemm --moe-aux-loss-coeff 1e-4 --moe-router-group-topk 4 --moe-router-num-groups 8 "
+    "--moe-router-topk 8 --moe-aux-loss-coeff 1e-4 --moe-router-group-topk 4 --moe-router-num-groups 8 "
     "--moe-router-topk-scaling-factor 2.5 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-router-bias-update-rate 1e-3 --moe-router-dtype fp32 --moe-permute-fusion --moe-router-fusion --q-lora-rank 1536 "
-    "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --rotary-scaling-factor 40 --mscale 1.0 "
-    "--mscale-all-dim 1.0 --init-method-std 0.02 --bf16 --enable-experimental --moe-token-dispatcher-type flex "
-    "--moe-flex-dispatcher-backend deepep --fp8-recipe blockwise --fp8-format e4m3 --fp8-param-gather "
-    "--use-precision-aware-optimizer --main-grads-dtype fp32 --main-params-dtype fp32 --exp-avg-dtype bf16 "
-    "--exp-avg-sq-dtype bf16 --moe-router-padding-for-fp8 --delay-wgrad-compute --overlap-moe-expert-parallel-comm "
-    "--recompute-granularity selective --recompute-modules mla_up_proj mlp --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 "
-    "--pipeline-model-parallel-layout Et|(tt|)*30mL"
+    "--moe-router-bias-update-rate 1e-3 --moe-router-dtype fp32 --init-method-std 0.02 --bf16 --enable-experimental "
+    "--moe-token-dispatcher-type flex --delay-wgrad-compute --overlap-moe-expert-parallel-comm --mtp-num-layers 1 "
+    "--mtp-loss-scaling-factor 0.1 --pipeline-model-parallel-layout Et|(tt|)*30mL"
 )
 _QWEN = (
-    "--distributed-timeout-minutes 210 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 "
-    "--num-layers-per-virtual-pipeline-stage 3 --expert-model-parallel-size 32 --context-parallel-size 1 "
-    f"--expert-tensor-parallel-size 1 {_OPTIMIZER} --no-create-attention-mask-in-dataloader "
-    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --use-mcore-models --sequence-parallel "
-    "--use-flash-attn --disable-bias-linear --micro-batch-size 1 --global-batch-size 2048 --train-samples 268554688 --manual-gc "
-    "--manual-gc-interval 5 --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --enable-experimental --transformer-impl "
-    "transformer_engine --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-percent 1.0 "
-    "--rotary-base 1000000 --rotary-seq-len-interpolation-factor 1 --normalization RMSNorm --swiglu --norm-epsilon 1e-06 "
-    "--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 --kv-channels 128 "
-    "--group-query-attention --num-query-groups 4 --qk-layernorm --seq-length 4096 --max-position-embeddings 40960 "
-    f"--make-vocab-size-divisible-by 1187 {_NO_DROPOUT} --clip-grad 1.0 --weight-decay 0.1 --lr-decay-samples 584765624 "
-    "--lr-warmup-samples 1536000 --lr-warmup-init 3.9e-7 --lr 3.9e-6 --min-lr 3.9e-7 --lr-decay-style cosine --adam-beta1 0.9 "
-    "--adam-beta2 0.95 --num-experts 128 --moe-ffn-hidden-size 1536 --moe-router-load-balancing-type aux_loss --moe-router-topk "
-    "8 --moe-grouped-gemm --moe-aux-loss-coeff 1e-3 --moe-permute-fusion --moe-router-fusion --moe-router-dtype fp32 "
-    "--init-method-std 0.02 --bf16 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep --tp-comm-overlap "
-    "--delay-wgrad-compute --overlap-moe-expert-parallel-comm --recompute-granularity selective "
-    "--recompute-modules moe_act layernorm --moe-router-force-load-balancing --cuda-graph-impl transformer_engine "
-    "--cuda-graph-scope moe_router moe_preprocess"
+    "--distributed-timeout-minutes 210 --pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 3 "
+    "--expert-model-parallel-size 32 --expert-tensor-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --use-mcore-models "
+    "--sequence-parallel --disable-bias-linear --micro-batch-size 1 --global-batch-size 2048 --train-samples 268554688 "
+    "--manual-gc --manual-gc-interval 5 --enable-experimental --transformer-impl transformer_engine "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --rotary-percent 1.0 --rotary-base 1000000 "
+    "--rotary-seq-len-interpolation-factor 1 --normalization RMSNorm --swiglu --norm-epsilon 1e-06 --num-layers 94 "
+    "--hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 --kv-channels 128 --group-query-attention "
+    "--num-query-groups 4 --qk-layernorm --seq-length 4096 --max-position-embeddings 40960 --make-vocab-size-divisible-by 1187 "
+    "--attention-dropout 0.0 --hidden-dropout 0.0 --clip-grad 1.0 --weight-decay 0.1 --lr 3.9e-6 --min-lr 3.9e-7 "
+    "--lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --num-experts 128 --moe-ffn-hidden-size 1536 "
+    "--moe-router-load-balancing-type aux_loss --moe-router-topk 8 --moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32 "
+    "--init-method-std 0.02 --bf16 --moe-token-dispatcher-type flex --tp-comm-overlap --delay-wgrad-compute "
+    "--overlap-moe-expert-parallel-comm --cuda-graph-impl transformer_engine --cuda-graph-scope moe_router moe_preprocess"
 )
 _MIXTRAL = (
-    "--use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32 "
-    f"--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 {_NO_DROPOUT} "
+    "--use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32 --hidden-size "
+    "4096 --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 --attention-dropout 0.0 --hidden-dropout 0.0 "
     "--normalization RMSNorm --position-embedding-type rope --swiglu --untie-embeddings-and-output-weights "
     "--group-query-attention --num-query-groups 8 --no-masked-softmax-fusion --rotary-base 1000000 --num-experts 8 "
-    "--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm "
-    "--moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce --micro-batch-size 1 "
-    "--global-batch-size 256 --lr 1e-4 --train-samples 128000000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 "
-    "--clip-grad 1.0 --bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 "
-    "--use-distributed-optimizer --sequence-parallel --num-virtual-stages-per-pipeline-rank 8"
+    "--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type "
+    "alltoall --overlap-param-gather --overlap-grad-reduce --micro-batch-size 1 --global-batch-size 256 --lr 1e-4 "
+    "--train-samples 128000000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 --clip-grad 1.0 --bf16 "
+    "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --use-distributed-optimizer --sequence-parallel "
+    "--num-virtual-stages-per-pipeline-rank 8"
 )
 RECIPES = {
     "Llama 3.1 405B": Recipe(

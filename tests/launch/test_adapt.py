@@ -108,14 +108,26 @@ def test_a_refusal_names_all(flags: str, words: str) -> None:
         check_flags(upstreams(f"--pipeline-schedule zb-v {flags}"))
 
 
-@pytest.mark.parametrize("row", PRICED, ids=lambda row: row.name)
-def test_a_setting_with_a_price_can_be_left_out(row: Combination) -> None:
-    args = Namespace(pipeline_schedule="zb-h1", **{row.name: 2})
+@pytest.mark.parametrize("row", EXCLUDED, ids=lambda row: row.name)
+def test_a_setting_is_refused_and_one_with_a_price_can_be_left_out(row: Combination) -> None:
+    value = row.one.partition("=")[2] or 2
+    args = Namespace(pipeline_schedule="zb-h1", **{row.name: value})
     [found] = exclusions(args)
-    assert "; the same command with --adapt leaves it out" in refusal([found])
+    said = f"{flag_of(row.name)} {value} {row.reason}"
+    assert refusal([found]).startswith(f"{said}: leave it out, or take --pipeline-schedule stock")
+    assert ("; the same command with --adapt leaves it out" in refusal([found])) == bool(row.price)
     without, lines = adapt(args, lambda _: None)
-    assert lines == [f"{flag_of(row.name)} 2 {row.reason}: left out by --adapt. Price: {row.price}"]
-    assert exclusions(Namespace(**vars(args) | without)) == []
+    assert lines == ([f"{said}: left out by --adapt. Price: {row.price}"] if row.price else [])
+    assert exclusions(Namespace(**vars(args) | without)) == ([] if row.price else [found])
+
+
+def test_no_row_is_lost() -> None:
+    names = (
+        "use_torch_fsdp2 use_megatron_fsdp use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp inprocess_restart fp4 "
+        "use_grouped_gemm_for_shared_expert overlap_p2p_comm_warmup_flush hybrid_layer_pattern hybrid_override_pattern "
+        "cuda_graph_impl external_cuda_graph tp_comm_overlap fp8_output_proj hybrid_context_parallel"
+    )
+    assert set(names.split()) <= {row.name for row in EXCLUDED}
 
 
 def test_the_page_has_the_prices() -> None:

@@ -40,7 +40,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(torch.equal(one, other) if torch.is_tensor(one) else one == other or (one is None and other is None))
 
 
-@pytest.mark.parametrize("iterations", [12, pytest.param(200, marks=[pytest.mark.whole, pytest.mark.timeout(3000)])])
+@pytest.mark.parametrize("iterations", [8, pytest.param(200, marks=[pytest.mark.whole, pytest.mark.timeout(3000)])])
 @pytest.mark.parametrize(
     ("schedule", "precision"),
     [

@@ -43,13 +43,13 @@ def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Pa
     assert losses(tmp_path / "chain.jsonl") == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=NEAR)
 
 
-MASKS = "--reset-attention-mask --reset-position-ids --eod-mask-loss --rampup-batch-size 4 2 24 --eval-interval 2 --eval-iters 2"
+MASKS = "--reset-attention-mask --reset-position-ids --eod-mask-loss --rampup-batch-size 4 2 12 --eval-interval 2 --eval-iters 1"
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --calculate-per-token-loss --eod-mask-loss"
 
 
 @pytest.mark.parametrize(
     ("flags", "ranks", "iterations"),
-    [pytest.param(MASKS, 2, 6, id="masks-rampup-evaluation"), rest(EXPERTS, 4, 3, id="experts-per-token-loss")],
+    [pytest.param(MASKS, 2, 4, id="masks-rampup-evaluation"), rest(EXPERTS, 4, 3, id="experts-per-token-loss")],
 )
 def test_is_as_without(pool: Pool, data: str, tmp_path: Path, flags: str, ranks: int, iterations: int) -> None:
     run = f"{data} {EXACT} --train-iters {iterations} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 {flags}"
@@ -112,11 +112,11 @@ def test_measured_costs_and_traces(pool: Pool, data: str, tmp_path: Path) -> Non
 
 def test_losses_are_those_of_the_whole_vocabulary(pool: Pool, data: str, tmp_path: Path) -> None:
     """With an evaluation in between; and what only the spread one can do changes the loss."""
-    run = f"{data} --pipeline-model-parallel-size 4 --num-layers 8 --train-iters 4 --eod-mask-loss"
+    run = f"{data} --pipeline-model-parallel-size 4 --num-layers 8 --train-iters 3 --eod-mask-loss"
     run += " --attention-dropout 0 --hidden-dropout 0"
     ways = {
         "whole": "--pipeline-schedule 1f1b",
-        "spread": "--pipeline-schedule zb-v --vocab-parallel 2 --eval-iters 1 --eval-interval 3 --vocab-logits-limit 0.01MiB",
+        "spread": "--pipeline-schedule zb-v --vocab-parallel 2 --eval-iters 1 --eval-interval 2 --vocab-logits-limit 0.01MiB",
         "masked": "--pipeline-schedule 1f1b --vocab-parallel 1 --vocab-mask-padding --z-loss 1e-4",
     }
     for name, flags in ways.items():

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.fork_flags import NOW
+from megatron.pipeline.flags.arguments import FORKS, parse
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
 ROWS = re.findall(r"^\| `(--[^|`]*)` \| ([^|]*) \|", PAGE.read_text(), re.M)
@@ -19,7 +18,7 @@ PARSED = (
 
 
 def test_every_flag_has_a_row() -> None:
-    assert {word for theirs, _ in ROWS for word in theirs.split() if word in NOW} == set(NOW)
+    assert {word for theirs, _ in ROWS for word in theirs.split() if word in FORKS} == set(FORKS)
 
 
 @pytest.mark.parametrize("ours", dict.fromkeys(ours.strip("` ") for _, ours in ROWS if ours.startswith("`")))
@@ -27,11 +26,11 @@ def test_what_the_page_gives_is_accepted(ours: str) -> None:
     parse([*PARSED, *ours.split()])
 
 
-@pytest.mark.parametrize("flag", NOW)
+@pytest.mark.parametrize("flag", FORKS)
 def test_what_the_table_gives_are_flags(flag: str) -> None:
     """Every flag that a row names is one of ours or of Megatron-LM's."""
-    named = set(re.findall(r"--[a-z][a-z-]+", NOW[flag].replace("mpipe plan --splits", ""))) - set(NOW)
-    schedule = re.search(r"--pipeline-schedule ([a-z0-9-]+)", NOW[flag])
+    named = set(re.findall(r"--[a-z][a-z-]+", FORKS[flag].replace("mpipe plan --splits", ""))) - set(FORKS)
+    schedule = re.search(r"--pipeline-schedule ([a-z0-9-]+)", FORKS[flag])
     values = {
         "--pipeline-schedule": schedule[1] if schedule else "zb-v",
         "--microbatch-group-size-per-virtual-pipeline-stage": "6",
@@ -55,4 +54,4 @@ def test_all_are_named_at_once(tmp_path: Path) -> None:
 
 def test_other_numbers_of_slices_are_not_two() -> None:
     """``seq-1f1b`` has 2 slices: a line with 4 must not be sent there."""
-    assert "--splits" in NOW["--num-seq-splits"]
+    assert "--splits" in FORKS["--num-seq-splits"]

@@ -23,10 +23,8 @@ LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
     ("flags", "message"),
     [
         ("--pipeline-schedule zb-h9", "unknown schedule 'zb-h9'"),
-        ("--pipeline-schedule zb-h9", "zb-h1"),
         ("--pipeline-schedule file:/nowhere.json", "cannot read /nowhere.json: No such file or directory"),
         ("--num-layers 1", "--num-layers 1 cannot be split over 2 pipeline ranks"),
-        ("--global-batch-size 7", "is 3.5 microbatches"),
         ("--pipeline-memory-limit 0.1", "limit"),
         ("--pipeline-memory-limit much", "--pipeline-memory-limit much: expected a share of 1F1B's peak"),
         ("--pipeline-memory-limit 12GiB", "needs --pipeline-costs with activations in bytes"),

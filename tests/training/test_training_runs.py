@@ -53,7 +53,7 @@ def test_resumed_is_bit_identical_to_uninterrupted(pool: Pool, data: str, tmp_pa
     ids=["distributed-optimizer", "adam", "sgd"],
 )
 def test_saved_before_the_first_step_that_counts(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str) -> None:
-    flags = f"{data} {flags} --fp16 --initial-loss-scale {2**21} --hysteresis 1 --train-iters 12"
+    flags = f"{data} {flags} --fp16 --initial-loss-scale {2**21} --hysteresis 1 --train-iters 10"
     assert ran(pool.run(ranks, train, f"{flags} --metrics {tmp_path}/whole.jsonl"))
     whole = metrics(tmp_path / "whole.jsonl")
     assert [norm is None for _, _, norm in whole[:2]] == [True, True] and whole[-1][2] is not None
@@ -137,11 +137,17 @@ def test_another_data_parallel_size_goes_on(pool: Pool, data: str, tmp_path: Pat
     assert [loss for _, loss, _ in four_deep] == pytest.approx([loss for _, loss, _ in whole], rel=1e-5)
 
 
-def test_sigterm_saves_and_ends(pool: Pool, data: str, tmp_path: Path) -> None:
-    flags = f"{data} --pipeline-model-parallel-size 2 --metrics {tmp_path}/m.jsonl --save {tmp_path}/saved"
+def test_sigterm_saves_and_ends_with_a_trace(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = f"{data} --pipeline-model-parallel-size 2 --metrics {tmp_path}/m.jsonl --save {tmp_path}/saved "
+    flags += f"--pipeline-trace {tmp_path}/trace"
     assert ran(pool.run(2, train, flags, terminate_at=2))
     assert [iteration for iteration, _, _ in metrics(tmp_path / "m.jsonl")] == [1, 2]
     assert checkpoints.latest(f"{tmp_path}/saved") == tmp_path / "saved" / "iter_0000002"
+    record = json.loads((tmp_path / "trace" / "iteration_0000002.json").read_text())
+    assert (record["schedule"], record["iteration"], record["placement"]) == ("zb-h1", 2, [[0], [1]])
+    assert len(record["timeline"]["ranks"]) == 2
+    assert_perfetto_can_show(record["traceEvents"], ranks=2)
+    assert (tmp_path / "trace" / "iteration_0000002.png").stat().st_size > 1000
 
 
 def test_training_that_is_done_does_nothing(pool: Pool, data: str, tmp_path: Path) -> None:
@@ -193,16 +199,13 @@ def frozen_objects(flags: str) -> tuple[int, int, int]:
     return counts[0], counts[1], gc.get_freeze_count()
 
 
-def test_a_full_disk_for_metrics_ends_no_training(pool: Pool, data: str, tmp_path: Path) -> None:
-    assert pool.run(1, train, f"{data} --metrics /dev/full --save {tmp_path}/saved --exit-interval 2") == [""]
-    assert Path("/dev/full").is_char_device()
-    assert (tmp_path / "saved" / "iter_0000002").is_dir()
-
-
-@pytest.mark.parametrize("flag", ["--pipeline-trace", "--pipeline-costs profile --pipeline-costs-cache"])
-def test_a_full_disk_for_what_was_measured_ends_no_training(pool: Pool, data: str, tmp_path: Path, flag: str) -> None:
-    assert pool.run(1, train_on_full_disk, f"{data} {flag} {tmp_path}/measured --log-interval 1") == [""]
-    assert not list(tmp_path.rglob("*.json*"))
+def test_a_full_disk_for_metrics_and_what_was_measured_ends_no_training(pool: Pool, data: str, tmp_path: Path) -> None:
+    measured = tmp_path / "measured"
+    flags = f"{data} --metrics /dev/full --pipeline-trace {measured} --log-interval 1 --save {tmp_path}/saved"
+    costs = f"--pipeline-costs profile --pipeline-costs-cache {measured}/costs.json"
+    assert pool.run(1, train_on_full_disk, f"{flags} {costs}") == [""]
+    assert Path("/dev/full").is_char_device() and not list(measured.rglob("*.json*"))
+    assert (tmp_path / "saved" / "iter_0000006").is_dir()
 
 
 def train_on_full_disk(flags: str) -> str:
@@ -212,16 +215,6 @@ def train_on_full_disk(flags: str) -> str:
     package = "megatron.pipeline.session"
     with patch(f"{package}.trace.write_text", write_text), patch(f"{package}.planning.write_text", write_text):
         return train(flags)
-
-
-def test_trace(pool: Pool, data: str, tmp_path: Path) -> None:
-    flags = f"{data} --pipeline-model-parallel-size 2 --pipeline-trace {tmp_path}/trace --exit-interval 2"
-    assert ran(pool.run(2, train, flags))
-    record = json.loads((tmp_path / "trace" / "iteration_0000002.json").read_text())
-    assert (record["schedule"], record["iteration"], record["placement"]) == ("zb-h1", 2, [[0], [1]])
-    assert len(record["timeline"]["ranks"]) == 2
-    assert_perfetto_can_show(record["traceEvents"], ranks=2)
-    assert (tmp_path / "trace" / "iteration_0000002.png").stat().st_size > 1000
 
 
 def assert_perfetto_can_show(events: list[dict[str, Any]], ranks: int) -> None:
@@ -241,19 +234,14 @@ def assert_perfetto_can_show(events: list[dict[str, Any]], ranks: int) -> None:
         assert any(event["ph"] == "C" and event["args"]["held"] > 0 for event in events if event["pid"] == process)
 
 
-def test_ramp_up(pool: Pool, data: str, tmp_path: Path) -> None:
-    flags = "--pipeline-model-parallel-size 2 --rampup-batch-size 4 2 12 --exit-interval 4"
-    assert ran(pool.run(2, train, f"{data} {flags} --save {tmp_path}/saved"))
-    summary = json.loads((tmp_path / "saved" / "iter_0000004" / "training.json").read_text())
-    assert summary["consumed_samples"] == 4 + 4 + 6 + 8
-
-
 @pytest.mark.parametrize("schedule", ["zb-v", whole("zb-h1")])
 def test_ramp_up_with_overlaps(pool: Pool, data: str, tmp_path: Path, schedule: str) -> None:
     flags = f"{data} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --use-distributed-optimizer "
     flags += "--rampup-batch-size 4 4 32 --global-batch-size 16 --attention-dropout 0 --hidden-dropout 0 --metrics"  # m 1 to 4
     for name, overlaps in (("plain", ""), ("overlapped", "--overlap-grad-reduce --overlap-param-gather")):
-        assert ran(pool.run(4, train, f"{flags} {tmp_path}/{name}.jsonl {overlaps}"))
+        assert ran(pool.run(4, train, f"{flags} {tmp_path}/{name}.jsonl --save {tmp_path}/{name} {overlaps}"))
+        summary = json.loads((tmp_path / name / "iter_0000006" / "training.json").read_text())
+        assert summary["consumed_samples"] == 4 + 4 + 4 + 8 + 8 + 12
     found, plain = (metrics(tmp_path / f"{name}.jsonl") for name in ("overlapped", "plain"))
     assert len(found) == 6 and found == plain
 

@@ -19,7 +19,7 @@ from megatron.pipeline.costmodel.memory import expert_copies
 from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
-from megatron.pipeline.flags.validation_latent import check_latent
+from megatron.pipeline.flags.validation_hybrid import check_latent
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import linear

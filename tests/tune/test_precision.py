@@ -16,7 +16,7 @@ from megatron.pipeline.costmodel.memory import gathered_bytes, state_bytes
 from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.costmodel.traffic import cast_traffic
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.validation_latent import check_trained
+from megatron.pipeline.flags.support import check_trained
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.activation_policy import ActivationPolicy

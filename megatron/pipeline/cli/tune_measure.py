@@ -143,8 +143,8 @@ def text(found: Measurements, args: Settings, measured: Device) -> str:
 
 
 def _model(flags: list[str]) -> Settings:
+    from megatron.pipeline.flags.support import check_trained
     from megatron.pipeline.flags.validation import validate
-    from megatron.pipeline.flags.validation_latent import check_trained
 
     args = read_flags(flags, _ALONE)
     check_trained(args)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from megatron.pipeline.flags import bridge, fork_flags, recipes, support, upstream
+from megatron.pipeline.flags import bridge, recipes, support, upstream
 from megatron.pipeline.flags.flags import MEGATRON
 from megatron.pipeline.flags.settings import NEW, Flags, add_flags
 from megatron.pipeline.schedule.core.reading import content_of
@@ -25,6 +25,10 @@ _NOT_NEEDED = {
     "use-flash-attn": "Transformer Engine takes it where it can",
     "no-create-attention-mask-in-dataloader": "attention makes its own causal mask",
 }
+
+# Flags of the earlier forks of Megatron-LM, and what to give instead; docs/moving.md has their values one by one. The forks are
+# sail-sg/zero-bubble-pipeline-parallelism (with PipeOffload) and sail-sg/VocabularyParallelism.
+FORKS: dict[str, str] = upstream.table("forks")
 
 
 def parse(argv: Sequence[str], predicts: bool = False) -> Flags:
@@ -57,13 +61,19 @@ def with_config(parser: argparse.ArgumentParser, argv: Sequence[str], predicts: 
 
     Raises:
         ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a flag is one of an
-            earlier fork (``fork_flags``).
+            earlier fork (``FORKS``).
     """
     finder = _FlagParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     config = finder.parse_known_args(argv)[0].config
-    fork_flags.refuse(argv)
+    _refuse_forks(argv)
     return [*(_read_config(parser, config, predicts, argv) if config else []), *argv]
+
+
+def _refuse_forks(flags: Iterable[str]) -> None:
+    found = [flag for flag in dict.fromkeys(flag.partition("=")[0] for flag in flags) if flag in FORKS]
+    if found:
+        raise ValueError(f"flags of an earlier fork (docs/moving.md): {'; '.join(f'{flag}: {FORKS[flag]}' for flag in found)}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -133,7 +143,7 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, arg
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
-    fork_flags.refuse(f"--{_key(str(name))}" for name in content)
+    _refuse_forks(f"--{_key(str(name))}" for name in content)
     known = {_key(option): (option, action) for option, action in parser._option_string_actions.items()}
     tokens: list[str] = []
     for name, value in content.items():

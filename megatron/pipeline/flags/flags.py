@@ -28,7 +28,7 @@ from megatron.pipeline.shape.latent import SPARSE
 
 # The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = CHUNKS[0].details
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of a stage's parts
+LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of a stage's parts
 _TYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
 GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
 TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
@@ -71,7 +71,7 @@ def _plain(value: Any, action: argparse.Action) -> Any:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, list | tuple) and action.nargs is None:  # of layers, of a window's sides, or of stages
-        rows = ["".join(_LETTERS[part] for part in row) for row in value if isinstance(row, list)]
+        rows = ["".join(LETTERS[part] for part in row) for row in value if isinstance(row, list)]
         return "|".join(rows) or (str(value) if isinstance(value, list) else ",".join(map(str, value)))
     if isinstance(value, list):
         return [_plain(each, action) for each in value]

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from megatron.core.transformer.enums import LayerType
 
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, neutral
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, LETTERS, neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
 from megatron.pipeline.shape.hybrid import have_experts
 
-_LETTERS = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
 _SPREAD = Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.DETAILS  # of the flags that may differ from the reference's
 _HEAD, _WIDTH, _TOKENS, _ROWS, _EXPERTS = 8, 32, 32, 120, 4  # a head's channels, and the least of the other sizes
 _SETTINGS = (  # which say how many layers a stage has
@@ -84,7 +83,7 @@ def shrunk(args: Flags, whole: Settings, stages: Sequence[Sequence[LayerType]], 
         numbers = range(at, at := at + stage.count(LayerType.decoder))
         first = {has_experts[number]: number for number in reversed(numbers)}  # one of each kind
         kept += sorted(first.values())
-        letters = [_LETTERS[kind] for kind in stage if kind is not LayerType.decoder]
+        letters = [LETTERS[kind.name] for kind in stage if kind is not LayerType.decoder]
         rows.append("".join(sorted([*letters, *"t" * len(first)], key="EtmL".index)))
     evenly = {name: value for name, value in neutral(Role.CHUNKS, Role.LAYOUT, Role.SCHEDULE).items() if name in _SETTINGS}
     unit = slices * whole.context_parallel_size * 2 * whole.tensor_model_parallel_size

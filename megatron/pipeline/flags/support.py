@@ -10,9 +10,11 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from megatron.pipeline.flags.flags import given, neutral
+from megatron.pipeline.flags.settings import Role
 from megatron.pipeline.flags.upstream import table
 
-__all__ = ["FEATURES", "Feature", "Support", "of_flag", "unsupported", "untested"]
+__all__ = ["FEATURES", "Feature", "Support", "check_trained", "of_flag", "unsupported", "untested"]
 
 
 class Support(StrEnum):
@@ -94,3 +96,15 @@ def unsupported(flag: str) -> str:
         runs = f"mpipe launch runs Megatron-LM's own script with it ({feature.launch}: mpipe support)"
         what = f"is not in this project's pretrain_gpt.py: {runs}"
     return f"{flag} ({feature.title}) {what}"
+
+
+def check_trained(args: Namespace) -> None:
+    """Refuse models that ``mpipe`` has predictions of and this project's own training does not have.
+
+    Raises:
+        ValueError: one is given; says what trains it.
+    """
+    if flags := given(args, *neutral(Role.PREDICTED)):
+        raise ValueError(unsupported(flags[0]))
+    if args.moe_token_dispatcher_type == "flex":
+        raise ValueError(unsupported("--moe-token-dispatcher-type"))

@@ -18,8 +18,7 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation_experts import check_grouped_experts, of_experts
 from megatron.pipeline.flags.validation_files import check_outputs, of_data
-from megatron.pipeline.flags.validation_hybrid import check_attention, of_hybrid
-from megatron.pipeline.flags.validation_latent import check_latent
+from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, of_hybrid
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal, of_replicas
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import STOCK

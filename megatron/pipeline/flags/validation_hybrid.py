@@ -1,10 +1,11 @@
-"""Flags of models whose layers differ: those that a pattern lists, and what is in place of attention; part of ``validate``."""
+"""Flags of layers that a pattern lists, of multi-latent attention, and of what is in place of attention; part of ``validate``."""
 
 from __future__ import annotations
 
 from megatron.pipeline.combinations.rows import HYBRID
 from megatron.pipeline.combinations.table import flag_of, refuse
 from megatron.pipeline.flags.facts import of_flags
+from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP
 from megatron.pipeline.shape.latent import SPARSE
@@ -55,6 +56,25 @@ def of_hybrid(args: Settings) -> Settings:
         rows[0], rows[-1] = "E" + rows[0], rows[-1] + "m" * (predicting or 0) + "L"
         args |= {"pipeline_model_parallel_layout": "|".join(rows)}
     return args
+
+
+def check_latent(args: Settings) -> None:
+    """Check the widths of multi-latent attention.
+
+    Raises:
+        ValueError: one is missing, or the flags contradict each other; says what to change.
+    """
+    sizes = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    if not args.multi_latent_attention:
+        if extra := given(args, "q_lora_rank", *sizes):
+            raise ValueError(f"{', '.join(extra)} without --multi-latent-attention: give it")
+        return
+    if missing := [flag_of(name) for name in sizes if getattr(args, name) is None]:
+        raise ValueError(f"--multi-latent-attention needs {', '.join(missing)}")
+    if args.group_query_attention:
+        raise ValueError("--multi-latent-attention has keys and values for every head: leave --group-query-attention out")
+    if args.qk_pos_emb_head_dim % 2:
+        raise ValueError(f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim}: pairs of channels are rotated: give an even number")
 
 
 def check_attention(args: Settings) -> None:

@@ -113,7 +113,7 @@ def contents_of(path: Path) -> tuple[dict[str, Any], Metadata]:
         Unreadable: a file cannot be read, or is cut off.
     """
     name = "common.pt"
-    if not (path / name).exists() and not compat.saves_common_state_as_object():
+    if not (path / name).exists() and not compat.is_from("0.19"):
         raise Unreadable(f"was saved by megatron-core 0.19 or later, and {compat.version()} is installed")
     try:
         common = dict(dist_checkpointing.load_common_state_dict(str(path)))

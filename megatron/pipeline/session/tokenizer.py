@@ -66,7 +66,7 @@ def build_tokenizer(args: Namespace) -> Any:
     if library == _NULL:
         if args.vocab_size is None:
             raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
-        library = compat.null_tokenizer(_NULL)
+        library = _NULL if compat.is_from("0.17") else "null"
         return MegatronTokenizer.from_pretrained(metadata_path={"library": library}, vocab_size=args.vocab_size)
     if args.tokenizer_model is None:
         raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model PATH")

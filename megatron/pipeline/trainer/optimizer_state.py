@@ -67,7 +67,8 @@ def wanted_kind(args: Namespace) -> dict[str, Any]:
     kind = {flag_of(name): getattr(args, name) for name in names} | {_SIXTEEN_BITS: args.bf16 or args.fp16}
     if args.num_experts is None:
         return kind
-    other_ranks = args.expert_tensor_parallel_size != args.tensor_model_parallel_size and compat.reduces_experts_right()
+    # Up to 0.18 gradients of all experts are reduced over the ranks of dense layers.
+    other_ranks = args.expert_tensor_parallel_size != args.tensor_model_parallel_size and compat.is_from("0.19")
     return kind | {_EXPERTS: args.expert_model_parallel_size > 1 or other_ranks}
 
 

@@ -23,8 +23,8 @@ from megatron.pipeline.distributed.groups import barrier
 from megatron.pipeline.distributed.processes import free_port, let_rank_0_speak
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.settings import Flags, Settings
+from megatron.pipeline.flags.support import check_trained
 from megatron.pipeline.flags.validation import batch_size_steps, validate
-from megatron.pipeline.flags.validation_latent import check_trained
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.model.layout import stage_layers
