@@ -192,13 +192,12 @@ def test_a_model_that_fits_nowhere_is_told_what_is_short_and_what_would_fit(
     assert json.loads(capsys.readouterr().out)["best"], "the suggested change fits"
 
 
-def test_progress_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_one_line_of_a_terminal_and_silent_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Progress("things") as progress:
         progress(1, 2)
     assert capsys.readouterr() == ("", "")
-
-
-def test_progress_is_one_line_of_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with Progress("things") as progress:
         progress(1, 2)
