@@ -4,10 +4,8 @@
     python benchmarks/offload.py --cpu-bandwidth 0.1                            # a CPU: small layers, copies at 0.1 GB/s
 
 Layers are megatron-core's, with torch's fused attention; embedding and output layer are left out. Of a schedule of ``--pp`` ranks
-one rank's row runs in our executor. Messages of other ranks are there at once, and what is sent is dropped, so the rank never
-stands still: copies have only its own passes to hide behind, and are planned for that. First iterations measure passes and bytes,
-a probe the copies, as in training (``--offload-profile``); at these costs the row is offloaded. Then every round runs one
-iteration of each, so that whatever disturbs the machine disturbs all of them.
+one rank's row runs in our executor, without others: copies have only its own passes to hide behind, and are planned for that at
+costs that first iterations measure, as in training (``--offload-profile``). Then every round runs one iteration of each.
 
 Reported are medians of the rounds' times and of their ratios to the same row without offload, then of one recorded iteration: how
 fast its copies were, how long passes waited for them, and the peak of memory above what lay there before (of a GPU's allocator,
