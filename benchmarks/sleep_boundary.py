@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 benchmarks/sleep_boundary.py --microbatches 8 --reduce 80 --gather 80
 
-Layers sleep, as in sleep_stages.py; around them are megatron-core's own DDP, with a bucket for each layer, and its distributed
+Layers sleep (sleep_stages.py); around them are megatron-core's own DDP, with a bucket for each layer, and its distributed
 optimizer. Reductions and gathers sleep one after another on a lane of their own, each begun where DDP begins it; a step sleeps on
 the device, and every rank waits for the norm of all gradients. Megatron-LM's schedules train with its flags
 ``--overlap-grad-reduce`` and ``--overlap-param-gather``, whose defaults align both over pipeline ranks, and without aligning;

@@ -94,7 +94,7 @@ def known(name: str) -> Device | None:
 
 
 def of_rehearsal(costs: Costs, layers: int, size: Size) -> Timing:
-    """Times of a layer from a rehearsal's costs: a median over the stages between the first and the last, which have other work besides.
+    """A layer from a rehearsal's costs: medians over the stages between the first and the last, which have other work besides.
 
     Args:
         costs: of stages with the same number of layers each, in seconds and bytes.
