@@ -1,6 +1,4 @@
-"""What planning the boundary of iterations saves: simulated periods, as the tables and the picture of docs/boundary.md.
-
-    python benchmarks/boundary.py [--picture docs/images/boundary.png]
+"""What planning the boundary of iterations saves: simulated periods, as the tables of docs/boundary.md.
 
 First a pipeline of 8 ranks with 64 replicas, at round costs; then Llama 3 70B and DeepSeek-V3, at costs that ``mpipe costs``
 predicts for GPUs.
@@ -8,13 +6,10 @@ predicts for GPUs.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import math
 from dataclasses import replace
-from functools import partial
 
-from common import markdown
+from common import command_line, markdown
 
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.memory import predicted
@@ -22,15 +17,12 @@ from megatron.pipeline.costmodel import device
 from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.boundary import Turn, turns
+from megatron.pipeline.schedule.core.boundary import turns
 from megatron.pipeline.schedule.core.costs import Costs, uniform
-from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.cycle import Cycle
 from megatron.pipeline.schedule.transforms.boundary import NO_OVERLAP, megatron, waits_for_norm, with_boundary
-from megatron.pipeline.view import draw
 
 FAMILIES = (("zb-v", None), ("v-half", None), ("interleaved", 4), ("1f1b", None))
 RANKS, REPLICAS, SPEED = 8, 64, 45.0  # GB/s
@@ -120,59 +112,7 @@ def by_rules_and_planned(name: str, ranks: int, microbatches: int, costs: list[C
     return cells
 
 
-def early_steps() -> str:
-    """With post-validation: the best period of plans whose first complete chunk steps and gathers before a rank's last passes."""
-    rows = []
-    for name, share in itertools.product(("zb-v", "v-half"), (STEP, 10 * STEP)):
-        costs = partial(_with_step, step=share)
-        plan = Request(name, RANKS, RANKS, costs, objective=Objective.SPAN).plan()
-        made, found = turns(plan.schedule), []
-        for before in range(9):
-            moved = [_stepping_before(own, before) for own in made]
-            found.append(steady.period if (steady := plan.cycle.steady(moved)) else math.inf)
-        rows.append([name, f"{1e3 * share:.0f}", f"{1e3 * found[0]:.1f}", f"{1e3 * min(found[1:]):.1f}"])
-    return markdown(["schedule", "OPT of a rank", "behind all passes", "before its last 1 to 8"], rows)
-
-
-def _with_step(placement: Placement, step: float) -> Costs:
-    costs = round_costs(placement)
-    return replace(costs, stages=tuple(replace(stage, step=step / placement.chunks) for stage in costs.stages))
-
-
-def _stepping_before(own: Turn, count: int) -> Turn:
-    """A turn with OPT and AG of the chunk whose RS come first before the last passes, as far as these RS are before them."""
-    passes = list(own.passes)
-    chunk = next(work.chunk for work in passes if work.kind is Kind.RS)
-    steps = [work for work in passes if work.kind in (Kind.OPT, Kind.AG) and work.chunk == chunk]
-    rest = [work for work in passes if work not in steps]
-    reduced = max(slot for slot, work in enumerate(rest) if work.kind is Kind.RS and work.chunk == chunk) + 1
-    computed = [slot for slot, work in enumerate(rest) if not work.kind.row.bucket]
-    at = max(reduced, computed[-count]) if count else len(rest)
-    return own if not count else Turn((*rest[:at], *steps, *rest[at:]))
-
-
-def picture(path: str) -> None:
-    """ZB-V by Megatron-LM's rules and planned, with the norm and with post-validation."""
-    _, norm, ahead = both("zb-v", None, 4, 4, lambda place: _large(round_costs(place)))
-    original: Schedule = replace(norm.schedule, boundary=())
-    rules = replace(norm, schedule=megatron(original, norm.problem)[0])
-    shown = {"by Megatron-LM's rules": rules, "planned": norm, "planned, with post-validation": ahead}
-    draw(
-        {f"{title}: {1e3 * (plan.period or 0):.0f} ms an iteration": plan.shown for title, plan in shown.items()}, path, unit="s"
-    )
-
-
-def _large(costs: Costs) -> Costs:
-    return replace(costs, stages=tuple(replace(stage, step=0.01) for stage in costs.stages))
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--picture", metavar="FILE", help="draw the picture there, instead of printing the tables")
-    options = parser.parse_args()
-    if options.picture:
-        picture(options.picture)
-    else:
-        print(families())
-        print(models())
-        print(early_steps())
+    command_line(__doc__).parse_args()
+    print(families())
+    print(models())

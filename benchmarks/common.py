@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -13,8 +14,6 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
-
-EQUAL = 1 + 1e-9  # spans that differ in the last bits are equal
 
 Name = TypeVar("Name", bound=Hashable)
 Result = TypeVar("Result")
@@ -25,12 +24,10 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def add_flags(
-    add: Callable[..., object], milliseconds: tuple[float, float, float] = (40, 40, 40), rounds: int = 5, of: str | None = None
-) -> None:
-    """The flags of all benchmarks of sleeping stages; ``of`` says whose milliseconds these are."""
+def add_flags(add: Callable[..., object], milliseconds: tuple[float, float, float] = (40, 40, 40), rounds: int = 5) -> None:
+    """The flags of all benchmarks of sleeping stages."""
     add("--microbatches", type=int, default=8)
-    add("--milliseconds", nargs=3, type=float, default=milliseconds, metavar=("F", "B", "W"), help=of)
+    add("--milliseconds", nargs=3, type=float, default=milliseconds, metavar=("F", "B", "W"))
     add("--rounds", type=int, default=rounds)
 
 
@@ -82,6 +79,14 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     for row in rows:
         table.add_row(*row)
     Console(width=width).print(table)
+
+
+def write_tables(page: Path, tables: Iterable[str]) -> None:
+    """Replace the tables of a page that have the heads of these."""
+    text = page.read_text(encoding="utf-8")
+    for table in tables:
+        text = re.sub(rf"^{re.escape(table.splitlines()[0])}\n(?:\|.*\n)+", table, text, flags=re.M)
+    page.write_text(text, encoding="utf-8")
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:

@@ -5,8 +5,7 @@ in the order drawn, and as many as fit go into a microbatch, or one that is long
 
     torchrun --nproc-per-node 4 benchmarks/every_batch.py --lengths roll-outs --microbatches 8
 
-Every round is another batch, which all schedules run in turn, in the same order. The mean microbatch of a batch takes F, B and W.
-Reported are means over the rounds. ``--json FILE`` appends them as a line. Simulated are the passes with messages that take as
+Every round is another batch, which all schedules run in turn. Its mean microbatch takes F, B and W. Reported are means over rounds. Simulated are the passes with messages that take as
 long as one between two processes that slept before; the bound is that of no message, for the placement.
 """
 
@@ -19,14 +18,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from common import add_flags, command_line, in_rounds, print_table
-from contenders import EveryBatchOurs, Microbatch, Ours, Stock, start
-from sleep_stages import iteration
+from contenders import Contender, Microbatch, iteration, start
 from sleeping import Sleeper
 
 from megatron.pipeline.planning import loads_of
@@ -36,6 +33,8 @@ from megatron.pipeline.schedule.optimum.bound import own_bound
 from megatron.pipeline.schedule.time.simulate import simulate
 
 LENGTHS = json.loads((Path(__file__).parent / "lengths.json").read_text(encoding="utf-8"))
+ATTENTION = 0.1  # see planning.loads_of
+LONGEST = 262144  # tokens of a sequence
 WARM_UP = 4  # rounds: connections, and the first plans, which start a process
 
 
@@ -72,10 +71,11 @@ def batches(name: str, microbatches: int, tokens: int, longest: int, attention: 
         yield [Microbatch(*both) for both in zip(packed, loads, strict=True)]
 
 
-def measured(contender: Stock | Ours | EveryBatchOurs, sleeper: Sleeper, batch: Iterator[Sequence[Microbatch]]) -> Measured:
+def measured(contender: Contender, sleeper: Sleeper, batch: Iterator[Sequence[Microbatch]]) -> Measured:
     """One iteration on the next batch."""
     costs = replace(contender.costs, loads=tuple(microbatch.load for microbatch in next(batch)))
-    seconds, schedule = iteration(contender, sleeper), contender.schedule
+    seconds, ran = iteration(contender, sleeper), contender.pipeline and contender.pipeline._iteration
+    schedule = ran.plan.schedule if ran else contender.schedule
     problem = Problem(schedule.placement, schedule.microbatches, replace(costs, hop=0.0), objective=Objective.MAKESPAN)
     return Measured(seconds, simulate(schedule, costs).makespan, own_bound(schedule, problem))
 
@@ -84,45 +84,34 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--lengths", choices=LENGTHS, default="roll-outs", help="histogram of lengths.json")
     parser.add_argument("--tokens", type=int, default=8192, help="that fit into a microbatch")
-    parser.add_argument("--longest", type=int, default=262144, help="sequences are cut to as many tokens")
-    parser.add_argument("--attention", type=float, default=0.1, help="see planning.loads_of")
     parser.add_argument("--stock", nargs="*", type=int, default=(1, 2), metavar="CHUNKS", help="of megatron-core's schedules")
     parser.add_argument("--ours", nargs="*", default=("zb-auto", "zb-v"), metavar="NAME", help="planned once, then every batch")
     parser.add_argument("--only-every-batch", action="store_true", help="leave out those that are planned once")
-    parser.add_argument("--json", metavar="FILE", help="append the means as a line of JSON")
     add_flags(parser.add_argument, milliseconds=(10, 12, 8), rounds=10)
     options = parser.parse_args()
 
-    sleeper, megatron = start(options.microbatches, options.milliseconds)
+    megatron = start(options)
     count = WARM_UP + options.rounds
-    drawn = batches(options.lengths, options.microbatches, options.tokens, options.longest, options.attention)
+    drawn = batches(options.lengths, options.microbatches, options.tokens, LONGEST, ATTENTION)
     given = [next(drawn) for _ in range(count + 2)]  # two are read ahead
-    settings = EveryBatch(options.attention, lengths_of=lambda microbatch: microbatch.lengths, interval=count)
-    contenders: list[Stock | Ours | EveryBatchOurs] = [Stock(chunks, megatron) for chunks in options.stock]
-    contenders += [] if options.only_every_batch else [Ours(name, megatron) for name in options.ours]
-    contenders += [EveryBatchOurs(name, megatron, settings) for name in options.ours]
-    runs = {}
-    for contender in contenders:
-        contender.data = [chain.from_iterable(given) for _ in contender.model]
-        runs[contender.name] = partial(measured, contender, sleeper, iter(given))
+    settings = EveryBatch(ATTENTION, lengths_of=lambda microbatch: microbatch.lengths, interval=count)
+    contenders = [megatron.stock(chunks, given) for chunks in options.stock]
+    contenders += [] if options.only_every_batch else [megatron.ours(name, given) for name in options.ours]
+    contenders += [megatron.ours(name, given, settings) for name in options.ours]
+    runs = {one.name: partial(measured, one, megatron.sleeper, iter(given)) for one in contenders}
     found = in_rounds(runs, options.rounds, WARM_UP)
     if torch.distributed.get_rank() == 0:
-        first, rows, record = next(iter(found.values())), [], {}
+        first, rows = next(iter(found.values())), []
         for contender in contenders:
             rounds = found[contender.name]
             seconds = statistics.mean(one.seconds for one in rounds)
             over = [statistics.mean(one.seconds / getattr(one, what) for one in rounds) for what in ("simulated", "bound")]
             gain = statistics.mean(one.seconds for one in first) / seconds
-            counts = dict(contender.pipeline.batches.counts) if isinstance(contender, EveryBatchOurs) else {}  # type: ignore[union-attr]
+            counts = dict(plans.counts) if (plans := contender.pipeline and contender.pipeline.batches) else {}
             late = f"{counts.get('late', 0)} of {count}" if counts else ""
-            record[contender.name] = {"ms": 1000 * seconds, "over": over, "gain": gain, "counts": counts}
             rows.append([contender.name, f"{1000 * seconds:.1f}", *(f"{one:.3f}" for one in (*over, gain)), late])
         columns = ("schedule", "mean ms", "over simulated", "over bound", f"speed-up over {contenders[0].name}", "late plans")
         print_table(megatron.title(options, options.lengths, "means"), columns, rows)
-        if options.json:
-            with open(options.json, "a", encoding="utf-8") as file:
-                title = {"p": megatron.ranks, "m": options.microbatches, "lengths": options.lengths, "rounds": options.rounds}
-                file.write(json.dumps(title | {"schedules": record}) + "\n")
     torch.distributed.destroy_process_group()
 
 

@@ -1,22 +1,16 @@
 """What does offloading cost on one device, and what does it save there? One rank's program, replayed with all its passes.
 
-    python benchmarks/offload.py                                                    # a GPU: 4096 and 8192 wide, up to 16384 long
-    python benchmarks/offload.py --schedule gis-h --pp 8 --microbatches 16          # another program
-    python benchmarks/offload.py --cpu-bandwidth 0.1                                # a CPU: small layers, copies at 0.1 GB/s
+    python benchmarks/offload.py [--schedule gis-h --pp 8 --microbatches 16]    # a GPU: 4096 and 8192 wide, up to 16384 long
+    python benchmarks/offload.py --cpu-bandwidth 0.1                            # a CPU: small layers, copies at 0.1 GB/s
 
 Layers are megatron-core's, with torch's fused attention; embedding and output layer are left out. Of a schedule of ``--pp`` ranks
-one rank's row runs in our executor. Messages of other ranks are there at once, and what is sent is dropped, so the rank never
-stands still: copies have only its own passes to hide behind, and are planned for that. First iterations measure passes and bytes,
-a probe the copies, as in training (``--offload-profile``); at these costs the row is offloaded. Then every round runs one
-iteration of each, so that whatever disturbs the machine disturbs all of them.
+one rank's row runs in our executor, without others: copies have only its own passes to hide behind, and are planned for that at
+costs that first iterations measure, as in training (``--offload-profile``). Then every round runs one iteration of each.
 
 Reported are medians of the rounds' times and of their ratios to the same row without offload, then of one recorded iteration: how
-fast its copies were, how long passes waited for them, and the peak of memory above what lay there before. On a GPU that is the
-allocator's, which messages and work space are part of; on a CPU it counts what is saved for backward. "Planned" is the peak of
-the row at the measured bytes.
-
-Where CUDA_DEVICE_MAX_CONNECTIONS is 1, as tensor parallelism wants it, all streams share one queue, and copies may keep passes
-waiting; the title has its value. This has not been measured on a GPU yet.
+fast its copies were, how long passes waited for them, and the peak of memory above what lay there before (of a GPU's allocator,
+messages and work space included; on a CPU of what is saved for backward). "Planned" is the peak of the row at the measured bytes.
+With CUDA_DEVICE_MAX_CONNECTIONS 1, as tensor parallelism wants it, copies may keep passes waiting. No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -29,10 +23,10 @@ import socket
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import command_line, in_rounds, print_table, save
@@ -89,25 +83,23 @@ class Attention(torch.nn.Module):
 
 
 class Chunk(MegatronModule):
-    """Transformer layers, one after the other."""
+    """One transformer layer."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         spec = get_gpt_layer_local_spec()
         spec.submodules.self_attention.submodules.core_attention = Attention
-        layers = (build_module(spec, config=config, layer_number=1 + number) for number in range(config.num_layers))
-        self.layers = torch.nn.ModuleList(layers)
+        self.layer = build_module(spec, config=config, layer_number=1)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden, _ = layer(hidden, attention_mask=None)
-        return hidden
+        output: torch.Tensor = self.layer(hidden, attention_mask=None)[0]
+        return output
 
 
-def build(hidden: int, layers: int, dtype: torch.dtype) -> DistributedDataParallel:
+def build(hidden: int, dtype: torch.dtype) -> DistributedDataParallel:
     """A chunk whose weight gradients are accumulated in float32, and may wait for W."""
     config = TransformerConfig(
-        num_layers=layers,
+        num_layers=1,
         hidden_size=hidden,
         num_attention_heads=max(1, hidden // 128),
         params_dtype=dtype,
@@ -260,15 +252,8 @@ class Replay:
         synchronize()
 
 
-@dataclass
-class Found:
-    """What was measured of one mode.
-
-    Attributes:
-        seconds: of every round.
-        record: of one iteration more.
-        host: bytes of host memory that it had in use at most.
-    """
+class Found(NamedTuple):
+    """Seconds of every round of one mode, the record of one iteration more, and the most bytes of host memory in use in it."""
 
     seconds: list[float]
     record: Record
@@ -317,46 +302,34 @@ def share_moved(row: Schedule, costs: Costs) -> float:
     return moved(row, costs)[0] / (row.microbatches * sum(stage.activation for stage in costs.stages))
 
 
-def words(replay: Replay, costs: Costs) -> str:
-    """What was measured before, and where k is above 1 what that leaves on the device."""
+def words(costs: Costs) -> str:
+    """What was measured before; with k above 1 passes are too short to hide all copies."""
     stage, copies = costs.stages[0], costs.copies
     passes = "/".join(f"{1e3 * seconds:.2f}" for seconds in (stage.forward, stage.backward, stage.weight))
     gigabytes = " and ".join(f"{probe.MARGIN / seconds / 1e9:.3g}" for seconds in (copies.to_host, copies.to_device))
-    line = (
+    return (
         f"k = {costs.k():.2f}: F/B/W of a chunk {passes} ms; F keeps {stage.activation / 2**20:.1f} MiB, of which "
         f"{stage.moved() / 2**20:.1f} can move, and {stage.retained / 2**20:.1f} are kept until W; copies alone {gigabytes} GB/s "
         f"to host memory and back, {copies.both:.0%} of that in both directions at once, planned as a tenth slower"
     )
-    if costs.k() <= 1:
-        return line
-    rows = {mode: replay.rows[mode] for mode in Offload}
-    parts = [f"{mode} {share_moved(row, costs):.1%} ({moved(row, costs)[0] / 2**20:.0f} MiB)" for mode, row in rows.items()]
-    return f"{line}.\nWith k above 1 passes are too short to hide all copies: {', '.join(parts)} of the activations are moved"
 
 
 def main() -> None:
     cuda = DEVICE == "cuda"
     parser = command_line(__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=DEVICE)
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 8192] if cuda else [256])
     parser.add_argument("--seq", type=int, nargs="+", default=[4096, 8192, 16384] if cuda else [256])
-    parser.add_argument("--layers-per-chunk", type=int, default=1)
     parser.add_argument("--schedule", default="interleaved")
     parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--chunks", type=int, help="of a rank; by default the schedule's own number")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rank", type=int, default=0, help="of --pp, the one whose program runs")
     parser.add_argument("--iterations", type=int, default=10, help="of each mode, that count")
     parser.add_argument("--cpu-bandwidth", type=float, default=1.0, metavar="GB/S", help="of each direction of a CPU's streams")
     parser.add_argument("--save", metavar="FILE", help="append the seconds of every round, as JSON")
     options = parser.parse_args()
-    if options.device == "cpu" and cuda:
-        parser.error("this machine has a GPU, on which passes would be timed: hide it, CUDA_VISIBLE_DEVICES= python ..")
-    if options.device == "cuda" and not cuda:
-        parser.error("there is no GPU: leave --device out, or give cpu")
     if not 0 <= options.rank < options.pp:
         parser.error(f"--rank {options.rank} is none of --pp {options.pp} ranks, which count from 0")
-    schedule = planning.plan(options.schedule, options.pp, options.microbatches, chunks=options.chunks)
+    schedule = planning.plan(options.schedule, options.pp, options.microbatches)
     if schedule.placement.replicas > 1 or schedule.splits > 1:
         parser.error(f"{options.schedule} holds the model twice or cuts microbatches into slices: take another schedule")
 
@@ -376,7 +349,7 @@ def main() -> None:
 def configuration(schedule: Schedule, hidden: int, seq: int, options: argparse.Namespace) -> None:
     """Measure one size of layers, and print what was found."""
     device, dtype = this_device(), torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    chunks = [build(hidden, options.layers_per_chunk, dtype).to(device) for _ in range(schedule.placement.chunks)]
+    chunks = [build(hidden, dtype).to(device) for _ in range(schedule.placement.chunks)]
     message = torch.randn(seq, 1, hidden, device=device).to(dtype)
     offloading = Offloading(CopySettings(bandwidth=options.cpu_bandwidth * 1e9 if DEVICE == "cpu" else None), device)
     replay = Replay(schedule, options.rank, chunks, message)
@@ -385,13 +358,13 @@ def configuration(schedule: Schedule, hidden: int, seq: int, options: argparse.N
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     more = f"load {os.getloadavg()[0]:.1f}" if DEVICE == "cpu" else f"CUDA_DEVICE_MAX_CONNECTIONS {queues}"
     title = (
-        f"hidden {hidden}, {seq} tokens, {options.layers_per_chunk} layers a chunk, {str(dtype).removeprefix('torch.')}; rank "
+        f"hidden {hidden}, {seq} tokens, a layer a chunk, {str(dtype).removeprefix('torch.')}; rank "
         f"{options.rank} of {schedule.name} on {schedule.ranks} ranks with {schedule.placement.chunks} chunks, "
         f"{schedule.microbatches} microbatches;\n{device_name()}, {more}, median of {options.iterations} iterations"
     )
     save(options.save, f"Offload, {title.replace(chr(10), chr(32))}", {mode: one.seconds for mode, one in found.items()})
     report(title, replay, costs, found)
-    print(words(replay, costs))
+    print(words(costs))
 
 
 if __name__ == "__main__":

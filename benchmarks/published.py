@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from common import command_line, markdown
+from common import command_line, markdown, write_tables
 from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, Method, Source
 
 from megatron.pipeline import planning
@@ -73,10 +73,6 @@ class Cell:
     def relative_error(self) -> float:
         """Of the throughput relative to the baseline of the column."""
         return self.speedup.error
-
-    @property
-    def memory_error(self) -> float:
-        return self.memory.error
 
 
 def cells(device: Device, sources: Sequence[Source] = SOURCES) -> list[Cell]:
@@ -210,7 +206,7 @@ def _peaks(source: Source, found: Sequence[Cell]) -> list[str]:
     head = f"{source.name}: {'GiB' if source.byte_unit == GIB else 'GB'} of the fullest GPU"
 
     def shown(cell: Cell) -> str:
-        return f"{cell.memory.predicted:.1f} / {cell.memory.published:.4g} ({cell.memory_error:+.1%})"
+        return f"{cell.memory.predicted:.1f} / {cell.memory.published:.4g} ({cell.memory.error:+.1%})"
 
     return _grids(source, found, head, shown)
 
@@ -247,21 +243,19 @@ def worst(found: Sequence[Cell], error: Callable[[Cell], float] = lambda cell: c
 
 def summary(found: Sequence[Cell]) -> str:
     """The sentence of docs/model.md that says how good it is."""
-    slow, full = worst(found), worst(found, lambda cell: cell.memory_error)
+    slow, full = worst(found), worst(found, lambda cell: cell.memory.error)
     return (
         f"The worst of {len(found)} throughputs relative to the baseline of its column is {slow.relative_error:+.1%} "
-        f"({slow.source}, `{slow.method}`, {slow.column}),\nthe worst peak {full.memory_error:+.1%} "
+        f"({slow.source}, `{slow.method}`, {slow.column}),\nthe worst peak {full.memory.error:+.1%} "
         f"({full.source}, `{full.method}`, {full.column}).\n"
     )
 
 
 def _write(found: Sequence[Cell]) -> None:
-    places = {table: rf"^{re.escape(table.splitlines()[0])}\n(?:\|.*\n)+" for table in tables(found)}
-    places[summary(found)] = r"^The worst of \d+ throughputs .*\n.*\n"
     for document in DOCUMENTS:
+        write_tables(document, tables(found))
         text = document.read_text(encoding="utf-8")
-        for now, before in places.items():
-            text = re.sub(before, now, text, flags=re.M)
+        text = re.sub(r"^The worst of \d+ throughputs .*\n.*\n", summary(found), text, flags=re.M)
         document.write_text(text, encoding="utf-8")
 
 

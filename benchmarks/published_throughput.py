@@ -14,14 +14,13 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
 
-from common import command_line, markdown
+from common import command_line, markdown, write_tables
 from published import DEVICES, ROOT
 
 from megatron.pipeline.cli.memory import quietly
@@ -303,11 +302,7 @@ def main() -> None:
     found = tables(rows)
     print("\n".join(found))
     if options.write:
-        document = ROOT / "docs" / "model.md"
-        text = document.read_text(encoding="utf-8")
-        for each in found:
-            text = re.sub(rf"^{re.escape(each.splitlines()[0])}\n(?:\|.*\n)+", each, text, flags=re.M)
-        document.write_text(text, encoding="utf-8")
+        write_tables(ROOT / "docs" / "model.md", found)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ below, in as much memory as stock's fullest rank takes, to 1 %.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import command_line, markdown
+from common import command_line, markdown, write_tables
 from published import ROOT
 from published_throughput import Row, training
 
@@ -124,9 +123,7 @@ def main() -> None:
     found = tables(list(recipes()))
     print("\n".join(found))
     if options.write:
-        page = ROOT / "docs" / "compared.md"
-        head, text = re.escape(found[0].splitlines()[0]), page.read_text(encoding="utf-8")
-        page.write_text(re.sub(rf"^{head}\n(?:\|.*\n)+", lambda _: found[0], text, flags=re.M), encoding="utf-8")
+        write_tables(ROOT / "docs" / "compared.md", found[:1])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 benchmarks/sleep_boundary.py --microbatches 8 --reduce 80 --gather 80
 
-Layers sleep, as in sleep_stages.py; around them are megatron-core's own DDP, with a bucket for each layer, and its distributed
+Layers sleep (sleep_stages.py); around them are megatron-core's own DDP, with a bucket for each layer, and its distributed
 optimizer. Reductions and gathers sleep one after another on a lane of their own, each begun where DDP begins it; a step sleeps on
 the device, and every rank waits for the norm of all gradients. Megatron-LM's schedules train with its flags
 ``--overlap-grad-reduce`` and ``--overlap-param-gather``, whose defaults align both over pipeline ranks, and without aligning;
@@ -21,20 +21,17 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from common import add_flags, command_line, in_rounds, print_table, save
-from contenders import STEPS, configuration, forward_step
+from common import add_flags, command_line, in_rounds, print_table
+from contenders import STEPS, Megatron, forward_step, start
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer import TransformerConfig
-from sleeping import HIDDEN, MegatronStage, Sleeper, SleepingLayer, bind_to_core
+from sleeping import HIDDEN, Sleeper
 
-import megatron.pipeline
-from megatron.pipeline import patches, planning
+from megatron.pipeline import install, planning
 from megatron.pipeline.backward import weight_tasks
-from megatron.pipeline.model.adapter import GPT
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
@@ -87,29 +84,6 @@ class Lane:
         setattr(Group, method, start_on_lane)
 
 
-class Chunk(torch.nn.Module):
-    """A stage of sleeping layers."""
-
-    model_type = MegatronStage.model_type
-    pipeline_adapter = GPT
-    share_embeddings_and_output_weights = False
-
-    def __init__(self, config: TransformerConfig, layers: list[SleepingLayer], vp_stage: int | None, gives_loss: bool) -> None:
-        super().__init__()
-        self.config, self.vp_stage, self._gives_loss = config, vp_stage, gives_loss
-        self.layers = torch.nn.Sequential(*layers)
-        self._received: torch.Tensor | None = None
-
-    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        self._received = tensors[0]
-
-    def forward(self, tokens: torch.Tensor, _positions: None, _mask: None, labels: torch.Tensor) -> torch.Tensor:
-        """Called as a GPT model is."""
-        received = torch.zeros(1, 1, HIDDEN, requires_grad=True) if self._received is None else self._received
-        output: torch.Tensor = self.layers(received)
-        return output.sum() if self._gives_loss else output
-
-
 def costs_of(options: Any, placement: Placement) -> Costs:
     """Of sleeping passes, and of what is between iterations, in seconds."""
     costs = uniform(placement, *(value / 1000 for value in options.milliseconds))
@@ -120,60 +94,51 @@ def costs_of(options: Any, placement: Placement) -> Costs:
 class Training:
     """Iterations of one schedule on this rank, with their steps."""
 
-    def __init__(self, name: str, options: Any, sleeper: Sleeper) -> None:
-        ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        chunks, aligned = STOCK.get(name, (0, True))
-        self._microbatches = options.microbatches
-        if chunks:
-            self._loop = loop = megatron.pipeline.install("stock")
+    def __init__(self, name: str, options: Any, megatron: Megatron) -> None:
+        ranks, (chunks, aligned), stock = megatron.ranks, STOCK.get(name, (0, True)), name in STOCK
+        self._microbatches, self._sleeper = options.microbatches, megatron.sleeper
+        if stock:
+            self._loop = loop = install("stock")
             placement: Placement = interleaved(ranks, chunks)
-            plan = planning.Request(
-                name.split(",", maxsplit=1)[0], ranks, options.microbatches, costs_of(options, placement)
-            ).plan()
+            costs, family = costs_of(options, placement), name.partition(",")[0]
+            plan = planning.Request(family, ranks, options.microbatches, costs).plan()
             made, steady = by_megatron(plan.schedule, plan.problem, [Rules(aligned=aligned)])
             self.simulated, self.bound = steady.period, period_bound(made, plan.problem)
         else:
             placement = families.placement(name, ranks)
-            request = planning.Request(name, ranks, 1, costs_of(options, placement), objective=Objective.MAKESPAN)
-            self._loop = loop = megatron.pipeline.install(request)
+            costs = costs_of(options, placement)
+            self._loop = loop = install(planning.Request(name, ranks, 1, costs, objective=Objective.MAKESPAN))
             plan = loop.pipeline(ranks).plans.plan(options.microbatches)
             assert plan.period is not None, "the costs say what ranks do between iterations"
             self.simulated, self.bound = plan.period, plan.period_bound
-        self._sleeper = sleeper
-        chunks = placement.chunks
-        each = [value / 1000 / chunks / LAYERS for value in options.milliseconds]
-        config = configuration(placement)
-        self.model = []
-        for chunk, stage in enumerate(placement.stages[rank]):
-            layers = [SleepingLayer(sleeper, *each) for _ in range(LAYERS)]
-            one = Chunk(config, layers, chunk if chunks > 1 else None, stage == placement.last_stage)
-            if name in STOCK:
-                for layer in layers:
-                    weight_tasks.prepare(layer.weight)
-            settings = DistributedDataParallelConfig(
-                overlap_grad_reduce=True,
-                overlap_param_gather=True,
-                align_param_gather=aligned,
-                use_distributed_optimizer=True,
-                bucket_size=HIDDEN,
-                delay_wgrad_compute=True,
-            )
+        chunks, self.model = placement.chunks, []
+        settings = DistributedDataParallelConfig(
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            align_param_gather=aligned,
+            use_distributed_optimizer=True,
+            bucket_size=HIDDEN,
+            delay_wgrad_compute=True,
+        )
+        for chunk, stage in enumerate(megatron.stages(placement, costs, LAYERS)):
+            if stock:
+                for weight in stage.parameters():
+                    weight_tasks.prepare(weight)
             # As Megatron-LM has it: chunks but the first are gathered in one bucket.
-            self.model.append(DistributedDataParallel(config, settings, one, disable_bucketing=chunk > 0))
+            self.model.append(DistributedDataParallel(stage.config, settings, stage, disable_bucketing=chunk > 0))
             for group in self.model[-1].bucket_groups:
                 group.share = len(group.params) / LAYERS / chunks
-        self._optimizer = get_megatron_optimizer(
-            OptimizerConfig(lr=0.0, optimizer="adam", use_distributed_optimizer=True, overlap_param_gather=True, clip_grad=1.0),
-            self.model,
-        )
+        adam = OptimizerConfig(lr=0.0, optimizer="adam", use_distributed_optimizer=True, overlap_param_gather=True, clip_grad=1.0)
+        self._optimizer = get_megatron_optimizer(adam, self.model)
         self._step_sleeps(options.step / 1000)
+        config = self.model[0].config
         config.finalize_model_grads_func = _finalize
         config.no_sync_func = [one.no_sync for one in self.model] if chunks > 1 else self.model[0].no_sync
-        if aligned and name in STOCK:
+        if aligned and stock:
             starts = [one.start_grad_sync for one in self.model], [one.start_param_sync for one in self.model]
             config.grad_sync_func, config.param_sync_func = starts if chunks > 1 else (starts[0][0], starts[1][0])
-        stock = partial(schedules.get_forward_backward_func, ranks, chunks if chunks > 1 else None)
-        self._forward_backward = stock() if name in STOCK else loop.forward_backward
+        own = schedules.get_forward_backward_func(ranks, chunks if chunks > 1 else None) if stock else None
+        self._forward_backward = own or loop.forward_backward
 
     def _step_sleeps(self, seconds: float) -> None:
         """Have a step of all of this rank's weights take seconds."""
@@ -227,18 +192,13 @@ def main() -> None:
     add("--reduce", type=float, default=40, help="milliseconds of a rank's reductions, of all its buckets")
     add("--step", type=float, default=20, help="milliseconds of its step")
     add("--gather", type=float, default=40, help="milliseconds of its gathers")
-    add("--save", metavar="FILE")
     options = parser.parse_args()
-    patches.install()
-    torch.set_num_threads(1)
-    bind_to_core()
-    torch.distributed.init_process_group("gloo")
-    ranks = torch.distributed.get_world_size()
+    megatron = start(options)
+    ranks, sleeper = megatron.ranks, megatron.sleeper
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    sleeper = Sleeper()
-    sleeper.precede_communication("send", "allreduce")
+    sleeper.precede_communication("allreduce")
+    trainings = {name: Training(name, options, megatron) for name in (*options.stock, *options.ours)}
     lane = Lane(sleeper)
-    trainings = {name: Training(name, options, sleeper) for name in (*options.stock, *options.ours)}
     lane.takes("start_grad_sync", "grad_reduce_handle", options.reduce / 1000)
     lane.takes("start_param_sync", "param_gather_handle", options.gather / 1000)
     found = in_rounds({name: partial(one.run, 4) for name, one in trainings.items()}, options.rounds)
@@ -255,7 +215,6 @@ def main() -> None:
         title = f"{ranks} ranks, {options.microbatches} microbatches, RS/OPT/AG = {between} ms, load {os.getloadavg()[0]:.1f}"
         heads = ("period ms", "simulated ms", "measured / simulated", "measured / bound", f"speed-up over {next(iter(seconds))}")
         print_table(title, ("schedule", *heads), rows)
-        save(options.save, "periods", seconds)
     torch.distributed.destroy_process_group()
 
 

@@ -14,15 +14,13 @@ memory that its passes hold.
 
 from __future__ import annotations
 
-import gc
 import statistics
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from common import add_flags, command_line, in_rounds, print_table
-from contenders import Contender, Ours, Stock, Torch, simulated, start
-from sleeping import Interval, Sleeper
+from contenders import Contender, iteration, start
+from sleeping import Interval
 
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -32,39 +30,6 @@ from megatron.pipeline.view.picture import draw
 
 OURS = "1f1b interleaved gis gis-h zb-h1 zb-h2 zb-auto zb-v v-half v-min v-auto v-auto@2 1f1b-v dualpipe-v".split()
 TORCHS = "1F1B Interleaved1F1B InterleavedZeroBubble ZBVZeroBubble DualPipeV".split()
-
-
-def iteration(contender: Contender, sleeper: Sleeper) -> float:
-    """Seconds from the first rank's first pass to the last rank's last pass."""
-    sleeper.passes.clear()
-    gc.collect()
-    torch.distributed.barrier()
-    gc.disable()  # as timeit does
-    contender.iterate()
-    sleeper.synchronize()
-    gc.enable()
-    return _makespan(sleeper.passes)
-
-
-def _makespan(passes: list[Interval]) -> float:
-    ends = torch.tensor([passes[0].start, -max(interval.end for interval in passes)], dtype=torch.float64)
-    torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MIN)
-    return -(ends[0] + ends[1]).item()
-
-
-def print_measured(
-    title: str, contenders: Mapping[tuple[str, ...], Contender], seconds: Sequence[Sequence[float]], *heads: str
-) -> None:
-    """A table of contenders by their names, each with the seconds of its rounds, against their simulations and the first."""
-    columns = ("measured ms", "best", "simulated ms", "measured / simulated", "with hops")
-    first, rows = next(iter(contenders)), []
-    for (names, contender), rounds in zip(contenders.items(), seconds, strict=True):
-        measured = statistics.median(rounds)
-        alone, with_hops = (simulated(contender, free).makespan for free in (True, False))
-        times = (measured, min(rounds), alone)
-        ratios = (measured / alone, measured / with_hops, statistics.median(seconds[0]) / measured)
-        rows.append([*names, *(f"{1000 * time:.1f}" for time in times), *(f"{ratio:.4f}" for ratio in ratios)])
-    print_table(title, (*heads, *columns, f"speed-up over {' '.join(first)}"), rows, left=len(heads))
 
 
 def timeline_of(schedule: Schedule, passes: list[Interval]) -> Timeline:
@@ -93,26 +58,33 @@ def draw_fastest(contenders: list[Contender], fastest: dict[str, Timeline], path
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--ours", nargs="*", default=OURS, metavar="NAME[@MEMORY][/batched]", help="see Ours in contenders.py")
+    parser.add_argument("--ours", nargs="*", default=OURS, metavar="NAME[@MEMORY][/batched]", help="see contenders.py, ours")
     parser.add_argument("--torchs", nargs="*", default=TORCHS, metavar="NAME", help="schedules of torch.distributed.pipelining")
     add_flags(parser.add_argument)
     parser.add_argument("--stock", nargs="*", type=int, default=(1, 2), metavar="CHUNKS", help="of megatron-core's schedules")
     parser.add_argument("--picture", metavar="FILE", help="draw the fastest round of each schedule, .png or .svg")
     options = parser.parse_args()
 
-    sleeper, megatron = start(options.microbatches, options.milliseconds)
-    contenders: list[Contender] = [Stock(chunks, megatron) for chunks in options.stock]
-    contenders += [Torch(name, megatron.times, options.microbatches, sleeper) for name in options.torchs]
-    contenders += [Ours(name, megatron) for name in options.ours]
+    megatron = start(options)
+    contenders = [megatron.stock(chunks) for chunks in options.stock]
+    contenders += [megatron.torchs(name) for name in options.torchs]
+    contenders += [megatron.ours(name) for name in options.ours]
 
     def run(contender: Contender) -> tuple[float, Timeline | None]:
-        measured = iteration(contender, sleeper)
-        return measured, timeline_of(contender.schedule, sleeper.passes) if options.picture else None
+        measured = iteration(contender, megatron.sleeper)
+        return measured, timeline_of(contender.schedule, megatron.sleeper.passes) if options.picture else None
 
     found = in_rounds({contender.name: partial(run, contender) for contender in contenders}, options.rounds)
     if torch.distributed.get_rank() == 0:
-        seconds = [[measured for measured, _ in rounds] for rounds in found.values()]
-        print_measured(megatron.title(options), {(one.name,): one for one in contenders}, seconds, "schedule")
+        first, rows = statistics.median(seconds for seconds, _ in found[contenders[0].name]), []
+        for contender in contenders:
+            seconds = [each for each, _ in found[contender.name]]
+            measured = statistics.median(seconds)
+            alone, with_hops = (contender.simulated(free).makespan for free in (True, False))
+            times, ratios = (measured, min(seconds), alone), (measured / alone, measured / with_hops, first / measured)
+            rows.append([contender.name, *(f"{1000 * time:.1f}" for time in times), *(f"{ratio:.4f}" for ratio in ratios)])
+        columns = ("measured ms", "best", "simulated ms", "measured / simulated", "with hops")
+        print_table(megatron.title(options), ("schedule", *columns, f"speed-up over {contenders[0].name}"), rows)
         if options.picture:
             fastest = {name: min(rounds, key=lambda one: one[0])[1] for name, rounds in found.items()}
             draw_fastest(contenders, {name: timeline for name, timeline in fastest.items() if timeline}, options.picture)

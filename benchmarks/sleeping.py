@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -90,8 +90,8 @@ class Sleeper:
         return max(self._free, time.monotonic())
 
     def precede_communication(self, *methods: str) -> None:
-        """Have everything that this process sends wait for the device; or all calls of other methods of process groups."""
-        for name in methods or ("send",):
+        """Have all calls of these methods of process groups, such as ``send``, wait for the device."""
+        for name in methods:
             call: Callable[..., Any] = getattr(torch.distributed.ProcessGroup, name)
 
             def call_with_what_is_there(group: Any, *args: Any, call: Callable[..., Any] = call) -> Any:
@@ -136,7 +136,7 @@ class SleepingWeight:
 
     held = ()
 
-    def __init__(self, sleeper: Sleeper, seconds: float, parameter: torch.nn.Parameter | None = None) -> None:
+    def __init__(self, sleeper: Sleeper, seconds: float, parameter: torch.nn.Parameter | None) -> None:
         self._sleeper, self._seconds, self._parameter = sleeper, seconds, parameter
 
     def prefetch(self) -> None:
@@ -144,7 +144,7 @@ class SleepingWeight:
 
     def run(self) -> None:
         self._sleeper.occupy(self._seconds)
-        if self._parameter is not None:
+        if self._parameter is not None and hasattr(self._parameter, "main_grad"):
             self._parameter.grad = torch.zeros_like(self._parameter)
             notify(self._parameter)
 
@@ -152,24 +152,26 @@ class SleepingWeight:
 class SleepingLayer(torch.nn.Module):
     """A layer with one weight, whose gradients DDP reduces."""
 
-    def __init__(self, sleeper: Sleeper, forward: float, backward: float, weight: float) -> None:
+    def __init__(self, sleeper: Sleeper, seconds: Sequence[float]) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, HIDDEN))
-        self._sleeper, self._seconds = sleeper, (forward, backward, weight)
+        self._sleeper, self._seconds = sleeper, seconds
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """DDP's, of delayed weight gradients."""
         register_hook(self, hook)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Sleep.apply(hidden, self._sleeper, *self._seconds, self.weight)
+    def forward(self, hidden: torch.Tensor, load: Load) -> torch.Tensor:
+        seconds = (one * times for one, times in zip(self._seconds, load, strict=False))
+        output: torch.Tensor = _Sleep.apply(hidden, self._sleeper, *seconds, self.weight)
         return output
 
 
 class MegatronStage(torch.nn.Module):
-    """A stage as megatron-core's schedules call it; its weight gradient goes where those of real linears go.
+    """A stage of sleeping layers as megatron-core's schedules call it; weight gradients go where those of real linears go.
 
     Args:
+        costs: of all its layers together.
         gives_loss: whether it is the last.
 
     Attributes:
@@ -178,16 +180,15 @@ class MegatronStage(torch.nn.Module):
 
     model_type = ModelType.encoder_or_decoder
     pipeline_adapter = GPT  # it is called as a GPT model is
+    share_embeddings_and_output_weights = False
 
     def __init__(
-        self, config: TransformerConfig, sleeper: Sleeper, costs: StageCosts, vp_stage: int | None, gives_loss: bool
+        self, config: TransformerConfig, sleeper: Sleeper, costs: StageCosts, layers: int, vp_stage: int | None, gives_loss: bool
     ) -> None:
         super().__init__()
-        self.config = config
-        self.vp_stage = vp_stage
-        self.weight = torch.nn.Parameter(torch.zeros(1, 1, HIDDEN))
-        self._sleeper, self._gives_loss = sleeper, gives_loss
-        self._passes = costs.forward, costs.backward, costs.weight
+        self.config, self.vp_stage, self._gives_loss = config, vp_stage, gives_loss
+        seconds = [each / layers for each in (costs.forward, costs.backward, costs.weight)]
+        self.layers = torch.nn.ModuleList(SleepingLayer(sleeper, seconds) for _ in range(layers))
         self.load = Load()
         self._received: torch.Tensor | None = None
 
@@ -196,10 +197,10 @@ class MegatronStage(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, _positions: None, _mask: None, labels: torch.Tensor) -> torch.Tensor:
         """Called as a GPT model is."""
-        received = self.weight if self._received is None else self._received
-        seconds = (one * times for one, times in zip(self._passes, self.load, strict=False))
-        output: torch.Tensor = _Sleep.apply(received, self._sleeper, *seconds)
-        return output.sum() if self._gives_loss else output
+        hidden = torch.zeros(1, 1, HIDDEN, requires_grad=True) if self._received is None else self._received
+        for layer in self.layers:
+            hidden = layer(hidden, self.load)
+        return hidden.sum() if self._gives_loss else hidden
 
 
 class TorchStage(torch.nn.Module):

@@ -1,8 +1,8 @@
 """What torch allocates at most, predicted and measured: functional tests of Megatron-LM on 8 A100s.
 
 Numbers are ``mem-max-allocated-bytes`` of the golden values (dev container) in Megatron-LM's tests/functional_tests/test_cases at
-commit d98e8a64, of the rank that logs: the last. Flags that change no memory are left out. ``benchmarks/published_peaks.py`` has
-all of a folder.
+commit d98e8a64, of the rank that logs: the last. Flags that change no memory are left out. docs/model.md has
+all of them.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ def test_the_first_rank_has_the_result() -> None:
 @pytest.mark.parametrize(
     ("job", "expected"),
     [
-        ({1: "dies"}, r"rank 1 of 2 died \(signal 9\), at: work"),
         ({0: "Connection closed by peer", 1: "dies"}, r"rank 1 of 2 died \(signal 9\), at: work"),
         ({1: "out of luck"}, r"rank 1 of 2 failed \(RuntimeError: out of luck\), at: work"),
     ],

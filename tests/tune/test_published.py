@@ -25,7 +25,7 @@ def test_every_cell_is_predicted(found: list[published.Cell]) -> None:
     assert Counter(cell.source for cell in found) == {"Zero Bubble": 24, "Vocabulary Parallelism": 40}
     for cell in found:
         assert abs(cell.relative_error) <= 0.05, cell
-        assert abs(cell.memory_error) <= 0.08, cell
+        assert abs(cell.memory.error) <= 0.08, cell
 
 
 def test_efficiencies_are_fitted(found: list[published.Cell]) -> None:

@@ -144,20 +144,3 @@ def test_the_error_of_a_rank_is_found_in_what_torchrun_prints(tmp_path: Path, mo
     (failed,) = trial.run([write(tmp_path / "a.yaml", seed=1)], ranks=2, iterations=3, timeout=300)
     assert failed.failure.startswith("ended with status 1 after 0 iterations\n")
     assert failed.failure.endswith("RuntimeError: no luck on rank 1")
-
-
-@pytest.mark.slow
-@pytest.mark.whole  # test_tune_command.py has it with ranks that are forked in place of torchrun's
-def test_two_real_configurations(tmp_path: Path) -> None:
-    tiny = yaml.safe_load(TINY.read_text()) | {"pipeline-model-parallel-size": 2, "num-layers": 4, "global-batch-size": 8}
-    configs = [
-        write(tmp_path / "stock.yaml", **tiny | {"pipeline-schedule": "stock", "save": str(tmp_path / "saved")}),
-        write(tmp_path / "zb-v.yaml", **tiny | {"pipeline-schedule": "zb-v", "micro-batch-size": 2}),
-    ]
-    measured = trial.run(configs, ranks=2, iterations=3, timeout=300, rounds=1)
-    for one in measured:
-        assert one.failure == ""
-        assert one.seconds > 0 and one.tokens_per_second > 0 and len(one.losses) == 3
-        assert len(one.peak_activation_bytes) == 2 and min(one.peak_activation_bytes) > 0
-    assert trial.disagreement(["stock", "zb-v"], measured) == ""
-    assert not (tmp_path / "saved").exists()

@@ -102,17 +102,25 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert yaml.safe_load((tmp_path / "best.yaml").read_text())["seq-length"] == 1024
 
 
-def test_a_stock_that_cannot_interleave_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_what_draws_all_is_said_but_the_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And why stock cannot interleave, where it cannot."""
+    for name in {"matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     few = "--pipeline 4 --tensor 1 --micro-batch-sizes 1 --schedules zb-h1 --processes 1".split()
     wrong = ["--global-batch-size", "6"]
     assert main(["tune", *MODEL, *wrong, *FOUR, *few, "-o", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
+    text, warning = capsys.readouterr()
     assert re.search(
         r"^the best is \+\d+\.\d% against stock's, which cannot interleave there: 6 microbatches are not a multiple of 4 "
         r"pipeline ranks$",
         text,
         re.M,
     )
+    assert f"wrote {tmp_path / 'report.json'}\n" in text and "throughput.png" not in text
+    assert warning.startswith(f"WARNING: no picture in {tmp_path / 'throughput.png'} (") and "pip install 'matplotlib" in warning
+    assert not (tmp_path / "throughput.png").exists() and (tmp_path / "best.yaml").exists()
 
 
 @pytest.mark.parametrize(
@@ -184,13 +192,12 @@ def test_a_model_that_fits_nowhere_is_told_what_is_short_and_what_would_fit(
     assert json.loads(capsys.readouterr().out)["best"], "the suggested change fits"
 
 
-def test_progress_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_one_line_of_a_terminal_and_silent_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Progress("things") as progress:
         progress(1, 2)
     assert capsys.readouterr() == ("", "")
-
-
-def test_progress_is_one_line_of_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with Progress("things") as progress:
         progress(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.costmodel.ranges import Range
 from megatron.pipeline.flags.flags import given
+from megatron.pipeline.flags.packages import missing
 from megatron.pipeline.flags.settings import Flags
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule import families
@@ -115,9 +117,10 @@ def run(options: argparse.Namespace) -> None:
     contents = report(base, cluster, ours, stock) | {"files": [str(path) for path in written.values()]}
     (directory / "report.json").write_text(json.dumps(contents) + "\n", encoding="utf-8")
     print(json.dumps(contents) if options.json else _text(contents, cluster, ours, stock))
+    picture = _draw(directory / "throughput.png", cluster, ours, stock)
     if not options.json:
         print()
-        for path in (*written.values(), directory / "throughput.png", directory / "report.json"):
+        for path in (*written.values(), *picture, directory / "report.json"):
             wrote(str(path))
         print(f"\n{_how_to_run(cluster, directory)}")
     if options.verify:
@@ -250,12 +253,21 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResu
         )
         write_config(result, flags, path, head)
         written[name] = path
+    return written
+
+
+def _draw(path: Path, cluster: Cluster, ours: SearchResult, stock: SearchResult) -> list[Path]:
+    """The picture; none, and a line on stderr that says what to install, where what draws it is missing."""
     groups = {"megatron.pipeline, stock included": [_training(each) for each in (*ours.results, *stock.results)]}
     if stock.results:
         groups["stock Megatron"] = [_training(each) for each in stock.results]
     title = f"{cluster.gpus} x {cluster.device.name}: throughput against memory"
-    draw_throughput(groups, directory / "throughput.png", cluster.device.memory / GIB, title)
-    return written
+    try:
+        draw_throughput(groups, path, cluster.device.memory / GIB, title)
+    except ModuleNotFoundError as error:
+        print(f"WARNING: no picture in {path} ({missing(error)})", file=sys.stderr)
+        return []
+    return [path]
 
 
 def _training(result: Result) -> PlottedTraining:
@@ -272,11 +284,8 @@ def _text(contents: dict[str, Any], cluster: Cluster, ours: SearchResult, stock:
         f"{contents['planned']} trainings planned, {contents['slower']} skipped as slower; {contents['misfits']} do not fit"
     )
     if contents["left_out"]:
-        why = (
-            "--seconds ended the search: another run may find others"
-            if contents["stopped"]
-            else "--work was used up: raise it to plan them"
-        )
+        stopped = "--seconds ended the search: another run may find others"
+        why = stopped if contents["stopped"] else "--work was used up: raise it to plan them"
         title += f"; {contents['left_out']} were skipped when {why}"
     best, under = ours.best(), stock.best(3)
     sure = _range("throughput", best[0])

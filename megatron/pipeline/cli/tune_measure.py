@@ -19,7 +19,7 @@ from megatron.pipeline.flags.flags import neutral
 from megatron.pipeline.flags.settings import Role, Settings
 from megatron.pipeline.planning.document import naming
 from megatron.pipeline.session import atomic
-from megatron.pipeline.tune.measure import fit, outcome, processes, rank, rehearsed
+from megatron.pipeline.tune.measure import fit, outcome, processes, rank
 from megatron.pipeline.tune.measure.rank import MeasureJob, Measurements, Timing
 from megatron.pipeline.tune.measure.sizes import Size, candidates, dense, layer_flags, shape
 from megatron.pipeline.view.table import plain_table
@@ -176,7 +176,7 @@ def _rehearsed(options: argparse.Namespace, model: Settings) -> tuple[Settings, 
     model |= {"expert_model_parallel_size": expert if model.num_experts else 1}
     try:
         origin.check(of, model, tensor, model.expert_model_parallel_size, samples)
-        return model, rehearsed.timing(costs, model.num_layers, Size(tensor, samples))
+        return model, outcome.of_rehearsal(costs, model.num_layers, Size(tensor, samples))
     except ValueError as error:
         raise ValueError(f"--rehearsed: {error}") from None
 

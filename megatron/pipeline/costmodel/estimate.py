@@ -80,7 +80,9 @@ def estimate(
     if vocabulary is not None:
         shards = shard_costs(shape, placement.ranks, device, vocabulary, links)
         return Costs(tuple(stages), hop, shards, copies, MemoryUnit.BYTES, device.beside_communication)
-    ends = [(0, embedding_costs(shape, device)), (placement.last_stage, output_costs(shape, device))]
+    forward, backward = map(device.moving, traffic.embedding_traffic(shape))
+    embedding = StageCosts(forward, backward, 0.0, 0.0, 0.0)
+    ends = [(0, embedding), (placement.last_stage, output_costs(shape, device))]
     # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
     ends += shape.mtp_layers * [
         (placement.last_stage, stage(shape.predictor, shape.predictor.layers)),
@@ -222,12 +224,6 @@ def layer_size(shape: Shape) -> tuple[Any, ...]:
     words = f"{experts.count} top {experts.topk} over {experts.parallel} x {experts.tensor}" if experts else ""
     widths = (shape.queries / held.tensor, shape.keys_and_values / held.tensor, shape.ffn / held.tensor)
     return (shape.hidden, *widths, shape.gated, shape.seq, shape.microbatch, held.number, not held.attention_matrices, words)
-
-
-def embedding_costs(shape: Shape, device: Device) -> StageCosts:
-    """Costs that the embedding adds to the first stage."""
-    forward, backward = map(device.moving, traffic.embedding_traffic(shape))
-    return StageCosts(forward, backward, 0.0, 0.0, 0.0)
 
 
 def output_costs(shape: Shape, device: Device) -> StageCosts:

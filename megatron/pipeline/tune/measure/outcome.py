@@ -6,15 +6,17 @@ import re
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from statistics import median
 
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer
 from megatron.pipeline.costmodel.estimate import layer_size
 from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.tune.measure import fit
-from megatron.pipeline.tune.measure.rank import Measurements
-from megatron.pipeline.tune.measure.sizes import shape
+from megatron.pipeline.tune.measure.rank import Measurements, Timing
+from megatron.pipeline.tune.measure.sizes import Size, shape
 
 
 def make(found: Measurements, args: Settings, base: Device | None, command: str) -> Device:
@@ -89,6 +91,39 @@ def known(name: str) -> Device | None:
     words = set(re.split(r"[\s-]+", name))
     kinds = [kind for kind in device.shipped() if set(kind.split("-")) <= words]
     return device.named(kinds[0]) if kinds else None
+
+
+def of_rehearsal(costs: Costs, layers: int, size: Size) -> Timing:
+    """A layer from a rehearsal's costs: medians over the stages between the first and the last, which have other work besides.
+
+    Args:
+        costs: of stages with the same number of layers each, in seconds and bytes.
+        layers: of the model.
+        size: of the layers that were rehearsed.
+
+    Raises:
+        ValueError: the stages are too few, or no such number of layers has them; or they have no W.
+    """
+    stages, inner = len(costs.stages), costs.stages[1:-1]
+    if not inner:
+        raise ValueError(
+            f"{stages} stages, and the first and the last have embedding and output layer besides: rehearse with 3 stages or "
+            "more, as --pipeline-schedule zb-v has on 2 ranks"
+        )
+    if layers % stages:
+        raise ValueError(
+            f"{layers} layers are not spread evenly over {stages} stages: give the model's flags as it was rehearsed"
+        )
+    if not all(stage.forward > 0 and stage.backward > 0 and stage.weight > 0 for stage in inner):
+        raise ValueError(
+            "F, B and W must each take time, and some take none: rehearse a schedule that splits the backward, as zb-h1"
+        )
+    each = layers // stages
+
+    def of_layer(name: str) -> float:
+        return median(getattr(stage, name) for stage in inner) / each
+
+    return Timing(size, Work(of_layer("forward"), of_layer("backward"), of_layer("weight")), of_layer("activation"))
 
 
 def existing(path: Path) -> Device | None:
