@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 
@@ -32,6 +32,7 @@ class Mutation(NamedTuple):
     run: str
 
 
+Around: TypeAlias = Callable[[], AbstractContextManager[None]]
 UNTIED = "--untie-embeddings-and-output-weights"
 TWO = "--pipeline-model-parallel-size 2"
 FOUR = f"{TWO} --tensor-model-parallel-size 2"
@@ -96,7 +97,7 @@ def reports_at_once() -> Iterator[None]:
 
 
 class Run(NamedTuple):
-    """A training in which mutations matter.
+    """A training; in most some mutation matters.
 
     Attributes:
         ranks: of it.
@@ -106,7 +107,7 @@ class Run(NamedTuple):
 
     ranks: int
     flags: str
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    around: Around = nullcontext
 
 
 RUNS = {
@@ -144,6 +145,14 @@ RUNS = {
         2, f"{TWO} --pipeline-schedule zb-v --pipeline-costs profile --train-iters 8", message_beside_pings
     ),
     "profile": Run(2, f"{TWO} --pipeline-schedule zb-v --pipeline-costs profile --train-iters 12"),
+    "evaluations": Run(2, f"{TWO} --pipeline-schedule v-half --eval-interval 2 --eval-iters 2"),
+    "offload profile": Run(
+        2, f"{TWO} --pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB --offload-profile --train-iters 10"
+    ),
+    "steps ahead": Run(2, f"{TWO} --pipeline-schedule zb-h2 {AHEAD} --clip-grad 0"),
+    "16 bits": Run(2, f"{TWO} --pipeline-schedule v-half --bf16 --accumulate-allreduce-grads-in-fp32"),
+    "interlaced": Run(2, f"{TWO} --pipeline-schedule 1f1b --vocab-parallel interlaced {UNTIED}"),
+    "tied": Run(2, f"{TWO} --pipeline-schedule zb-v --vocab-parallel 2"),
 }
 _NOTHING, _WAIT, _GATHERED, _REDUCED = "pass", "request.wait()", "gathering.wait()", "reduction.wait()"
 _CURRENT = "torch.cuda.current_stream()"

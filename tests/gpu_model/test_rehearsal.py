@@ -11,8 +11,9 @@ from pool import Pool
 from runtime.test_rehearsal_groups import everything
 from training.short_runs import metrics
 
+from gpu_model.mutations import TWO
 from gpu_model.recorded import racing
-from gpu_model.test_trainer import TWO, races
+from gpu_model.test_trainer import races
 from megatron.pipeline.distributed.device import local_device
 
 

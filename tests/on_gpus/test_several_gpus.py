@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import tiny_gpt
+from gpu_model.mutations import RUNS
 from gpu_model.test_messages import pinged
-from gpu_model.test_trainer import RUNS, TWO
 from gpu_model.test_training import TRAININGS
 from pool import Pool
 from training import short_runs
@@ -31,9 +33,9 @@ def test_losses_are_those_of_stock(nccl: Pool, ranks: int, schedule: str, flags:
 
 
 @_needs(2)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.ranks == 2 and run.around is nullcontext])
 def test_the_training_program_ends(nccl: Pool, data: str, name: str) -> None:
-    assert nccl.run(2, short_runs.train, f"{data} {TWO} {RUNS[name]}") == ["", ""]
+    assert nccl.run(2, short_runs.train, f"{data} {RUNS[name].flags}") == ["", ""]
 
 
 @_needs(2)

@@ -27,7 +27,7 @@ def losses(found: list[batches.Trained]) -> list[list[float]]:
     return found[-1].losses
 
 
-@pytest.mark.parametrize(("schedule", "plans"), [("zb-auto", "process"), ("zb-v", "on_time")])
+@pytest.mark.parametrize(("schedule", "plans"), [("zb-auto", "on_time"), ("zb-v", "process")])
 def test_losses_are_those_of_stock(pool: Pool, schedule: str, plans: str) -> None:
     stock, ours = pool.once(4, batches.train, "stock", timeout=300), pool.run(4, batches.train, schedule, plans, timeout=300)
     assert losses(ours) == losses(stock) and len(losses(ours)) == len(batches.NUMBERS)
@@ -164,9 +164,9 @@ def test_evaluations_come_in_between(pool: Pool, evaluates: str) -> None:
 
 def test_data_that_end(pool: Pool) -> None:
     ends = sum(batches.NUMBERS[:4]) + 2
-    stock = pool.run(4, batches.train, "stock", ends=ends, timeout=300)
+    stock = pool.once(4, batches.train, "stock", timeout=300)
     ours = pool.run(4, batches.train, "zb-v", "on_time", ends=ends, timeout=300)
-    assert losses(ours) == losses(stock) and len(losses(ours)) == 4
+    assert losses(ours) == losses(stock)[:4] and len(losses(ours)) == 4
 
 
 @pytest.mark.parametrize(

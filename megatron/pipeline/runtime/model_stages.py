@@ -26,8 +26,13 @@ class ModelStages:
         iterators: of the data, to be read instead of the call's.
 
     Attributes:
+        braid: computes, as one unit, a forward that keeps its graph and the backward of another microbatch or chunk: takes the
+            arguments of ``forward``, of ``backward``, and what to call with the forward's outputs once they are there; returns
+            what ``backward`` returns. None where there are no braids.
         reported: what the loss function said of every microbatch; empty on ranks without the last stage.
     """
+
+    braid: Callable[..., Tensors] | None = None
 
     def __init__(self, call: Call, schedule: Schedule, rank: int, iterators: Sequence[Any]) -> None:
         self._call, self._config, self._chunks = call, call.config, call.chunks
@@ -50,6 +55,7 @@ class ModelStages:
         return self._num_tokens
 
     def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
+        """Run a forward, of [None] on the first stage, to the loss on the last. Without its graph ``recompute`` will come."""
         first = work.chunk not in self._forwarded
         self._forwarded.add(work.chunk)
         data = self._data(work, keep_graph)
@@ -61,18 +67,19 @@ class ModelStages:
         return outputs
 
     def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
-        """The forward step once more; nothing is reported."""
+        """The forward step once more, with its graph; nothing is reported, and outputs, which F has sent, are released."""
         outputs, _ = self._forward_step(work, inputs, self._data_again(work), [], first=False)
         if not self._gives_loss(work):
             self.release(outputs)
         return outputs
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
+        """Gradients by the inputs, from those by the outputs: [None] on the last stage."""
         with self._slices.around(work):
             return schedules_patch.backward(inputs, outputs, gradients, self._config, self._chunks[work.chunk])
 
     def release(self, outputs: Tensors) -> None:
-        """Free the data of outputs, and keep their graph."""
+        """Free the data of outputs, which have been sent, and keep their graph."""
         if not self._call.forward_only:
             # Upstream frees the first tensor of a hop, and needs just that: backward starts from it.
             schedules.deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)

@@ -5,56 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.record.memory import hold, is_observed
 from megatron.pipeline.runtime.executor import Handlers
+from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.offload.offloading import InFlight
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind, Pass
 from megatron.pipeline.schedule.lower.program import Compute, Program
-
-
-class Stages(Protocol):
-    """Computation of the stages of a rank."""
-
-    def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
-        """Run a forward. Inputs are [None] on the first stage; outputs are the loss on the last.
-
-        Without its graph it keeps nothing for a backward: ``recompute`` will come.
-        """
-
-    def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
-        """Run a forward again, on the same inputs, data and random numbers, and keep its graph. Its outputs have been sent by F:
-        they are released."""
-
-    def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
-        """Run a backward from the outputs' gradients ([None] on the last stage) to the inputs'."""
-
-    def release(self, outputs: Tensors) -> None:
-        """The outputs have been sent: their data is not needed any more, only their graph."""
-
-
-@runtime_checkable
-class BraidedStages(Stages, Protocol):
-    """Stages that compute a forward and a backward as one unit."""
-
-    def braid(
-        self,
-        work: Pass,
-        inputs: Tensors,
-        other: Pass,
-        kept: Tensors,
-        outputs: Tensors,
-        gradients: Tensors,
-        made: Callable[[Tensors], None],
-    ) -> Tensors:
-        """A forward that keeps its graph, and the backward of another microbatch or chunk: with the arguments of ``forward`` and
-        then of ``backward``. ``made`` is called with the forward's outputs once they are there; returned is what ``backward``
-        returns."""
 
 
 class StagePasses:
@@ -70,7 +32,7 @@ class StagePasses:
 
     def __init__(
         self,
-        stages: Stages,
+        stages: ModelStages,
         program: Program,
         keep_graphs: bool = True,
         offloaded: InFlight | None = None,
@@ -114,14 +76,14 @@ class StagePasses:
     def braid(self, work: Pass, received: Tensors, other: Pass, gradients: Tensors, made: Callable[[Tensors], None]) -> Tensors:
         """F and the backward of another microbatch or chunk as one unit: ``made`` takes what ``forward`` returns, and the caller
         what ``backward`` returns. One runs after the other where the stages have no braids, or F keeps no graph."""
-        stages = self._stages
-        if not (isinstance(stages, BraidedStages) and self._keeps_graph(work)):
+        braid = self._stages.braid
+        if braid is None or not self._keeps_graph(work):
             made(self.forward(work, received))
             return self.backward(other, gradients)
         inputs = received or [None]
         kept, outputs = self._graphs.pop(other[1:3])
         with self._leaving_weights(other):
-            return stages.braid(
+            return braid(
                 work, inputs, other, kept, outputs, gradients or [None], lambda outputs: made(self._keep(work, inputs, outputs))
             )
 
