@@ -62,6 +62,15 @@ def test_a_file_says_of_which_order_rules_are(capsys: pytest.CaptureFixture[str]
     assert "period of this order of passes under the best of" in output(capsys, "simulate", path, "--cost", other)
 
 
+def test_replicas_count_for_a_file_as_for_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    replicas = "--cost F=1,B=1,W=1,OPT=0.5 --replicas 8 --grad-bytes 40GB --replica-link 50"
+    path, plan = tmp_path / "plan.json", "plan --schedule 1f1b --pp 2 --microbatches 4"
+    output(capsys, plan, "-o", str(path))
+    planned = json.loads(output(capsys, plan, replicas, "--json"))
+    again = json.loads(output(capsys, "simulate", str(path), replicas, "--json"))
+    assert again["costs"] == planned["costs"] and again["period"] >= planned["period"] > planned["span"]
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "v-auto", "dualpipe-v"])
 def test_a_plan_counts_what_communication_takes_from_computation(
     schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
