@@ -322,7 +322,6 @@ def test_a_file_that_says_fused_of_split_backwards_is_not_believed(
     assert "memory_limit must be a number between 0 and 1e100" in refusal(capsys, "simulate", str(path))
 
 
-
 def test_it_bears_a_missing_output() -> None:
     command = " ".join([sys.executable, "-m", "megatron.pipeline.cli", *PLAN])
     done = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, text=True, check=False)

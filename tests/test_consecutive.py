@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from command import refusal
@@ -39,12 +40,11 @@ def test_draw_joins_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     files = [str(tmp_path / f"iteration_{n}.json") for n in (5, 6)]
     for n, file in zip((5, 6), files, strict=True):
         Path(file).write_text(iteration(n, 9 * n))
-    parsed: list[str] = []
-    read = Timeline.from_json
+    read = Mock(side_effect=Timeline.from_json)
     with monkeypatch.context() as patch:
-        patch.setattr(Timeline, "from_json", lambda text: parsed.append(text) or read(text))
+        patch.setattr(Timeline, "from_json", read)
         assert main(["draw", *files, "--consecutive"]) == 0
-    assert len(parsed) == len(files), "each once"
+    assert read.call_count == len(files), "each once"
     assert "iterations 5 to 6: on average one every 9 s (span 9 s, bubble 33.3%)" in capsys.readouterr().out
     for suffix in ("png", "html"):
         assert main(["draw", *files, "--consecutive", "-o", str(tmp_path / f"p.{suffix}")]) == 0

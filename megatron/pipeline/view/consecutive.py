@@ -15,7 +15,7 @@ _CLOCK_ERROR = 0.01
 
 
 class Recorded(NamedTuple):
-    """What a record of an iteration (``iteration_*.json``) says of it; a timeline alone has neither number nor schedule."""
+    """Record of an iteration (``iteration_*.json``); that of a timeline alone has neither number nor schedule."""
 
     number: Any
     schedule: Any
@@ -23,7 +23,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(text: str) -> Recorded:
-    """Raises a ValueError where the text is no such record."""
+    """The record in the text of a file; a ValueError if there is none."""
     timeline, fields = Timeline.from_json(text), parse_json(text, "an iteration")
     return Recorded(fields.get("iteration"), fields.get("schedule"), timeline)
 
