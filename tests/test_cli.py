@@ -62,6 +62,15 @@ def test_a_file_says_of_which_order_rules_are(capsys: pytest.CaptureFixture[str]
     assert "period of this order of passes under the best of" in output(capsys, "simulate", path, "--cost", other)
 
 
+def test_replicas_count_for_a_file_as_for_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    replicas = "--cost F=1,B=1,W=1,OPT=0.5 --replicas 8 --grad-bytes 40GB --replica-link 50"
+    path, plan = tmp_path / "plan.json", "plan --schedule 1f1b --pp 2 --microbatches 4"
+    output(capsys, plan, "-o", str(path))
+    planned = json.loads(output(capsys, plan, replicas, "--json"))
+    again = json.loads(output(capsys, "simulate", str(path), replicas, "--json"))
+    assert again["costs"] == planned["costs"] and again["period"] >= planned["period"] > planned["span"]
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "v-auto", "dualpipe-v"])
 def test_a_plan_counts_what_communication_takes_from_computation(
     schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -110,13 +119,13 @@ def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[
 
 
 def test_memory_is_counted_in_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(output(capsys, *PLAN, "--activation", "B=8,W=2", "--json"))
+    data = json.loads(output(capsys, *PLAN, "--activation", "B=8,W=2", "--memory-limit", "4", "--json"))
     assert data["peak_activation"] == [4, 3.25, 2.5, 1.75]
-    output(capsys, *PLAN, "--activation", "B=8,W=2", "--memory-limit", "4")
 
 
 def test_a_report_counts_one_microbatch(capsys: pytest.CaptureFixture[str]) -> None:
     report = output(capsys, "plan", "--schedule", "zb-v", "--pp", "5", "--microbatches", "1")
+    assert report.startswith("zb-v: 5 ranks with 2 chunks each, 1 microbatch\n")
     assert "no order within 1 microbatch has" in report and "1  microbatch on the fullest rank; by rank 1 1 1 1 1" in report
     assert "sustain" not in report
 
@@ -148,7 +157,8 @@ def test_the_other_commands_read_what_plan_wrote(planned: Path, capsys: pytest.C
 
 def test_readable_summaries(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, *PLAN)
-    assert "zb-h1: 4 ranks, 8 microbatches" in text
+    assert text.startswith("zb-h1: 4 ranks, 8 microbatches\n")
+    assert output(capsys, *PLAN[:3], "--pp", "1", "--microbatches", "8").startswith("zb-h1: 1 rank, ")
     assert "span        27  bubble 11.1%" in text
     assert "\nrank 3 ......F0B0F1" in text
     assert "by rank 4 3.5 3 2.5" in output(capsys, "simulate", str(planned))
@@ -201,7 +211,6 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
             [*PLAN, "--cost", "F=1,norm=1"],
             "--cost norm=.. is of what ranks do between iterations: give RS, OPT or AG too, or leave it out",
         ),
-        ([*PLAN, "--cost", "latency=1"], "--cost latency=.. is of what ranks do between iterations: give RS, OPT or AG too"),
         (["plam"], "unknown command 'plam'; did you mean plan? (see mpipe --help)"),
         (["-o", "simulate", "plan"], "a command comes before its flags: mpipe COMMAND -o ...; commands are plan, simulate"),
         (["plan", "--schedul", "zb-h1", *PLAN[3:]], "unknown flag --schedul; did you mean --schedule? (see mpipe plan --help)"),
@@ -213,34 +222,23 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         ([*PLAN, "--schedule", "zb"], "unknown schedule 'zb'; known are 1f1b, "),
         ([*PLAN, "--schedule", "zb_h1"], "chimera; did you mean zb-h1"),
         ([*PLAN, "--schedule", "Auot"], "chimera; did you mean auto or v-auto?"),
-        ([*PLAN, "--schedule", ""], "unknown schedule ''"),
         ([*PLAN, "--pp", "0"], "--pp: expected a whole number of at least 1, got 0"),
         ([*PLAN, "--pp", "two"], "--pp: expected a whole number of at least 1, got 'two'"),
         ([*PLAN, "--pp", "9" * 30], "over 3000000 passes"),
-        ([*PLAN, "--microbatches", "-3"], "--microbatches: expected a whole number of at least 1, got -3"),
         ([*PLAN, "--chunks", "2"], "zb-h1 has 1 chunk per rank, got 2: leave --chunks out"),
-        ([*PLAN, "--chunks", "0"], "--chunks: expected a whole number of at least 1, got 0"),
         (["compare", *PLAN[3:], "--chunks", "0"], "--chunks: '0': expected whole numbers of at least 1, such as 2 or 2,4"),
-        ([*PLAN, "--splits", "2"], "--splits 2 cuts microbatches into slices, and zb-h1 does not: leave it out"),
-        ([*PLAN, "--recompute", "7"], "--recompute 7: there is no stage 7; the stages are 0..3"),
-        ([*PLAN, "--fuse", "2-4"], "--fuse 2-4: there is no stage 4"),
         ([*PLAN, "--cost", "F=1ms"], "F=1ms: expected a number without a unit, such as F=1"),
         ([*PLAN, "--cost", "F=nan"], "allowed are F, B, W, comm"),
-        ([*PLAN, "--cost", "F=-1"], "F=-1.0; allowed are"),
-        ([*PLAN, "--cost", "F=inf"], "F=inf; allowed are"),
         ([*PLAN, "--cost", "F=1e300"], "between 1e-100 and 1e100"),
         ([*PLAN, "--cost", "X=1"], "unknown cost 'X'; allowed are F, B, W, comm"),
         ([*PLAN, "--cost", "F=1,F=2"], "at most once"),
         ([*PLAN, "--cost", "F"], "expected each of F, B, W, comm"),
-        ([*PLAN, "--cost", ""], "expected each of F, B, W, comm"),
         ([*PLAN, "--cost", "F=0,B=0,W=0"], "F, B and W of every stage take 0"),
         ([*PLAN, "--activation", "B=0"], "B=0,W=0: F must allocate"),
         ([*PLAN, "--memory-limit", "3"], "rank 0: F3.0 brings the activation memory of zb-h1 to 4, above the limit of 3"),
         ([*PLAN, "--memory-limit", "nan"], "'nan': expected a number of microbatches"),
         ([*PLAN, "--memory-limit", "12GiB"], "--memory-limit of 12GiB, but the costs do not count bytes: give --costs FILE"),
         ([*PLAN, "--memory-limit", "12 GiB"], "'12 GiB': expected a number of microbatches of at least 0, or bytes such as"),
-        ([*PLAN, "--memory-limit", "-1"], "'-1': expected a number of microbatches of at least 0"),
-        ([*PLAN, "--costs", "/nowhere/at/all"], "--costs: cannot read /nowhere/at/all: No such file or directory"),
         ([*PLAN, "-o", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json: there is no directory /nowhere/at"),
         (["verify", "/nowhere/at/all"], "cannot read /nowhere/at/all: No such file or directory"),
         (["simulate", "/"], "cannot read /: Is a directory"),
@@ -322,11 +320,6 @@ def test_a_file_that_says_fused_of_split_backwards_is_not_believed(
     assert data["lower_bound"] <= data["span"]
     path.write_text(json.dumps(json.loads(planned.read_text()) | {"memory_limit": 10**400}))
     assert "memory_limit must be a number between 0 and 1e100" in refusal(capsys, "simulate", str(path))
-
-
-def test_one_rank_is_not_said_to_be_several(capsys: pytest.CaptureFixture[str]) -> None:
-    assert output(capsys, *PLAN[:3], "--pp", "1", "--microbatches", "1").startswith("zb-h1: 1 rank, 1 microbatch\n")
-    assert output(capsys, *PLAN).startswith("zb-h1: 4 ranks, 8 microbatches\n")
 
 
 def test_it_bears_a_missing_output() -> None:

@@ -108,28 +108,26 @@ def test_files_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_above_bound_is_the_same_everywhere_and_at_the_schedules_own_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ZB-H1 is 7 % above the span of ZB-H2, which holds nearly twice as much: within its own memory it is optimal."""
-    names, size = ("zb-h1", "zb-h2", "1f1b"), "--pp 8 --microbatches 32"
+    """ZB-H1 is 12 % above the span of ZB-H2, which holds nearly twice as much: within its own memory it is optimal."""
+    names, size = ("zb-h1", "zb-h2", "1f1b"), "--pp 4 --microbatches 8"
     command = f"compare {size} --schedules {','.join(names)}"
     for objective, field in (("span", "gap"), ("makespan", "makespan_gap")):
         given = f"{command} --objective {objective}"
         rows = {row["label"]: row for row in json.loads(output(capsys, f"{given} --json"))["schedules"]}
-        assert [rows[name][field] for name in names] == pytest.approx([0, 0, 117 / 103 - 1])
+        assert [rows[name][field] for name in names] == pytest.approx([0, 0, 33 / 27 - 1])
         shown = {line.split()[0]: line.split()[7] for line in output(capsys, given).splitlines()[1:4]}
-        assert shown == {"zb-h1": "0.0%", "zb-h2": "0.0%", "1f1b": "13.6%"}
-        auto = output(capsys, f"plan --schedule auto --pp 4 --microbatches 8 --memory-limit 4 --objective {objective}")
+        assert shown == {"zb-h1": "0.0%", "zb-h2": "0.0%", "1f1b": "22.2%"}
+        auto = output(capsys, f"plan --schedule auto {size} --chunks 1 --memory-limit 4 --objective {objective}")
         (line,) = (line for line in auto.splitlines() if line.startswith("1f1b "))
+        assert line.split()[5] == shown["1f1b"]
         for name in ("zb-h1", "1f1b"):
             alone = f"plan {size} --schedule {name} --objective {objective}"
             assert f"this one is {shown[name]} above" in output(capsys, alone)
             plan = json.loads(output(capsys, f"{alone} --json"))
-            assert {key: plan[key] for key in rows[name].keys() & plan.keys() - {"plan_seconds"}} == {
-                key: rows[name][key] for key in rows[name].keys() & plan.keys() - {"plan_seconds"}
-            }
-        small = json.loads(output(capsys, f"plan --schedule 1f1b --pp 4 --microbatches 8 --objective {objective} --json"))
-        assert line.split()[5] == f"{small[field]:.1%}" == "22.2%"
-    assert rows["zb-h1"]["lower_bound"] == rows["1f1b"]["lower_bound"] == 103
-    assert (rows["zb-h2"]["lower_bound"], rows["zb-h2"]["makespan_lower_bound"]) == (96, 103)
+            shared = rows[name].keys() & plan.keys() - {"plan_seconds"}
+            assert {key: plan[key] for key in shared} == {key: rows[name][key] for key in shared}
+    assert rows["zb-h1"]["lower_bound"] == rows["1f1b"]["lower_bound"] == 27
+    assert (rows["zb-h2"]["lower_bound"], rows["zb-h2"]["makespan_lower_bound"]) == (24, 27)
 
 
 def test_refusals_with_one_reason_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,13 +156,11 @@ def test_compare_recomputes_and_fuses_as_plan_does(capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         (f"{COMPARE} --schedules 1f1b,zb", "unknown schedule 'zb'; known are 1f1b"),
-        (f"{COMPARE} --schedules 1f1b,zb-H", "did you mean zb-h"),
         (f"{COMPARE} -o table.txt", "cannot write table.txt: the file name must end in .json"),
         (
             f"{COMPARE} --schedules 1f1b --memory-limit 3",
             "no schedule fits within a memory of 3 microbatches: the least that one needs is 4, for 1f1b;",
         ),
-        ("compare --pp 0 --microbatches 8 --schedules 1f1b", "--pp: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_comparisons(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,10 +238,10 @@ def test_stages(text: str, stages: set[int]) -> None:
         ("--recompute 0-99999999999999999999", "there is no stage 99999999999999999999"),
         ("--fuse 3-1", "'3-1': expected all, or stages such as 0 or 0,3-5"),
         ("--fuse -1", "'-1': expected all"),
-        ("--fuse first", "'first': expected all"),
         ("--objective time", "invalid choice: 'time'"),
         ("--activation B=1,R=2", "activation B=1,W=1,R=2: F must allocate"),
         ("--splits 2", "--splits 2 cuts microbatches into slices, and zb-h1 does not: leave it out"),
+        ("--fuse 2-4", "--fuse 2-4: there is no stage 4"),
         ("--group 2", "--group 2 sets groups of microbatches, and zb-h1 has its own or none"),
         (
             "--cost F.attention=0.5",
@@ -252,7 +252,6 @@ def test_stages(text: str, stages: set[int]) -> None:
             "F.dispatch without F.experts, F.combine, B.combine, B.experts, B.dispatch, W.ex",
         ),
         ("--cost layers=1.5", "layers=1.5: give a whole number of layers per rank, from 1 to 1000"),
-        ("--cost layers=1000000000", "layers=1e+09: give a whole number of layers per rank, from 1 to 1000"),
         ("--cost F.dispatch=0.9,F.combine=0.9", "F.dispatch + F.combine = 1.8 is more than F = 1, whose parts they are"),
         ("--cost B=2,B.experts=2.5", "B.experts = 2.5 is more than B = 2, whose part it is"),
         ("--first-stage BW=1", "unknown cost 'BW'; allowed are F, B, W, activation"),
@@ -340,8 +339,9 @@ def test_a_rehearsals_costs_plan_and_compare(capsys: pytest.CaptureFixture[str],
     work = 4 * max(sum(one[name] for one in pair for name in ("forward", "backward", "weight"))
                    for pair in ((stages[0], stages[3]), stages[1:3]))  # fmt: skip
     assert work <= planned["makespan"] < 2 * work
-    compared = run(capsys, f"compare --pp 2 --microbatches 4 --costs {path}")
-    assert {row["schedule"] for row in compared["schedules"]} >= {"1f1b", "zb-h1", "zb-v", "v-half"}
+    few = "1f1b,zb-h1,zb-v,v-half"
+    compared = run(capsys, f"compare --pp 2 --microbatches 4 --costs {path} --schedules {few}")
+    assert {row["schedule"] for row in compared["schedules"]} == {*few.split(",")}
 
 
 def test_what_a_plan_says_of_its_shards_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

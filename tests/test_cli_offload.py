@@ -148,7 +148,6 @@ def test_compare_says_what_each_moved(capsys: pytest.CaptureFixture[str]) -> Non
         ("--cost D2H=1", "--cost D2H=.. is of copies to host memory: give --offload selective or full, or leave it out"),
         ("--copy both=0.9", "--copy is of copies to host memory: give --offload selective or full, or leave it out"),
         ("--host-memory-limit 3", "--host-memory-limit 3.0 is for what --offload moves: give --offload selective or full"),
-        ("--offload off --host-memory-limit 3", "--host-memory-limit 3.0 is for what --offload moves"),
         ("--offload full --host-memory-limit x", "'x': expected a number of microbatches of at least 0"),
         ("--offload full --host-memory-limit 0", "a limit of host memory must be above 0, got 0"),
         ("--offload full --host-memory-limit 0.1", "has no room for one microbatch of a chunk, which takes 0.5 or more"),

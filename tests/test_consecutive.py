@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from command import refusal
@@ -13,7 +14,7 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.simulate import simulate
-from megatron.pipeline.view.consecutive import joined
+from megatron.pipeline.view.consecutive import joined, recorded
 
 EPOCH = 1_800_000_000.0
 
@@ -29,17 +30,21 @@ def iteration(number: int, begin: float, name: str = "1f1b", ranks: int = 2, mic
 
 def test_interlocking_iterations_start_once_per_span() -> None:
     alone = Timeline.from_json(iteration(0, 0, "zb-v", 4, 8))
-    title, whole = joined([iteration(5 + n, n * alone.span, "zb-v", 4, 8) for n in range(4)])
+    title, whole = joined([recorded(iteration(5 + n, n * alone.span, "zb-v", 4, 8)) for n in range(4)])
     assert title == f"zb-v, iterations 5 to 8: on average one every {alone.span:.4g} s (span {alone.span:.4g} s, bubble 0.0%)"
     assert whole.makespan < 4 * alone.makespan, "they overlap"
     assert [len(row) for row in whole.ranks] == [4 * 8 * 2 * 3] * 4
 
 
-def test_draw_joins_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draw_joins_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     files = [str(tmp_path / f"iteration_{n}.json") for n in (5, 6)]
     for n, file in zip((5, 6), files, strict=True):
         Path(file).write_text(iteration(n, 9 * n))
-    assert main(["draw", *files, "--consecutive"]) == 0
+    read = Mock(side_effect=Timeline.from_json)
+    with monkeypatch.context() as patch:
+        patch.setattr(Timeline, "from_json", read)
+        assert main(["draw", *files, "--consecutive"]) == 0
+    assert read.call_count == len(files), "each once"
     assert "iterations 5 to 6: on average one every 9 s (span 9 s, bubble 33.3%)" in capsys.readouterr().out
     for suffix in ("png", "html"):
         assert main(["draw", *files, "--consecutive", "-o", str(tmp_path / f"p.{suffix}")]) == 0
@@ -69,4 +74,4 @@ EMPTY = '{"iteration": 6, "schedule": "1f1b", "timeline": {"ranks": [[["F0.0", 1
 )
 def test_what_cannot_be_one_run_is_refused(texts: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        joined(texts)
+        joined(list(map(recorded, texts)))

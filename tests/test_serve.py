@@ -236,28 +236,17 @@ def test_a_browser_is_opened_where_there_are_windows(monkeypatch: pytest.MonkeyP
     assert opened == ["there"]
 
 
-def test_an_interrupt_ends_it_with_all_its_processes() -> None:
-    with serving() as (address, process):
-        assert ask(address, {"schedule": "zb-v", **SMALL})[0] == 200
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) >= 3  # two workers, and what starts them
-        os.kill(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=30)
-        assert process.returncode in (0, 130) and not said, said
-        _, alive = psutil.wait_procs(family, timeout=30)
-        assert not alive
-
-
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda ending: ending.name)
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda ending: ending.name)
 def test_with_plans_that_are_made_it_ends_quietly_and_at_once(ending: signal.Signals) -> None:
     with serving() as (address, process), ThreadPoolExecutor(2) as threads:
         assert ask(address, {"schedule": "1f1b", **SMALL})[0] == 200  # all is up
         asked = [threads.submit(ask, address, ENDLESS | {"microbatches": str(7000 - at)}) for at in range(2)]
         family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3  # two workers, and what starts them
         wait_until_busy(family)
         os.kill(process.pid, ending)
         said, _ = process.communicate(timeout=30)
-        assert not said
+        assert not said and (ending != signal.SIGINT or process.returncode in (0, 130))
         _, alive = psutil.wait_procs(family, timeout=20)
         assert not alive
         for one in asked:

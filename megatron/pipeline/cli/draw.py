@@ -11,10 +11,9 @@ from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
 from megatron.pipeline.planning.document import curves, naming, read_recorded_plan, read_timeline
 from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.schedule.core.reading import read_text
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.view import Entry, draw, write_page
-from megatron.pipeline.view.consecutive import joined
+from megatron.pipeline.view.consecutive import joined, recorded
 
 _SUFFIXES = (".png", ".svg", ".html")
 
@@ -43,10 +42,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("--memory is for pictures: add -o FILE.png, .svg or .html, or leave it out")
     shown: dict[str, tuple[Timeline, Planned | None]] = {}
     if options.consecutive:
-        texts = {path: read_text(path) for path in options.files}
-        for path, text in texts.items():
-            naming(path, Timeline.from_json, text)
-        title, timeline = joined(list(texts.values()))
+        title, timeline = joined([naming(path, recorded) for path in options.files])
         shown[title] = timeline, None
     for path in [] if options.consecutive else options.files:
         timeline, planned = read_timeline(path, changes(options))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags, goal_flags, offload_flags, report_flags
+from megatron.pipeline.cli.arguments import (
+    Commands,
+    add_command,
+    boundary_flags,
+    cost_flags,
+    goal_flags,
+    offload_flags,
+    report_flags,
+)
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, put
 from megatron.pipeline.planning.document import read, report
@@ -12,7 +20,7 @@ from megatron.pipeline.planning.document import read, report
 
 def add(commands: Commands) -> None:
     examples = "mpipe simulate plan.json", "mpipe simulate plan.json --cost F=1,B=1.5,W=0.5,comm=0.1"
-    parents = [cost_flags(), goal_flags(default=None), offload_flags(), report_flags()]
+    parents = [cost_flags(), boundary_flags(), goal_flags(default=None), offload_flags(), report_flags()]
     parser = add_command(commands, "simulate", "run a schedule from a file against costs", run, *examples, parents=parents)
     parser.add_argument("file", metavar="FILE", help="what mpipe plan --json wrote, or .csv")
 

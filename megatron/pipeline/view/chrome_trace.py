@@ -29,7 +29,6 @@ def to_trace(
     *,
     name: str | None = None,
     process: int = 0,
-    unit: float = 1.0,
     memory: Sequence[Sequence[tuple[float, float]]] | None = None,
     waits: Sequence[Sequence[tuple[str, float, float]]] = (),
 ) -> dict[str, Any]:
@@ -38,24 +37,20 @@ def to_trace(
     Several pipelines fit into one file: give each its own ``process`` and join their ``traceEvents``.
 
     Args:
-        timeline: what ran when; its first pass is moved to 0.
+        timeline: what ran when, in seconds; its first pass is moved to 0, and times become microseconds.
         schedule: whose timeline it is; adds the stage of every pass, its slice, and the flows between ranks.
         costs: with a schedule, adds every rank's activation memory, in the costs' unit.
         name: of the process; by default the schedule's.
         process: the number of the process.
-        unit: the seconds that 1 in the timeline stands for; times in a trace are microseconds.
         memory: for each rank, moments and what it holds from then on, where that was measured instead of following from costs.
         waits: for each rank, what it waited for between its passes, with start and end.
 
     Raises:
-        ValueError: the timeline is not one of this schedule, the costs are for another number of stages, or the unit is
-            not a positive number.
+        ValueError: the timeline is not one of this schedule, or the costs are for another number of stages.
     """
-    if not 0 < unit < float("inf"):
-        raise ValueError(f"the unit of time must be a positive number of seconds, got {unit}")
     if schedule is not None:
         _check_same(timeline, schedule)
-    clock = _clock(timeline, unit)
+    clock = _clock(timeline)
     named = [_label(process, 0, "process_name", name=name or (schedule.name if schedule else "pipeline"))]
     for thread, label, place in _threads(timeline):
         named += [
@@ -78,10 +73,10 @@ def to_trace(
     return {"traceEvents": named + ordered, "displayTimeUnit": "ms"}
 
 
-def _clock(timeline: Timeline, unit: float) -> _Clock:
-    """From the timeline's time to microseconds since its first pass."""
+def _clock(timeline: Timeline) -> _Clock:
+    """From the timeline's seconds to microseconds since its first pass."""
     begin = start_of(timeline)
-    return lambda time: round(float(time - begin) * (1e6 * unit), 3)
+    return lambda time: round(float(time - begin) * 1e6, 3)
 
 
 def _label(process: int, thread: int, kind: str, **values: object) -> _Event:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, pairwise
 from statistics import mean
+from typing import Any, NamedTuple
 
 from megatron.pipeline.schedule.core.reading import parse_json
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
@@ -13,22 +14,33 @@ from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 _CLOCK_ERROR = 0.01
 
 
-def joined(texts: Sequence[str]) -> tuple[str, Timeline]:
-    """Title and passes of the iterations of one run, from their records (``iteration_*.json``) in the order in which they ran.
+class Recorded(NamedTuple):
+    """Record of an iteration (``iteration_*.json``); that of a timeline alone has neither number nor schedule."""
 
-    Microbatches count from 0 in each iteration.
+    number: Any
+    schedule: Any
+    timeline: Timeline
+
+
+def recorded(text: str) -> Recorded:
+    """The record in the text of a file; a ValueError if there is none."""
+    timeline, fields = Timeline.from_json(text), parse_json(text, "an iteration")
+    return Recorded(fields.get("iteration"), fields.get("schedule"), timeline)
+
+
+def joined(iterations: Sequence[Recorded]) -> tuple[str, Timeline]:
+    """Title and passes of the iterations of one run, in the order in which they ran; microbatches count from 0 in each.
 
     Raises:
-        ValueError: a text is not such a record, there are fewer than two, one is left out, or they are of several runs.
+        ValueError: there are fewer than two, one is left out, or they are of several runs.
     """
-    records, timelines = [parse_json(text, "an iteration") for text in texts], list(map(Timeline.from_json, texts))
-    numbers = [record.get("iteration") for record in records]
+    numbers, timelines = [each.number for each in iterations], [each.timeline for each in iterations]
     if len(numbers) < 2 or not all(type(after) is int and after - 1 == before for before, after in pairwise(numbers)):
         raise ValueError(
             f"iterations {', '.join(map(str, numbers))} do not follow one another: name two or more iteration_*.json of "
             "--pipeline-trace, from the first to the last (--log-interval 1 records all of them)"
         )
-    if len({(record.get("schedule"), len(each.ranks)) for record, each in zip(records, timelines, strict=True)}) > 1:
+    if len({(each.schedule, len(each.timeline.ranks)) for each in iterations}) > 1:
         raise ValueError("the iterations ran under several schedules, or on several numbers of ranks: name files of one run")
     for before, after in pairwise(timelines):
         for rank, (earlier, later) in enumerate(zip(before.ranks, after.ranks, strict=True)):
@@ -42,7 +54,7 @@ def joined(texts: Sequence[str]) -> tuple[str, Timeline]:
     begins = zip(timelines[0].ranks, timelines[-1].ranks, strict=True)
     period = max(last[0].start - first[0].start for first, last in begins) / (len(timelines) - 1)
     spans = f"span {mean(each.span for each in timelines):.4g} s, bubble {mean(each.span_bubble_rate for each in timelines):.1%}"
-    about = f"{records[-1].get('schedule') or 'measured'}, iterations {numbers[0]} to {numbers[-1]}"
+    about = f"{iterations[-1].schedule or 'measured'}, iterations {numbers[0]} to {numbers[-1]}"
     return f"{about}: on average one every {period:.4g} s ({spans})", Timeline(
         whole([each.ranks for each in timelines]), whole(copies) if all(copies) else ()
     )

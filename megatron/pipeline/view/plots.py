@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from megatron.pipeline.view.style import INK, save
 
@@ -182,13 +182,13 @@ def label_places(
     return taken[already:]
 
 
-def _axes(width: float, height: float, box: Box, title: str, grid: Any = "both") -> tuple[Figure, Axes]:
+def _axes(width: float, height: float, box: Box, title: str) -> tuple[Figure, Axes]:
     """A figure of that many inches, with axes in a box in shares of it (left, bottom, width, height)."""
     from matplotlib.figure import Figure  # takes longer to import than everything else that ``mpipe`` does
 
     figure = Figure(figsize=(width, height), facecolor="white", dpi=160)
     axes = figure.add_axes(box)
-    axes.grid(axis=grid, color="#E8E8E8", linewidth=0.6)
+    axes.grid(color="#E8E8E8", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=_FONT, colors=INK, length=0)
     axes.spines[["top", "right"]].set_visible(False)

@@ -39,9 +39,8 @@ def render(timeline: Timeline, width: int = 100, splits: int = 1) -> str:
     margin = len(f"rank {len(timeline.ranks) - 1} ")
     origin = min((timed.start for timed in passes), default=0.0)
     room = max(10, width - margin)
-    makespan = timeline.makespan
     scale = _scale(timeline, room)
-    columns = round(makespan * scale)
+    columns = round(timeline.makespan * scale)
     chunked = any(timed.work.chunk for timed in passes)
 
     def name(timed: Timed) -> str:
@@ -82,7 +81,7 @@ def render(timeline: Timeline, width: int = 100, splits: int = 1) -> str:
     if columns > room or seen < sum(timed.start < timed.end for timed in passes):
         reason = "passes too short for a column"
         if columns > room:
-            reason = f"time {windows[0][1] / scale:.4g} to {windows[1][0] / scale:.4g} of {makespan:.4g}"
+            reason = f"time {windows[0][1] / scale:.4g} to {windows[1][0] / scale:.4g} of {timeline.makespan:.4g}"
         note = f"left out: {reason}; {len(passes) - seen:,} of {len(passes):,} passes"
         lines += textwrap.wrap(note, max(20, width))
     return "\n".join(lines)
