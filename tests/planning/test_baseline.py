@@ -7,7 +7,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.planning.baseline import stock_at_its_best
+from megatron.pipeline.planning.choose import stock_at_its_best
 from megatron.pipeline.planning.costs import with_whole_vocabulary
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts, uniform
 from megatron.pipeline.schedule.core.placement import interleaved, linear

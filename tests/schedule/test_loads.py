@@ -220,7 +220,6 @@ def test_another_order_is_never_longer_and_keeps_the_limits() -> None:
         assert any_order.problem.costs.loads == tuple(costs.loads[number] for number in any_order.order)
         verify(any_order.schedule, any_order.problem.costs, given.problem.limits)
         assert ordered(request).order == any_order.order
-        assert ordered(request, seconds=0.0).value <= given.value * SLACK
     assert any_order.value < 0.95 * given.value  # 1F1B waits for the longest everywhere
     with pytest.raises(ValueError, match="keeps the order of its microbatches"):
         ordered(replace(request, schedule="seq-1f1b"))

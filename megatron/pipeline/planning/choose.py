@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.pipeline.planning.compose import least_memory
+from megatron.pipeline.planning.costs import with_whole_vocabulary
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import Refusal, Unit, in_unit, nothing_fits
-from megatron.pipeline.planning.request import Request, variants
+from megatron.pipeline.planning.request import MOST_CHUNKS, Request, variants
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, Objective, TooLow
 from megatron.pipeline.view.table import plain_table
 
@@ -179,6 +181,26 @@ def best(
         raise nothing_fits(refused, request.unit, request.lowest_limit)
     choice = choose(planned, refused)
     return choice.best, choice
+
+
+def stock_at_its_best(costs: Costs, ranks: int, microbatches: int, layers: int | None = None) -> Planned:
+    """The shortest plan of megatron-core's own schedules: 1F1B, and interleaved 1F1B with up to ``MOST_CHUNKS`` chunks per rank,
+    the fewest chunks where they are equal.
+
+    Args:
+        costs: of any number of stages, cut again as ``Costs.of_depth`` does; a spread vocabulary goes back to the ends.
+        layers: of the model: a number of chunks counts only if all stages get as many of them. None: every number counts.
+    """
+    gathered = with_whole_vocabulary(costs, ranks)
+    request = Request(
+        "1f1b", ranks, microbatches, lambda placement: gathered.of_depth(placement.depth), objective=Objective.MAKESPAN
+    )
+    shortest = request.plan()
+    for chunks in range(2, MOST_CHUNKS + 1) if ranks > 1 and microbatches % ranks == 0 else ():
+        if layers is None or layers % (ranks * chunks) == 0:
+            planned = request.of(Variant("interleaved", chunks)).plan()
+            shortest = planned if planned.value * NEAR < shortest.value else shortest
+    return shortest
 
 
 def _ties(plan: Planned) -> tuple[float, int, int]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 from megatron.pipeline.schedule.core.costs import (
@@ -99,8 +98,10 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     """
     file = file or {}
     if flags.costs:
-        costs = _alone(flags, flags.costs)
-        costs = costs.of_depth(placement.depth)
+        for flag in ("cost", "activation", "first_stage", "last_stage"):
+            if getattr(flags, flag):
+                raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
+        costs = flags.costs.of_depth(placement.depth)
         costs = replace(costs, stages=costs.stages * placement.replicas)
     elif file.get("stage_costs") is not None:
         costs = Costs.from_fields(file["stage_costs"])
@@ -202,7 +203,7 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
     stages = costs.stages
 
     def share(field: str) -> float:
-        return share_of(costs, placement, attrgetter(field))
+        return share_of(costs, placement, partial(StageCosts.value, name=field))
 
     times = {name: share(_FIELDS[name]) for name in ("F", "B", "W")} | {"comm": costs.hop}
     held = {"B": share("activation"), "W": share("retained")}
@@ -213,10 +214,9 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")
     if all(stage.has_parts for stage in stages):
-        parts = (*_PARTS, "layers")
-        times |= {name: share_of(costs, placement, partial(StageCosts.value, name=_FIELDS[name])) for name in parts}
+        times |= {name: share(_FIELDS[name]) for name in (*_PARTS, "layers")}
     if costs.has_boundary:
-        times |= {name: share_of(costs, placement, partial(StageCosts.value, name=_FIELDS[name])) for name in BOUNDARY}
+        times |= {name: share(_FIELDS[name]) for name in BOUNDARY}
     times |= {name: value for name in ("latency", "norm") if (value := getattr(costs, name))}
     if costs.beside_communication != 1:
         times[BESIDE] = costs.beside_communication
@@ -230,13 +230,6 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
     if len(set(stages)) == 1 and math.isclose(held["B"], 1.0) and stages[0].movable is None and not costs.loads:
         return found
     return found | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
-
-
-def _alone(flags: CostFlags, costs: Costs) -> Costs:
-    for flag in ("cost", "activation", "first_stage", "last_stage"):
-        if getattr(flags, flag):
-            raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
-    return costs
 
 
 def _check_parts(cost: Numbers) -> None:
@@ -298,8 +291,6 @@ def _shared(copies: CopyCosts, given: Numbers) -> CopyCosts:
 
 
 def _with_extras(costs: Costs, placement: Placement, first: Numbers, last: Numbers) -> Costs:
-    if not first and not last:
-        return costs
     stages = list(costs.stages)
     for index in range(len(stages)):
         for extra, there in ((first, placement.is_first(index)), (last, placement.is_last(index))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -86,17 +85,12 @@ def batch_fields(planned: Planned, request: Request) -> dict[str, Any]:
     return {"batch": {"order": planned.order, "of_equal": value, "of_equal_peaks": activation_peaks(equal, costs)}}
 
 
-def ordered(request: Request, seconds: float | None = None) -> Planned:
-    """The plan of a request in the best order of its microbatches that is found; never longer than in the order given.
+def ordered(request: Request) -> Planned:
+    """The plan of a request in the best order of its microbatches that is found; never longer than in the order given, and the
+    same on every machine. Its ``order`` says which of the given microbatches is in every place.
 
     Orders of the microbatches are tried on the order of passes for equal ones: the longest first, last or between, and changes
     to the best of these. Then it is planned anew for that order.
-
-    Args:
-        seconds: after which the best so far is taken. Without them every rank and every machine makes the same plan.
-
-    Returns:
-        The plan, whose ``order`` says which of the given microbatches is in every place.
 
     Raises:
         ValueError: as ``Request.plan``; or microbatches are cut into slices, go through several models, or have passes of a
@@ -104,7 +98,6 @@ def ordered(request: Request, seconds: float | None = None) -> Planned:
     """
     from megatron.pipeline.schedule.time.orders import Reordered  # compiles
 
-    end = math.inf if seconds is None else time.perf_counter() + seconds
     begin = time.perf_counter()
     given = tuple(range(request.microbatches))
 
@@ -122,10 +115,10 @@ def ordered(request: Request, seconds: float | None = None) -> Planned:
             f"{schedule.name} with slices, several models, a spread vocabulary, offloading or overlapped passes keeps the order "
             "of its microbatches: leave these out, or the order as it is"
         )
-    if best.problem.costs.loads and time.perf_counter() < end:
+    if best.problem.costs.loads:
         equal = without_loads(replace(request, quick=True)).plan().schedule if family.searches else schedule
-        best = min(best, made(_best_order(Reordered(equal, best.problem), best.problem, end)), key=_VALUE)
-    if not request.quick and time.perf_counter() < end:
+        best = min(best, made(_best_order(Reordered(equal, best.problem), best.problem)), key=_VALUE)
+    if not request.quick:
         best = min(best, *(made(order, quick=False) for order in dict.fromkeys((best.order or given, given))), key=_VALUE)
     return replace(best, seconds=time.perf_counter() - begin)
 
@@ -138,9 +131,9 @@ def _can_be_ordered(planned: Planned) -> bool:
     return schedule.splits == schedule.placement.replicas == 1 and can_be_compiled(schedule)
 
 
-def _best_order(replayed: Reordered, problem: Problem, end: float) -> Order:
-    """The order in which a schedule takes shortest that is found until a moment: of those sorted by length, with changes. One
-    that holds n times the limits counts as n times as long."""
+def _best_order(replayed: Reordered, problem: Problem) -> Order:
+    """The order in which a schedule takes shortest, of those sorted by length, with changes. One that holds n times the limits
+    counts as n times as long."""
     generator, loads = random.Random(0), problem.costs.loads
 
     def value(order: Sequence[int]) -> float:
@@ -153,8 +146,6 @@ def _best_order(replayed: Reordered, problem: Problem, end: float) -> Order:
     starts = [range(len(loads)), rising, rising[::-1], between, [*between[middle:], *between[:middle]]]
     least, best = min((value(order), tuple(order)) for order in starts)
     for _ in range(max(_FEWEST, _EFFORT // replayed.size)):
-        if time.perf_counter() > end:
-            break
         changed, (one, other) = list(best), (generator.randrange(len(best)) for _ in range(2))
         if generator.random() < 0.5:
             changed[one], changed[other] = changed[other], changed[one]

@@ -15,7 +15,6 @@ from megatron.pipeline.combinations.needs import FILES
 from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.planning.compose import adapted, with_vocabulary
 from megatron.pipeline.planning.document import naming
-from megatron.pipeline.planning.limits import Beside
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import ROUNDED_UP
 from megatron.pipeline.planning.request import Request
@@ -23,7 +22,7 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, with_equal_copies
 from megatron.pipeline.schedule.core.loads import Load
 from megatron.pipeline.schedule.core.names import STOCK, counted
-from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -128,7 +127,7 @@ class PlanCache:
         recompute, fused = (
             tuple(stages(placement) if callable(stages) else stages) for stages in (request.recompute, request.fused)
         )
-        beside = request.beside and partial(_known, request.beside(placement, self.vocabulary))
+        beside = request.beside(placement, self.vocabulary) if callable(request.beside) else request.beside
         return replace(request, costs=costs, recompute=recompute, fused=fused, beside=beside, equal=EQUAL_PASSES, quick=True)
 
     def check(self, microbatches: int, evaluates: bool = True) -> None:
@@ -218,7 +217,7 @@ class PlanCache:
 
     def _at(self, microbatches: int, costs: Costs | None, limit: Limits) -> Request:
         """The request for a number of microbatches, at other costs and another limit."""
-        mode, host_limit = self.offload, None
+        mode, host_limit, beside = self.offload, None, self._request.beside
         if self._host_bytes is not None and mode:  # a limit in bytes cannot be kept before costs are in bytes
             mode, host_limit = (mode, self._host_bytes / ROUNDED_UP) if costs else (None, None)
         return replace(
@@ -229,7 +228,7 @@ class PlanCache:
             vocabulary=self.vocabulary,
             offload=mode,
             host_limit=host_limit,
-            beside=partial(beside, in_bytes=True) if costs and (beside := self._request.beside) else self._request.beside,
+            beside=partial(beside, in_bytes=True) if costs and callable(beside) else beside,
         )
 
     def _problem(self, microbatches: int, costs: Costs | None, limit: Limits) -> Problem:
@@ -259,11 +258,6 @@ class PlanCache:
             return fresh
         lengths = [self.objective.length(simulate(schedule, problem.costs)) for schedule in (fresh, used)]
         return fresh if lengths[0] < lengths[1] else used
-
-
-def _known(beside: Beside | None, placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = False) -> Beside | None:
-    """A ``BesideOf`` of one placement."""
-    return beside
 
 
 def _read(path: str, ranks: int) -> Schedule:

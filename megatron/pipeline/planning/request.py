@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 from megatron.pipeline.combinations.rows import GROUPS
 from megatron.pipeline.combinations.table import Facts, refuse
@@ -37,16 +37,10 @@ MOST_CHUNKS = 4  # per rank, where the user gives no number: the bubble of more 
 MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
 MOST_RANKS = costs_fields.MOST_RANKS
 
-StagesOf = Callable[[Placement], Iterable[int]]
-CostsOf = Callable[[Placement], Costs]
-EqualOf = Callable[[Placement, Vocabulary | None], Sequence[StageCosts]]
-
-
-class BesideOf(Protocol):
-    """Memory that ranks need beside activations, on a placement with the vocabulary where it is; None where that is not known."""
-
-    def __call__(self, placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = ...) -> Beside | None:
-        """Args: in_bytes: in place of the unit in which the request's own costs count memory."""
+StagesOf: TypeAlias = Callable[[Placement], Iterable[int]]
+CostsOf: TypeAlias = Callable[[Placement], Costs]
+EqualOf: TypeAlias = Callable[[Placement, Vocabulary | None], Sequence[StageCosts]]
+BesideOf: TypeAlias = Callable[..., Beside | None]  # of (placement, vocabulary, in_bytes=False)
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,8 @@ class Request:
         layers: of the model, if these are to be split over the stages so that the schedule is short (``planning.balance``); costs
             are then cut into layers, and ``Planned.split`` says how many a stage gets. None: stages are as the costs say.
         unit: in which refusals tell the user amounts of memory.
-        beside: what ranks need beside activations, for limits where there is no ``memory_limit``: see ``limits.kept_limits``.
+        beside: what ranks need beside activations, for limits where there is no ``memory_limit``: see ``limits.kept_limits``; or
+            from a placement, the vocabulary and whether to count bytes, in place of the costs' unit, to that. None: not known.
         keep: whether a searched order is kept on disk, and read from there where it has been: see ``kept``. Orders of a moment,
             quick ones and those of unequal microbatches, are not.
         bounded: whether to refuse what would take hours: more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
@@ -106,7 +101,7 @@ class Request:
     unit: Unit = MICROBATCHES
     bounded: bool = False
     keep: bool = False
-    beside: BesideOf | None = None
+    beside: Beside | BesideOf | None = None
 
     @property
     def variant(self) -> Variant:
@@ -137,7 +132,12 @@ class Request:
         """
         family = families.named(self.schedule)
         if self.bounded:
-            check_size(self.ranks, self.microbatches, self.chunks or family.chunks, self.splits or family.splits)
+            sizes = self.ranks, self.microbatches, self.chunks or family.chunks, self.splits or family.splits
+            if 3 * math.prod(max(1, number) for number in sizes) > MOST_PASSES:
+                given = f"{self.ranks} ranks with {self.microbatches} microbatches"
+                raise ValueError(f"{given} are over {MOST_PASSES} passes; take fewer")
+            if self.ranks > MOST_RANKS:
+                raise ValueError(f"{self.ranks} ranks are over {MOST_RANKS}; take fewer")
         placement = families.placement(self.schedule, self.ranks, self.chunks)
         refuse(self.facts, GROUPS)
         return self.on(placement, family.splits if self.splits is None else self.splits, family)
@@ -164,7 +164,7 @@ class Request:
         # With offloading the limit holds for the device: the schedule that is offloaded may take more.
         if family is None or self.offload:
             return problem
-        beside = self.beside(placement, self.vocabulary) if self.beside else None
+        beside = self.beside(placement, self.vocabulary) if callable(self.beside) else self.beside
         return replace(problem, limits=kept_limits(family, problem, beside))
 
     def costs_on(self, placement: Placement) -> Costs:
@@ -208,18 +208,6 @@ class Request:
         model = Model.of(self.costs_on(interleaved(placement.ranks, finer(placement))), layers)
         planned = balanced(placement, model, self.microbatches, lambda costs: replace(self, layers=None, costs=costs).plan())
         return replace(planned, seconds=time.perf_counter() - begin)
-
-
-def check_size(ranks: int, microbatches: int, chunks: int = 1, splits: int = 1) -> None:
-    """Refuse what would take hours; numbers below 1 are refused elsewhere.
-
-    Raises:
-        ValueError: too many ranks or passes.
-    """
-    if 3 * math.prod(max(1, number) for number in (ranks, microbatches, chunks, splits)) > MOST_PASSES:
-        raise ValueError(f"{ranks} ranks with {microbatches} microbatches are over {MOST_PASSES} passes; take fewer")
-    if ranks > MOST_RANKS:
-        raise ValueError(f"{ranks} ranks are over {MOST_RANKS}; take fewer")
 
 
 def variants(ranks: int, names: Iterable[str] | None = None, chunks: Sequence[int] | None = None) -> list[Variant]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from megatron.core import parallel_state
 
-from megatron.pipeline.planning.baseline import stock_at_its_best
+from megatron.pipeline.planning.choose import stock_at_its_best
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.pipeline import Pipeline

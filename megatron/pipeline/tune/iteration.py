@@ -300,7 +300,7 @@ def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float
         vocabulary=candidate.args.vocabulary.spread,
         offload=candidate.args.offloading.mode,
         overlap=candidate.overlaps,
-        beside=lambda placement, vocabulary, in_bytes=True: candidate.beside,
+        beside=candidate.beside,
     ).problem()
 
 
