@@ -47,6 +47,7 @@ from megatron.pipeline.record.cost_profile import measured_costs
 from megatron.pipeline.record.recorder import NullRecorder, Record, Recorder
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.offload import numa, probe
 from megatron.pipeline.runtime.offload.offloading import CopySettings, InFlight, Offloading
 from megatron.pipeline.runtime.p2p import Tensors, Transport
@@ -116,7 +117,7 @@ def build(hidden: int, dtype: torch.dtype) -> DistributedDataParallel:
     return DistributedDataParallel(config, ddp, chunk)
 
 
-class Layers:
+class Layers(ModelStages):
     """What passes compute: chunks, between an embedding and a gradient of the output that are always the same."""
 
     def __init__(self, chunks: list[DistributedDataParallel], placement: Placement, rank: int, hidden: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Groups of gloo share one device and have one thread each: two of a group write to one string without a lock, and break the heap."""
+"""Groups of gloo have one thread each: two of a group write to one string without a lock, and break the heap."""
 
 from __future__ import annotations
 
