@@ -1,4 +1,4 @@
-"""The upstream symbols that this package replaces, a file for each topic. Nothing else touches megatron.core.
+"""The upstream symbols that this package replaces, one file per upstream module. Nothing else touches megatron.core.
 
 Every file names the symbols and the reason; ``loops`` has those that ask the loop which has called ``megatron.pipeline.install``.
 ``compat`` has the table of all upstream names that this package relies on.
@@ -14,9 +14,10 @@ from typing import Any
 __all__ = ["install"]
 
 _CORE = (
-    "cpu torch_gloo linears moe_utils transformer_block rerun_state_machine distrib_optimizer "
+    "cpu torch_gloo tensor_parallel_layers moe_experts moe_utils transformer_block rerun_state_machine distrib_optimizer "
     "distributed_data_parallel fully_parallel filesystem_async torch_checkpoint schedules"
 ).split()
+_TRAINING = "training_arguments training_utils training_initialize training_models training_training".split()
 
 
 def install() -> None:
@@ -50,9 +51,10 @@ def install_loop(hooks: Any) -> None:
         RuntimeError: see ``install``, which comes first.
     """
     install()
-    from megatron.pipeline.patches import language_module, loops, schedules
+    from megatron.pipeline.patches import cross_entropy, language_module, loops, schedules
 
     loops.install(hooks)
+    cross_entropy.install_loop()
     language_module.install_loop()
     if hooks:
         schedules.use(hooks.forward_backward)
@@ -69,8 +71,10 @@ def install_training(hooks: Any) -> None:
     Raises:
         RuntimeError: megatron.training lacks names that this package relies on.
     """
-    from megatron.pipeline.patches import datasets_utils, training
+    from megatron.pipeline.patches import datasets_utils, training_cpu
 
+    patches = [import_module(f"{__name__}.{name}") for name in _TRAINING]
     datasets_utils.install()
-    training.on_cpu()
-    training.install(hooks)
+    training_cpu.install()
+    for patch in patches:
+        patch.install(hooks)

@@ -6,22 +6,18 @@ weights; ``model/boundary.py`` then makes copies equal, on any ranks. Our own mo
 the patch is for Megatron-LM's scripts, which build GPTModel.
 In a loop that has called ``megatron.pipeline.install`` (``loops``) both ends of a V are on one rank: its output layer takes the
 weights of its embedding there. ``LanguageModule.__init__``: such a loop completes the configuration of a model before any layer
-is built, and by then Megatron Bridge is imported, if it builds the model.
-``megatron.bridge``'s ``MegatronModelBridge._broadcast_shared_embeddings``: behind a load of weights it sends the embedding of the
-first pipeline rank to the output layer of the last rank that is tied to it. A V has both on one rank.
+is built, and by then Megatron Bridge is imported, if it builds the model (``model_bridge``).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.pipeline.patches import compat, loops
+from megatron.pipeline.patches import compat, loops, model_bridge
 
 _PATH = "megatron.core.models.common.language_module.language_module"
-_BRIDGE, _SENDS = "megatron.bridge.models.conversion.model_bridge", "_broadcast_shared_embeddings"
 
 
 def install_loop() -> None:
@@ -31,9 +27,7 @@ def install_loop() -> None:
 
 def _configured(build: Any, model: Any, config: Any, *rest: Any, **options: Any) -> None:
     if loops.current is not None:
-        bridge = getattr(sys.modules.get(_BRIDGE), "MegatronModelBridge", None)
-        if hasattr(bridge, _SENDS):
-            compat.wrap(bridge, _SENDS, _loaded)
+        model_bridge.install()
         loops.current.configure(config)
     build(model, config, *rest, **options)
 
@@ -41,11 +35,6 @@ def _configured(build: Any, model: Any, config: Any, *rest: Any, **options: Any)
 def _set_up(make_equal: Any, model: Any) -> None:
     if loops.current is None or not loops.current.ties(model, mark_boundary_weights):
         make_equal(model)
-
-
-def _loaded(send: Any, bridge: Any, model: Any) -> None:
-    if loops.current is None or not loops.current.follow_embedding(model if isinstance(model, list) else [model]):
-        send(bridge, model)
 
 
 def mark_boundary_weights(model: Any) -> None:

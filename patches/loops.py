@@ -7,8 +7,6 @@ loss, and which rank reports. Upstream knows interleaved placements only. Of a c
 last chunk of the last rank", as loops ask, is the last stage.
 ``TransformerConfig.__post_init__``: the layout of a V's layers is added once upstream has checked the rest.
 ``finalize_model_grads``: the two ends of a V are on one rank.
-``vocab_parallel_cross_entropy``: with label smoothing every tensor-parallel rank takes its own rows of the vocabulary for all of
-them, and the loop warns.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ def install(loop: Any) -> None:
     compat.wrap(utils, "is_pp_last_stage", _is_last_rank)
     compat.wrap(compat.module("megatron.core.transformer.transformer_config").TransformerConfig, "__post_init__", _checked)
     compat.wrap(compat.module(_FINALIZE), "finalize_model_grads", _finalize)
-    compat.wrap(compat.module("megatron.core.tensor_parallel.cross_entropy"), "vocab_parallel_cross_entropy", _compute_loss)
 
 
 def follow(config: Any) -> None:
@@ -102,10 +99,3 @@ def _finalize(finalize: Any, chunks: Any, *rest: Any, **options: Any) -> None:
     if (placement := _placement(_chunks())) is not None:
         finalize = current.boundary(placement).finalize_model_grads
     finalize(chunks, *rest, **options)
-
-
-def _compute_loss(compute: Any, *given: Any, **options: Any) -> Any:
-    smoothing = options.get("label_smoothing", given[2] if len(given) > 2 else 0.0)
-    if smoothing and current is not None:
-        current.warn(smoothed_loss=smoothing)
-    return compute(*given, **options)

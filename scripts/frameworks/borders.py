@@ -42,12 +42,12 @@ def start(description: str | None, *absent: str, trains: Sequence[str] = ("",)) 
 
     stand_in.load(Path(given.engine))
     sys.meta_path.append(_Absent(absent))
-    from megatron.pipeline.patches import training
+    from megatron.pipeline.patches import training_cpu
 
     from megatron.pipeline import patches
 
     patches.install()
-    training.on_cpu()  # Megatron Bridge takes functions of megatron.training
+    training_cpu.install()  # Megatron Bridge takes functions of megatron.training
     stand_in.see_the_cpu()
     torch.distributed.init_process_group("gloo")
     return given

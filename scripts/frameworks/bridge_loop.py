@@ -5,7 +5,7 @@ the chunks and wraps them in DDP. With ``lora`` Megatron Bridge's adapters are w
 of transformers train: of a Llama; ``tied``, with its output layer tied to the embedding; ``experts``, of a Qwen3-MoE. Exported
 before the first iteration, they must be what the checkpoint has. The function of megatron-core is taken once, before the loop,
 and called as Megatron Bridge's ``train_step`` calls it. The folder ENGINE has Transformer Engine's own Python, whose kernels are
-the stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` and ``patches/training.py``.
+the stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` and ``patches/training_cpu.py``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from example_runs import example, optimizer_of, steps
-from megatron.pipeline.patches import language_module
+from megatron.pipeline.patches import model_bridge
 from session.own_loops import refused
 
 from megatron.pipeline import install
@@ -97,8 +97,8 @@ def tied(schedule: str, into_one_end: bool = False, by_bridge: bool = False) -> 
     Args:
         by_bridge: Megatron Bridge loads the embedding, and then sends it to the last rank.
     """
-    own, bridge = example("own_training_loop"), types.ModuleType(language_module._BRIDGE)
-    bridge.MegatronModelBridge = type("Bridge", (), {language_module._SENDS: sends})  # type: ignore[attr-defined]
+    own, bridge = example("own_training_loop"), types.ModuleType(model_bridge._PATH)
+    bridge.MegatronModelBridge = type("Bridge", (), {model_bridge._NAME: sends})  # type: ignore[attr-defined]
     sys.modules |= {bridge.__name__: bridge} if by_bridge else {}
     own.plan(schedule)
     models = own.build(share_embeddings_and_output_weights=True)
@@ -108,7 +108,7 @@ def tied(schedule: str, into_one_end: bool = False, by_bridge: bool = False) -> 
         weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
     chunks = own.wrap(models)
     if by_bridge:
-        getattr(bridge.MegatronModelBridge(), language_module._SENDS)(chunks)
+        getattr(bridge.MegatronModelBridge(), model_bridge._NAME)(chunks)
     if not into_one_end:
         return steps(chunks)
     for weight in ends[:1]:

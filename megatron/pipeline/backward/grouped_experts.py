@@ -1,6 +1,6 @@
 """Local experts in one grouped product per layer (GroupedMLP): its backward splits into B and W like a linear's.
 
-``gmm`` takes the place of the package grouped_gemm's function of that name (``patches/linears.py``). For a weight that
+``gmm`` takes the place of the package grouped_gemm's function of that name (``patches/moe_experts.py``). For a weight that
 ``split_weights`` has prepared, its backward makes the weight gradient a task of W. Without the package, a product for each
 expert gives the same result, more slowly, on any device.
 """

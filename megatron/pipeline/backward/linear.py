@@ -1,7 +1,7 @@
 """megatron-core's linears with a backward in two parts: B computes the input gradient, W the weight gradient.
 
 ``SplitLinear`` replaces megatron-core's autograd function of ColumnParallelLinear, RowParallelLinear and the output layer
-(``patches/linears.py``). For a weight that ``model/split_linear.py`` has prepared, its backward submits a
+(``patches/tensor_parallel_layers.py``). For a weight that ``model/split_linear.py`` has prepared, its backward submits a
 ``WeightGradient`` task; for any other weight it is megatron-core's.
 """
 

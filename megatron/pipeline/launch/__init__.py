@@ -7,8 +7,8 @@ At the top of any script of your own two lines do the same::
     install()
 
 ``install`` adds our flags to ``megatron.training``'s parser. What they ask for is planned and proved while flags are validated,
-the model is cut by the placement as it is built, and the schedule runs where Megatron-LM calls its own: ``patches/training.py``
-calls the methods of ``run.py``.
+the model is cut by the placement as it is built, and the schedule runs where Megatron-LM calls its own: ``patches/training_*.py``
+call the methods of ``run.py``.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.pipeline.patches import moe_utils
-from megatron.pipeline.patches import training as megatron_training
+from megatron.pipeline.patches import moe_utils, training_training
 
 from megatron.pipeline.distributed.device import to_device
 from megatron.pipeline.distributed.reduction import Reduction
@@ -81,7 +80,7 @@ class StepsAhead:
         self.taken: TakenStep | None = None
         stubs = to_device([float(any(part.is_stub_optimizer for part in parts_of(optimizer)))])
         self._all_know = not any(Reduction(stubs, torch.distributed.ReduceOp.MAX).wait())
-        megatron_training.step_with(optimizer, self._step, None if args.fp16 else torch.ones(1))
+        training_training.step_with(optimizer, self._step, None if args.fp16 else torch.ones(1))
 
     def begins(self, call: Mapping[str, Any]) -> None:
         """An iteration is about to be called, or to go on."""
@@ -97,8 +96,8 @@ class StepsAhead:
     def _step(self) -> tuple[bool, float | None, None]:
         """In place of ``optimizer.step``."""
         args = self._training.get_args()
-        late = megatron_training.is_late(self._training, args, time.time())
-        stops = to_device([float(megatron_training.is_told_to_stop(self._training, args)), float(late)])
+        late = training_training.is_late(self._training, args, time.time())
+        stops = to_device([float(training_training.is_told_to_stop(self._training, args)), float(late)])
         full = get_num_microbatches() == self._most
         follows = self._stood and full and not self._measures() and follows_at_once(args, args.curr_iteration + 1)
         mine = _exchange(None)

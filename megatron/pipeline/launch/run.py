@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.pipeline.patches import distributed_data_parallel, language_module
+from megatron.pipeline.patches import distributed_data_parallel, language_module, training_training
 from megatron.pipeline.patches import schedules as schedules_patch
-from megatron.pipeline.patches import training as megatron_training
 from megatron.pipeline.patches.upstream_args import write
 
 from megatron.pipeline.combinations.rows import DOCUMENTS, WRONG
@@ -231,7 +230,7 @@ class Run:
             chunks = make(provide, low_precision)
         boundary = BoundaryModules(placement)
         boundary.tie(chunks)
-        megatron_training.finalize_with(boundary.finalize_model_grads)
+        training_training.finalize_with(boundary.finalize_model_grads)
         return chunks
 
     @property
