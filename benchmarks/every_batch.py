@@ -5,9 +5,8 @@ in the order drawn, and as many as fit go into a microbatch, or one that is long
 
     torchrun --nproc-per-node 4 benchmarks/every_batch.py --lengths roll-outs --microbatches 8
 
-Every round is another batch, which all schedules run in turn. Its mean microbatch takes F, B and W. Reported are means over
-rounds. Simulated are the passes with messages that take as long as one between two processes that slept before; the bound is that
-of no message, for the placement.
+Every round is another batch, which all schedules run in turn; its mean microbatch takes F, B and W. Reported are means of rounds,
+beside passes simulated with messages that take as long as one between two processes that slept before, and the bound of none.
 """
 
 from __future__ import annotations
