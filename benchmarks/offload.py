@@ -53,6 +53,7 @@ from megatron.pipeline.record.cost_profile import measured_costs
 from megatron.pipeline.record.recorder import NullRecorder, Record, Recorder
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.offload import numa, probe
 from megatron.pipeline.runtime.offload.offloading import CopySettings, InFlight, Offloading
 from megatron.pipeline.runtime.p2p import Tensors, Transport
@@ -124,7 +125,7 @@ def build(hidden: int, layers: int, dtype: torch.dtype) -> DistributedDataParall
     return DistributedDataParallel(config, ddp, chunk)
 
 
-class Layers:
+class Layers(ModelStages):
     """What passes compute: chunks, between an embedding and a gradient of the output that are always the same."""
 
     def __init__(self, chunks: list[DistributedDataParallel], placement: Placement, rank: int, hidden: torch.Tensor) -> None:
@@ -154,9 +155,6 @@ class Layers:
 
     def release(self, outputs: Tensors) -> None:
         schedules.deallocate_output_tensor(outputs[0], deallocate_pipeline_outputs=True)
-
-    def _is_last(self, work: Pass) -> bool:
-        return self._placement.is_last(self._placement.stage(self._rank, work.chunk))
 
 
 class NoOthers(Transport):

@@ -182,15 +182,20 @@ class Executor:
                         handlers.background[collective.exchange].finish(collective)
                 case Copy(work):
                     handlers.background[work.kind].start(work)
+                    self._note(operation)
                 case Wait(Pass() as work):
                     with recorder.wait(work):
                         handlers.background[work.kind].finish(work)
+                    self._note(operation)
                 case Validate():
                     return
-            if isinstance(operation, (Copy, Wait)) and (copy := pass_of(operation)):  # the place that the schedule has it in
-                recorder.reach(copy)
             if self._device and isinstance(operation, (Compute, Wait)):
                 self._device.launched(number, isinstance(operation, Compute))
+
+    def _note(self, operation: Operation) -> None:
+        """Record what is held where the schedule has a copy: at its start, or at its end."""
+        if (copy := pass_of(operation)) is not None:
+            self._recorder.reach(copy)
 
     def _at(self, operation: Operation) -> None:
         self.position = operation
