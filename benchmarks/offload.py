@@ -148,9 +148,6 @@ class Layers(ModelStages):
     def release(self, outputs: Tensors) -> None:
         schedules.deallocate_output_tensor(outputs[0], deallocate_pipeline_outputs=True)
 
-    def _is_last(self, work: Pass) -> bool:
-        return self._placement.is_last(self._placement.stage(self._rank, work.chunk))
-
 
 class NoOthers(Transport):
     """Transport to ranks that are not there: every message arrives when it is waited for, in memory of its own."""
