@@ -17,8 +17,6 @@ from megatron.pipeline.schedule.transforms.offload import Rank, offload
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import IntVar
 
-MOST_CANDIDATES = 150  # with more than this, minutes of search prove little
-
 _GRID = 10**6  # units for the largest value, if values are not simple fractions
 _STRAY = 1e-3  # of a unit: rounding errors are below this
 
@@ -59,16 +57,11 @@ def least_peak(
         seconds: how long to search, in wall-clock seconds, on one thread, which takes the same way every time.
 
     Raises:
-        ValueError: the rank has too many microbatches to search, or as ``offload``.
+        ValueError: as ``offload``.
     """
     known = activation_peaks(offload(schedule, costs, mode, host_limit=host_limit), costs)[rank]
     row = Rank(schedule, costs, rank, simulate(schedule, costs).ranks[rank])
     count = len(row.works)
-    if count > MOST_CANDIDATES:
-        raise ValueError(
-            f"{count} microbatches of a chunk on rank {rank} are too many to search: at most {MOST_CANDIDATES}; take fewer "
-            "chunks or microbatches"
-        )
     if not count:
         return LeastPeak(known, known, True)
     model = _Model(row, known)

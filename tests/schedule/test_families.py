@@ -15,6 +15,7 @@ from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective
 from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
@@ -35,7 +36,7 @@ def test_every_family_obeys_the_rules_for_any_shape_and_costs(name: str, data: s
     schedule = planning.plan(name, ranks, microbatches, costs, chunks, splits=splits, group=group)
     verify(schedule, costs, memory_limit=activation_peaks(schedule, costs))
     verify(schedule.forward_only(), costs, forward_only=True)
-    verify_programs(schedule, lower(schedule, costs))
+    verify_programs(schedule, lower(schedule, costs), Posting.BATCHED)
 
 
 def span(name: str, p: int, m: int, f: int, b: int, w: int, c: Any) -> Any:
@@ -48,7 +49,7 @@ hops = st.sampled_from([exact(0), exact(1, 3), exact(1), exact(2), exact(5)])
 shapes = st.integers(1, 8)
 
 
-@examples(300)
+@examples(100)
 @given(shapes, st.integers(1, 20), times, times, times, hops)
 def test_closed_form_of_1f1b(p: int, m: int, f: int, b: int, w: int, c: Any) -> None:
     if p == 1 or m % p:
@@ -57,7 +58,7 @@ def test_closed_form_of_1f1b(p: int, m: int, f: int, b: int, w: int, c: Any) -> 
     assert span("1f1b", p, m, f, b, w, c) == (m + p - 1) * (f + b + w) + hop_time
 
 
-@examples(300)
+@examples(100)
 @given(shapes, st.integers(0, 15), times, times, st.data())
 def test_closed_form_of_zb_h1(p: int, extra: int, f: int, b: int, data: st.DataObject) -> None:
     c = data.draw(hops)
@@ -66,7 +67,7 @@ def test_closed_form_of_zb_h1(p: int, extra: int, f: int, b: int, data: st.DataO
     assert span("zb-h1", p, m, f, b, w, c) == m * (f + b + w) + (p - 1) * (f + b - w) + 4 * (p - 1) * c
 
 
-@examples(300)
+@examples(100)
 @given(shapes, st.integers(0, 15), times, times, st.data())
 def test_closed_form_of_zb_h2(p: int, extra: int, f: int, b: int, data: st.DataObject) -> None:
     c = data.draw(hops.filter(lambda c: bool(2 * c <= min(f, (f + b + 2 * c) / 2))))

@@ -191,6 +191,8 @@ def test_copies_slower_than_planned_make_a_longer_run(name: str, copies: CopyCos
     late = simulate(schedule, slow)
     check(schedule, slow, late)
     assert late.span > 1.5 * planned.span
+    undisturbed = replace(slow, copies=CopyCosts(slow.copies.to_host, slow.copies.to_device))
+    assert (late.span > simulate(schedule, undisturbed).span) == copies.disturb_each_other
 
 
 def test_the_timeline_of_forwards_has_no_copies() -> None:

@@ -87,10 +87,6 @@ def test_closed_form_of_seq_1f1b(p: int, m: int, splits: int, f: int, b: int, w:
     assert activation_peaks(schedule, costs) == [exact(min(m * splits, p - r - 1 + splits), splits) for r in range(p)]
 
 
-def test_seq_1f1b_without_cuts_is_1f1b() -> None:
-    assert planning.plan("seq-1f1b", 4, 7, splits=1).passes == planning.plan("1f1b", 4, 7).passes
-
-
 def test_slices_go_back_in_reverse() -> None:
     rows = parse("F0 F1 F2 BW1 F3 BW0 BW3 BW2", "F0 F1 BW1 F2 BW0 F3 BW3 BW2")
     schedule = planning.plan("seq-1f1b", 2, 2)

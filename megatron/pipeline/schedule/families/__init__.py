@@ -14,12 +14,10 @@ from megatron.pipeline.schedule.families import (
     dualpipe,
     gis,
     interleaved,
-    one_f_one_b,
     seq_1f1b,
     v,
     zb_auto,
     zb_h1,
-    zb_h2,
 )
 from megatron.pipeline.schedule.families.family import Family
 
@@ -28,13 +26,13 @@ __all__ = ["AUTO", "FAMILIES", "Family", "meant", "named", "placement"]
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        one_f_one_b.FAMILY,
+        seq_1f1b.FAMILY_1F1B,
         interleaved.FAMILY,
         gis.FAMILY,
         gis.FAMILY_HALF,
         seq_1f1b.FAMILY,
         zb_h1.FAMILY,
-        zb_h2.FAMILY,
+        zb_h1.FAMILY_H2,
         zb_auto.FAMILY,
         *v.FAMILIES,
         dualpipe.FAMILY_V,

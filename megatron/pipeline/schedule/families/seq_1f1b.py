@@ -1,4 +1,4 @@
-"""Seq1F1B: 1F1B of S slices of every microbatch along the sequence, which fill the pipeline S times faster in less memory.
+"""1F1B, and Seq1F1B: 1F1B of S slices of every microbatch along the sequence, which fill the pipeline S times faster.
 
 Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model Training", section 3. With equal
 stages and equal slices, without hops, the span and the makespan for every m are
@@ -7,7 +7,14 @@ stages and equal slices, without hops, the span and the makespan for every m are
 
 Rank r (0-based) runs p-r-2+S slice forwards before one forward and one backward alternate: S-1 more than in 1F1B, because
 the last slice of a microbatch is the first to go back. So it holds at most min(mS, p-r-1+S) slices, 1/S of a
-microbatch each. S = 1 is 1F1B.
+microbatch each.
+
+S = 1 is 1F1B: the pipeline is filled with forwards, then one forward and one (fused) backward alternate (Narayanan et al.,
+"Memory-Efficient Pipeline-Parallel DNN Training", PipeDream-Flush). Rank r holds min(m, p-r) microbatches, and the span is
+
+    m(F+B+W) + (p-1)(F+B+W) + hop*(2m(p-1)/p + 2(p-2))
+
+where p > 1 and m is a multiple of p, and for every m without hops.
 """
 
 from __future__ import annotations
@@ -37,3 +44,4 @@ def _order(in_flight: int, microbatches: int, splits: int) -> tuple[Pass, ...]:
 
 
 FAMILY = Family("seq-1f1b", interleaved, plan, splits=2, fused=True)
+FAMILY_1F1B = Family("1f1b", interleaved, plan, fused=True, exposed_hops=1.0, suggested=True)

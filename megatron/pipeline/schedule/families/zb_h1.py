@@ -1,6 +1,6 @@
-"""ZB-H1: 1F1B with the weight gradients split off and delayed into the bubble, at the memory of 1F1B.
+"""ZB-H1 and ZB-H2: 1F1B with the weight gradients split off and delayed into the bubble.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3. With equal stages the span is
+Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3. With equal stages the span of ZB-H1, at the memory of 1F1B, is
 
     m(F+B+W) + (p-1)(F+B-W) + 4(p-1)*hop
 
@@ -8,6 +8,16 @@ where m > p (m >= p without hops) and 2*hop <= W <= F + 2*hop. ``lower_bound`` s
 shorter. Rank r holds at most p-r whole microbatches, and r more of which only W is due: p microbatches on every rank if
 B frees nothing, as many as rank 0 of 1F1B. Where limits have no room for that, as on a last stage whose logits make its
 microbatches larger, W is due for fewer: at least p-r microbatches are held, as under 1F1B.
+
+ZB-H2 has twice the warm-up, which also fills the wait for the first backward, at almost twice the memory. Its span is
+
+    m(F+B+W) + (p-1)(F+B-2W+2*hop)
+
+where m >= 2p-1, W <= F, 2W <= F+B+2*hop and 2*hop <= W: zero bubble in the span if F = B = W. A single iteration
+then still has ZB-H1's makespan; the gain comes from the next iteration, which interlocks. Rank r holds at most 2(p-r)-1
+whole microbatches, and 2r more of which only W is due: 2p-1 microbatches on every rank if B frees nothing. With few microbatches
+the forwards of its warm-up delay the first backward for nothing: where ZB-H1's order is shorter, or limits have room for that
+alone, it is taken.
 """
 
 from __future__ import annotations
@@ -19,13 +29,25 @@ from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.core.problem import SLACK, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.families.family import Family
-from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 
 
 def plan(problem: Problem) -> Order:
     """Rank r runs p-r forwards before its first B, as 1F1B does, and W up to r microbatches behind B."""
     return delayed_within_limits(problem, depth=1)
+
+
+def plan_h2(problem: Problem) -> Order:
+    """Rank r runs 2(p-r)-1 forwards before its first B, and W up to 2r microbatches behind B; or ZB-H1's order."""
+
+    def excess_and_value(order: Order) -> tuple[float, float]:
+        schedule = as_run(problem, order)
+        peaks = activation_peaks(schedule, problem.costs)
+        excess = max(peak - limit * SLACK for peak, limit in zip(peaks, problem.limits or peaks, strict=True))
+        return max(0.0, excess), problem.value(simulate(schedule, problem.costs))
+
+    return min((delayed_within_limits(problem, depth) for depth in (2, 1)), key=excess_and_value)
 
 
 def delayed_within_limits(problem: Problem, depth: int) -> Order:
@@ -83,3 +105,4 @@ def _order(in_flight: int, lag: int, microbatches: int) -> tuple[Pass, ...]:
 
 
 FAMILY = Family("zb-h1", interleaved, plan, keeps=float, suggested=True)
+FAMILY_H2 = Family("zb-h2", interleaved, plan_h2, keeps=lambda p: 2 * p - 1)

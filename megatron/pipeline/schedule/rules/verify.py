@@ -50,8 +50,8 @@ def verify(
     passes_of_a_chunk_are_in_microbatch_order(schedule)
     dependencies_can_be_met(schedule)
     verify_boundary(schedule, waits_for_norm)
-    if memory_limit is not None:
-        memory_stays_within(schedule, costs or uniform(schedule.placement), memory_limit)
+    if memory_limit is not None and (exceeded := excess(schedule, costs or uniform(schedule.placement), memory_limit)):
+        raise exceeded
 
 
 def verify_passes(schedule: Schedule, forward_only: bool = False) -> None:
@@ -199,14 +199,8 @@ def dependencies_can_be_met(schedule: Schedule) -> None:
         raise ScheduleError(str(stuck)) from None
 
 
-def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> None:
-    """No rank ever holds more activation memory than its limit; both in the costs' unit."""
-    if exceeded := excess(schedule, costs, memory_limit):
-        raise exceeded
-
-
 def excess(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> LimitExceeded | None:
-    """Refusal of a schedule that holds more than its limit."""
+    """Refusal of a schedule whose ranks do not all hold at most their limits of activation memory, in the costs' unit."""
     limits = per_rank(memory_limit, schedule.ranks)
     levels = [list(itertools.accumulate(changes)) for changes in activation_changes(schedule, costs)]
     for rank, (limit, held) in enumerate(zip(limits, levels, strict=True)):

@@ -32,12 +32,20 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ValueError: the costs are for another number of stages, or the schedule cannot finish (the stuck pass is named).
     """
     costs.check_placement(schedule.placement)
-    costs = schedule.costs(costs)
-    if schedule.has_copies:
-        return _with_lanes(schedule, costs)
-    rows = rows_of(schedule, costs)
-    timed = map(_timed, rows.works, *replay(schedule, rows)[1:])
-    return Timeline(tuple(map(_passes, timed) if any(row.is_braided for row in schedule.rows) else timed))
+    costs, ranks = schedule.costs(costs), schedule.ranks
+    rows = rows_of(schedule, costs, with_lanes=True)
+    starts, ends = replay(schedule, rows)[1:]
+    if rows.lanes and costs.copies.disturb_each_other:
+        clock = Clock(ranks, rows, switches(ranks, costs.copies))
+        clock.follow(rows.passes)
+        starts, ends = ([list(row.values()) for row in table] for table in (clock.starts, clock.ends))
+    timed = list(map(_timed, rows.works, starts, ends))
+    has_waits = rows.lanes or any(row.is_braided for row in schedule.rows)
+    computed = tuple(map(_passes, timed[:ranks]) if has_waits else timed)
+    on_lanes: list[list[Timed]] = [[] for _ in range(ranks if rows.lanes else 0)]
+    for lane, row in zip(rows.lanes, timed[ranks:], strict=True):
+        on_lanes[lane.rank] += row
+    return Timeline(computed, tuple(tuple(sorted(row, key=lambda each: each.start)) for row in on_lanes))
 
 
 def _timed(works: Sequence[Pass | None], starts: Sequence[float], ends: Sequence[float]) -> tuple[Timed, ...]:
@@ -48,23 +56,6 @@ def _timed(works: Sequence[Pass | None], starts: Sequence[float], ends: Sequence
 def _passes(row: tuple[Timed, ...]) -> tuple[Timed, ...]:
     """Without the waits of a row."""
     return tuple(each for each in row if each.work is not None)
-
-
-def _with_lanes(schedule: Schedule, costs: Costs) -> Timeline:
-    """With a row for every lane behind those of the ranks."""
-    ranks = schedule.ranks
-    rows = rows_of(schedule, costs, with_lanes=True)
-    starts, ends = replay(schedule, rows)[1:]
-    if schedule.has_copies and costs.copies.disturb_each_other:
-        clock = Clock(ranks, rows, switches(ranks, costs.copies))
-        clock.follow(rows.passes)
-        starts, ends = ([list(row.values()) for row in table] for table in (clock.starts, clock.ends))
-    timed = list(map(_timed, rows.works, starts, ends))
-    computed = tuple(map(_passes, timed[:ranks]))
-    on_lanes: list[list[Timed]] = [[] for _ in range(ranks)]
-    for lane, row in zip(rows.lanes, timed[ranks:], strict=True):
-        on_lanes[lane.rank] += row
-    return Timeline(computed, tuple(tuple(sorted(row, key=lambda each: each.start)) for row in on_lanes))
 
 
 def activation_peaks(schedule: Schedule, costs: Costs) -> list[float]:
