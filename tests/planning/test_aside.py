@@ -47,9 +47,9 @@ def batches(count: int, seed: int) -> Iterator[tuple[Load, ...]]:
     ("schedule", "limit"), [rest("zb-auto", None), ("zb-auto", 6.0), rest("zb-v", None), rest("v-auto", 5.0)]
 )
 def test_the_limit_is_kept_in_every_batch_or_refused(schedule: str, limit: float | None) -> None:
-    """1,000 batches in all, in which the longest microbatch may need more than there is."""
+    """The longest microbatch may need more than there is."""
     plans, kept = cache(schedule, limit), 0
-    for loads in batches(250, seed=len(schedule)):
+    for loads in batches(60, seed=len(schedule)):
         request = plans.of_batch(len(loads), loads)
         try:
             batch = plan_batch(request)
@@ -62,12 +62,12 @@ def test_the_limit_is_kept_in_every_batch_or_refused(schedule: str, limit: float
         assert limits is not None and planned.problem.costs.loads == loads
         verify(planned.schedule, planned.problem.costs, limits)
         assert all(peak <= most * (1 + 1e-9) for peak, most in zip(planned.peaks, limits, strict=True))
-    assert kept >= 200
+    assert kept >= 48
 
 
 def test_no_plan_is_longer_than_the_order_for_equal_microbatches_where_that_fits() -> None:
     plans, gains = cache("v-auto", limit=8.0), []
-    for loads in batches(60, seed=5):
+    for loads in batches(25, seed=5):
         batch, equal = plan_batch(plans.of_batch(len(loads), loads)), plans.plan(len(loads)).schedule
         costs = batch.planned.problem.costs
         assert batch.of_equal == simulate(equal, costs).makespan
@@ -75,7 +75,7 @@ def test_no_plan_is_longer_than_the_order_for_equal_microbatches_where_that_fits
         assert limits is not None
         if all(peak <= most for peak, most in zip(activation_peaks(equal, costs), limits, strict=True)):
             gains.append(1 - batch.planned.value / batch.of_equal)
-    assert len(gains) > 20 and min(gains) >= 0 and max(gains) > 0.02
+    assert len(gains) > 8 and min(gains) >= 0 and max(gains) > 0.02
 
 
 @pytest.mark.parametrize("schedule", ["zb-auto", "zb-v"])
@@ -139,9 +139,8 @@ def test_a_process_that_is_killed_or_stopped_says_so_and_is_replaced(number: sig
 
 
 @pytest.mark.parametrize("ends", ["", "os.kill(os.getpid(), signal.SIGKILL)"])
-@pytest.mark.parametrize("stopped", [False, True])
-def test_nothing_stays_behind_and_nothing_is_waited_for(ends: str, stopped: bool) -> None:
-    """A rank that ends while its process plans, or is stopped."""
+def test_nothing_stays_behind_and_nothing_is_waited_for(ends: str) -> None:
+    """A rank that ends while its process should plan, and is stopped."""
     program = f"""
 import os, signal, time
 from megatron.pipeline.planning import Request, loads_of
@@ -151,8 +150,7 @@ from megatron.pipeline.schedule.lower.posting import Posting
 process, loads = PlanningProcess(), loads_of([[number % 7 + 1] for number in range(8)])
 request = PlanCache(Request("zb-auto", 4, 1)).of_batch(len(loads), loads)
 process.plan(request, Posting.SINGLE, False).result(timeout=100)
-if {stopped}:
-    process._process.send_signal(signal.SIGSTOP)
+process._process.send_signal(signal.SIGSTOP)
 process.plan(request, Posting.SINGLE, False)
 print(process._process.pid, flush=True)
 time.sleep(0.5)

@@ -294,17 +294,6 @@ def warned(gathered: bool) -> tuple[list[float], list[str]]:
     return losses, said
 
 
-def in_turn(*schedules: str) -> list[Trained]:
-    """Trainings one after the other, in one process."""
-    from megatron.core import parallel_state
-
-    found = []
-    for schedule in schedules:
-        found.append(train(schedule))
-        parallel_state.destroy_model_parallel()
-    return found
-
-
 def refused(make: Callable[[], Any]) -> str:
     try:
         make()

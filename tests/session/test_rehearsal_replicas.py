@@ -89,14 +89,14 @@ def test_costs_say_whether_they_have_the_time_of_collectives(flags: str, collect
     assert rehearsal._collectives(args) == collectives
 
 
-def test_ranks_that_share_a_sequence_sum_their_gradients() -> None:
-    args = validate(
-        parse(f"{FLAGS} --rehearse --rehearse-replicas fake --context-parallel-size 2 --rehearse-hop A100-80GB".split()), 2
-    )
+@pytest.mark.parametrize("hop", ["A100-80GB", "0.001"])
+def test_ranks_that_share_a_sequence_sum_their_gradients_over_links_that_are_known(hop: str) -> None:
+    flags = f"{FLAGS} --rehearse --rehearse-replicas fake --context-parallel-size 2 --rehearse-hop {hop}"
+    args = validate(parse(flags.split()), 2)
     assert args.data_parallel_size == 1
     plan = Request("zb-h1", 2, 4, Costs((StageCosts(1.0, 1.0, 1.0),) * 2), objective=Objective.MAKESPAN).plan()
     seconds = rehearsal._replicas(args | {"padded_vocab_size": 384}, plan.schedule, plan.problem.costs, plan.value)
-    assert seconds is not None and seconds > 0
+    assert seconds is None if hop == "0.001" else seconds and seconds > 0
 
 
 @pytest.mark.parametrize(

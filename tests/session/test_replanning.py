@@ -158,9 +158,3 @@ def test_limits_in_bytes(schedule: str, stages: int) -> None:
     assert max(activation_peaks(after, costs)) <= limit
     assert f"MiB and the limit is {needed}.5 MiB; predicted span" in _change(before, after, costs, limit, Objective.SPAN)
     assert f"it needs {needed}MiB on a rank, and the limit is" in _plan(pipeline, costs, limit / 2)["error"]
-
-
-def test_limits_in_bytes_need_bytes() -> None:
-    flags = f"{MODEL} --mock-data --pipeline-model-parallel-size 2 --pipeline-memory-limit 12GiB"
-    with pytest.raises(ValueError, match=r"12GiB needs --pipeline-costs with activations in bytes: a file, or profile"):
-        program.prepare(flags.split(), world_size=2)

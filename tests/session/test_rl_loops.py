@@ -24,8 +24,8 @@ def check(stock: list[Trained], ours: list[Trained], exact: bool) -> None:
 @pytest.mark.parametrize(
     ("schedule", "per_token"),
     [
-        ("zb-h1", True),
         ("zb-v", False),
+        whole("zb-h1", True),
         whole("zb-h1", False),
         whole("zb-v", True),
     ],
