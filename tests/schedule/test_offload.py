@@ -17,6 +17,7 @@ from schedule_strategies import costs_of, one_rank, parse, schedules, unbraided,
 
 from megatron.pipeline import planning
 from megatron.pipeline.planning.compose import adapted
+from megatron.pipeline.planning.costs import with_shards
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
@@ -179,6 +180,18 @@ def test_a_file_with_braids_holds_about_as_little_as_the_same_order_without(name
     held, before, without = (activation_peaks(each, costs) for each in (schedule, file, alone))
     assert all(one <= other + 2 * costs.stages[0].activation for one, other in zip(held, without, strict=True))
     assert held[0] <= before[0] / 2 and sum(held) < 0.75 * sum(before)
+
+
+def test_a_vocabulary_is_spread_over_a_file_whose_copies_are_planned_anew() -> None:
+    """Its passes have no place between copies that are there already."""
+    placement = families.placement("zb-v", 4)
+    costs = with_shards(replace(uniform(placement, 1, 1, 1), copies=CopyCosts(0.4, 0.4)), Vocabulary.ONE_BARRIER, 4)
+    file = offload(planning.plan("zb-v", 4, 8, costs), costs, FULL)
+    spread = Problem(placement, 8, costs, vocabulary=Vocabulary.ONE_BARRIER)
+    with pytest.raises(ValueError, match="has no passes of the vocabulary, which --vocab-parallel 2 puts .* give --offload"):
+        adapted(file, spread, None)
+    schedule = adapted(file, spread, FULL)
+    assert schedule.has_copies and schedule.vocabulary and without_copies(schedule) == adapted(without_copies(file), spread, None)
 
 
 # --- a few that can be seen through -------------------------------------------------------------------------------------

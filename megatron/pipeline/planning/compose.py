@@ -30,6 +30,7 @@ from megatron.pipeline.schedule.transforms.boundary import waits_for_norm
 from megatron.pipeline.schedule.transforms.braid import braid, combined
 from megatron.pipeline.schedule.transforms.join import join, saves, shields, split
 from megatron.pipeline.schedule.transforms.offload import offload
+from megatron.pipeline.schedule.transforms.transform import without_copies
 from megatron.pipeline.schedule.transforms.vocabulary import delay_backwards, postponed, shard_vocabulary
 
 _NEAR = 1.01  # as short: the schedule that holds less is better then
@@ -276,11 +277,11 @@ def adapted(schedule: Schedule, problem: Problem, mode: Offload | None) -> Sched
         mode: what to copy to host memory; None for the schedule's own copies, if it has any.
 
     Raises:
-        ScheduleError: a rule is broken, or a limit exceeded.
+        ScheduleError: a rule is broken, a limit exceeded, or passes of the vocabulary would have to stand between its copies.
         HostLimitTooLow: the limit of host memory has no room for one copy.
     """
     verify(schedule, waits_for_norm=waits_for_norm(problem))
-    result = with_vocabulary(schedule, problem)
+    result = with_vocabulary(without_copies(schedule) if mode else schedule, problem)
     if mode:
         result = offload(result, problem.costs, mode, problem.limits, problem.host_limit)
     if result is not schedule:
@@ -293,6 +294,11 @@ def with_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
     """The schedule with the vocabulary's passes, where the problem has them and the schedule does not."""
     if problem.vocabulary is None or schedule.vocabulary:
         return schedule
+    if schedule.has_copies:
+        raise ScheduleError(
+            f"{schedule.name} copies activations to host memory, and has no passes of the vocabulary, which --vocab-parallel "
+            f"{problem.vocabulary} puts between passes: plan it with --vocab-parallel, or give --offload, which plans its copies anew"
+        )
     return shard_vocabulary(
         delay_backwards(schedule, postponed(problem.vocabulary, schedule.ranks)), problem.vocabulary, problem.costs
     )
