@@ -188,7 +188,7 @@ def test_a_vocabulary_is_spread_over_a_file_whose_copies_are_planned_anew() -> N
     costs = with_shards(replace(uniform(placement, 1, 1, 1), copies=CopyCosts(0.4, 0.4)), Vocabulary.ONE_BARRIER, 4)
     file = offload(planning.plan("zb-v", 4, 8, costs), costs, FULL)
     spread = Problem(placement, 8, costs, vocabulary=Vocabulary.ONE_BARRIER)
-    with pytest.raises(ValueError, match="has no passes of the vocabulary, which --vocab-parallel 2 puts .* give --offload"):
+    with pytest.raises(ValueError, match=r"has no passes of the vocabulary, which --vocab-parallel 2 puts .* give --offload"):
         adapted(file, spread, None)
     schedule = adapted(file, spread, FULL)
     assert schedule.has_copies and schedule.vocabulary and without_copies(schedule) == adapted(without_copies(file), spread, None)

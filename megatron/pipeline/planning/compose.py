@@ -297,7 +297,7 @@ def with_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
     if schedule.has_copies:
         raise ScheduleError(
             f"{schedule.name} copies activations to host memory, and has no passes of the vocabulary, which --vocab-parallel "
-            f"{problem.vocabulary} puts between passes: plan it with --vocab-parallel, or give --offload, which plans its copies anew"
+            f"{problem.vocabulary} puts between passes: plan it with that, or give --offload, which plans its copies anew"
         )
     return shard_vocabulary(
         delay_backwards(schedule, postponed(problem.vocabulary, schedule.ranks)), problem.vocabulary, problem.costs
