@@ -177,7 +177,7 @@ MUTATIONS = (
     Mutation("backward.linear:SplitLinear.backward", _REDUCED, _NOTHING, "tensor"),
     Mutation("backward.linear:SplitLinear.backward", _REDUCED, _NOTHING, "sequence"),
     Mutation("runtime.layer_plans:_record_use", f"made.record_stream({_CURRENT})", _NOTHING, "layer plans"),
-    Mutation("dist.sequence:Part.whole", _GATHERED, _NOTHING, "sequence"),
+    Mutation("distributed.sequence:Part.whole", _GATHERED, _NOTHING, "sequence"),
     Mutation(
         f"{_COPIES}:_StreamTicket.wait", "torch.cuda.current_stream(self.device).wait_event(self.times[1])", _NOTHING, "offload"
     ),
@@ -199,7 +199,7 @@ MUTATIONS = (
     Mutation("runtime.ping:_now", f"{_CURRENT}.synchronize()", "torch.cuda.synchronize()", "profile beside a message"),
     Mutation(f"{_STORE}.abandon", "self._tickets[-1].wait()", _NOTHING, "offload, undone"),
     Mutation("patches.distrib_optimizer:_gathered_behind", f"yield\n    {_BEGINS}", f"{_BEGINS}\n    yield", "gathers"),
-    Mutation("dist.reduction:Reduction.wait", "while not self._work.is_completed():", "while False:", "measured"),
+    Mutation("distributed.reduction:Reduction.wait", "while not self._work.is_completed():", "while False:", "measured"),
 )
 
 # Each has a test of its own, of memory: what the allocator's peak is, what the host waits for, and what is unpinned too early.

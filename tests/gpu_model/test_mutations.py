@@ -42,6 +42,17 @@ def test_every_mutation_is_reported(gpus: Pool, data: str) -> None:
     assert not missed
 
 
+def _mutated(each: Mutation) -> None:
+    with mutated(each):
+        pass
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=title)
+def test_every_mutation_has_its_line(pool: Pool, mutation: Mutation) -> None:
+    """In the product as it is today: most of them are tried in the whole matrix alone."""
+    pool.run(1, _mutated, mutation)
+
+
 @pytest.mark.parametrize("mutation", QUICK, ids=title)
 def test_a_mutation_is_reported(gpus: Pool, data: str, mutation: Mutation) -> None:
     assert reports(gpus, mutation, data, iterations=3)
