@@ -21,7 +21,7 @@ from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.costmodel.ranges import Range
 from megatron.pipeline.flags.flags import given
-from megatron.pipeline.flags.packages import missing
+from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule import families
@@ -265,7 +265,7 @@ def _draw(path: Path, cluster: Cluster, ours: SearchResult, stock: SearchResult)
     try:
         draw_throughput(groups, path, cluster.device.memory / GIB, title)
     except ModuleNotFoundError as error:
-        print(f"WARNING: no picture in {path} ({missing(error)})", file=sys.stderr)
+        print(no_picture(path, error), file=sys.stderr)
         return []
     return [path]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 
 OWN = "megatron-pipeline"
 _NAMES = {"megatron.core": "megatron-core", "yaml": "PyYAML"}  # of packages, by what Python imports, where these differ
@@ -25,6 +26,12 @@ def missing(error: ModuleNotFoundError) -> str:
     packages = [_NAMES.get(each, each) for each in absent]
     needed = f"package {packages[0]}, which is" if len(packages) == 1 else f"packages {' and '.join(packages)}, which are"
     return f"this needs the {needed} not installed: pip install {' '.join(repr(_required(each)) for each in packages)}"
+
+
+def no_picture(path: Path, error: Exception) -> str:
+    """Say why there is no picture: a full disk, what others have put into the directory, or no matplotlib."""
+    why = missing(error) if isinstance(error, ModuleNotFoundError) else getattr(error, "strerror", None) or error
+    return f"WARNING: no picture in {path} ({why})"
 
 
 def installed(package: str) -> str | None:

@@ -15,6 +15,7 @@ from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.links import collective_seconds
 from megatron.pipeline.costmodel.origin import described, shares_layers
 from megatron.pipeline.costmodel.replicas import between_seconds, with_replicas
+from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -26,7 +27,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.session.memory import uncounted_sizes
-from megatron.pipeline.session.trace import in_mib, no_picture
+from megatron.pipeline.session.trace import in_mib
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.view.picture import draw
 
@@ -156,4 +157,4 @@ def _draw(found: Rehearsal, path: Path) -> None:
     try:
         draw({own: found.timeline, other: stock.timeline}, path, memory, "s", {own: schedule.splits}, "MiB")
     except ModuleNotFoundError as error:
-        no_picture(path, error)
+        logger.warning(no_picture(path, error))

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.pipeline.flags.packages import missing
+from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.record.cost_profile import measured_costs
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -93,15 +93,9 @@ def draw_last_trace(directory: str) -> Path | None:
             waits={measured: [[(start, end) for _, start, end in row] for row in record["waits"]]},
         )
     except (OSError, ModuleNotFoundError) as error:
-        no_picture(path, error)
+        logger.warning(no_picture(path, error))
         return None
     return path
-
-
-def no_picture(path: Path, error: Exception) -> None:
-    """Say why there is no picture: a full disk, what others have put into the directory, or no matplotlib."""
-    why = missing(error) if isinstance(error, ModuleNotFoundError) else getattr(error, "strerror", None) or error
-    logger.warning("WARNING: no picture in %s (%s)", path, why)
 
 
 def in_mib(profile: Profile) -> Profile:
