@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+from pool import PRELOADED
 
 from megatron.pipeline.serve import workers
 from megatron.pipeline.serve.workers import Busy, Late, Workers
@@ -22,7 +23,8 @@ def with_workers(count: int, use: Any) -> Any:
     """What a coroutine function makes of that many workers."""
 
     async def run() -> Any:
-        async with Workers(count, os.getpid, []) as pool:
+        # A process has one fork server: with nothing preloaded, all ranks of later tests would import for seconds.
+        async with Workers(count, os.getpid, list(PRELOADED)) as pool:
             return await asyncio.wait_for(use(pool), 60)
 
     return asyncio.run(run())
