@@ -67,7 +67,7 @@ slurm: $(ready)
 	scripts/slurm/local_cluster.sh
 
 # Three at a time, for two cores: ranks wait for each other and for clocks, and while they do, another test computes.
-pytest = -m pytest -n 4 --dist worksteal --durations 30 --durations-min 1
+pytest = -m pytest -n 3 --dist worksteal --durations 30 --durations-min 1
 
 test: $(ready)
 	$(venv) $(pytest) $(or $(ARGS),-m "not whole and not rest")

@@ -139,6 +139,7 @@ def assert_losses_are_stocks(pool: Pool, data: str, output: Path, stock: Path) -
     assert [iteration for iteration, _, _ in ours] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.rest
 def test_checkpoint_across_schedules(pool: Pool, data: str, tmp_path: Path) -> None:
     """The script's commands, on the pool's ranks in place of torchrun's."""
     (tmp_path / "python").write_text('#!/bin/sh\necho "$*"\n')

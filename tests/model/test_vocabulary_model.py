@@ -131,8 +131,8 @@ def contents(directory: str) -> dict[str, torch.Tensor]:
     ("ranks", "pp", "flags", "last"),
     [
         rest(3, 3, "", "--make-vocab-size-divisible-by 48"),
-        (4, 2, "--untie-embeddings-and-output-weights --use-distributed-optimizer --bf16", "--tensor-model-parallel-size 2"),
-        rest(4, 4, "--untie-embeddings-and-output-weights --bf16", ""),
+        rest(4, 2, "--untie-embeddings-and-output-weights --use-distributed-optimizer --bf16", "--tensor-model-parallel-size 2"),
+        (4, 4, "--untie-embeddings-and-output-weights --bf16", ""),
     ],
     ids=["tied-more-padding", "distributed-optimizer-tensor-parallel", "bf16-empty-shard"],
 )

@@ -57,8 +57,10 @@ FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 8"
             f"{TWO} --pipeline-schedule zb-v --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
             "--use-distributed-optimizer --disable-bias-linear"
         ),
-        f"{FOUR} --pipeline-schedule interleaved --num-layers 8 --calculate-per-token-loss --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1 --untie-embeddings-and-output-weights",
+        rest(
+            f"{FOUR} --pipeline-schedule interleaved --num-layers 8 --calculate-per-token-loss --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1 --untie-embeddings-and-output-weights"
+        ),
         rest(f"{TWO} --pipeline-schedule seq-1f1b --position-embedding-type rope"),
         f"{TWO} --pipeline-schedule zb-h1 --vocab-parallel 2 --use-distributed-optimizer --overlap-grad-reduce "
         f"--overlap-param-gather {FP16}",

@@ -39,7 +39,7 @@ def test_losses_are_those_of_stock(pool: Pool, schedule: str, plans: str) -> Non
     assert len(ours[-1].lines) == 2 and not any(rank.lines for rank in ours[:-1])
 
 
-@pytest.mark.parametrize(("schedule", "plans"), [("zb-v", "on_time any"), ("zb-auto", "on_time")])
+@pytest.mark.parametrize(("schedule", "plans"), [("zb-v", "on_time any"), rest("zb-auto", "on_time")])
 def test_a_loop_announces_lengths_of_any_number_of_microbatches(pool: Pool, schedule: str, plans: str) -> None:
     stock = pool.once(4, batches.train, "stock", announces=True, timeout=300)
     ours = pool.run(4, batches.train, schedule, plans, announces=True, timeout=300)
@@ -58,6 +58,7 @@ def test_a_late_plan_stops_nothing(pool: Pool) -> None:
     assert [rank.counts for rank in ours] == [{"planned": 2, "late": 2, "unknown": 5}] * 4
 
 
+@pytest.mark.rest
 def test_replicas_run_one_order_of_each_model_that_needs_it(pool: Pool) -> None:
     """Each replica of the first model has plans of its own; of the second it waits for the other's sums within passes."""
     alone, ours = (pool.run(4, batches.several_models, plans) for plans in (False, True))
@@ -95,7 +96,7 @@ BALANCED = (
         ("zb-auto", {"pp": 2, "tp": 2}, "--sequence-parallel", 4),
         rest("zb-v", {"pp": 2, "cp": 2}, "", 4),
         ("zb-v", {"pp": 2}, EXPERTS, 4),
-        ("zb-v", {"pp": 2}, BALANCED, 4),
+        rest("zb-v", {"pp": 2}, BALANCED, 4),
         whole("zb-auto", {"pp": 4}, "", 4),
         whole("zb-auto", {"pp": 2}, REPLICAS, 4),
         whole("zb-v", {"pp": 4}, f"{REPLICAS} --num-layers 8", 8),
@@ -122,7 +123,7 @@ def test_losses_are_those_of_stock_in_every_layout(
     assert len(of_replicas) == (2 if "--use-distributed-optimizer" in flags else 1)
 
 
-@pytest.mark.parametrize(("schedule", "padded"), [("zb-v", False), ("zb-auto", True)])
+@pytest.mark.parametrize(("schedule", "padded"), [rest("zb-v", False), rest("zb-auto", True)])
 def test_packed_batches_have_the_losses_of_stock_and_every_sequence(pool: Pool, schedule: str, padded: bool) -> None:
     stock = pool.run(4, batches.packs, "stock", padded, timeout=300)
     ours = pool.run(4, batches.packs, schedule, padded, plans=True, timeout=300)
@@ -152,7 +153,7 @@ def test_packed_sequences_of_any_total_length_reach_every_stage_of_tensor_parall
     assert len({tokens for tokens, *_ in seen[0]}) > 1 and all(tokens == bounds[-1] for tokens, *bounds in seen[0])
 
 
-@pytest.mark.parametrize("evaluates", ["other", "same"])
+@pytest.mark.parametrize("evaluates", [rest("other"), "same"])
 def test_evaluations_come_in_between(pool: Pool, evaluates: str) -> None:
     stock = pool.run(4, batches.train, "stock", evaluates=evaluates, timeout=300)
     ours = pool.run(4, batches.train, "zb-auto", "on_time", evaluates=evaluates, timeout=300)

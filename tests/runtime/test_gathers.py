@@ -14,11 +14,11 @@ from runtime import gathers
     [
         ("zb-v", "", 4096, 0.05, 2, 4),
         rest("zb-v", "", 4096, 0.05, 2, 8),  # each of two replicas
-        ("zb-v", "", 1, 0.0, 1, 4),  # a bucket for each weight, and shards of nothing
+        rest("zb-v", "", 1, 0.0, 1, 4),  # a bucket for each weight, and shards of nothing
         rest("zb-v", "linear_qkv", 4096, 0.05, 1, 4),
         rest("zb-v", "first", 4096, 0.05, 1, 4),
         rest("zb-v", "ranks", 4096, 0.05, 1, 4),
-        ("zb-h1", "final_layernorm", 4096, 0.05, 1, 4),  # one rank alone has a weight to train
+        rest("zb-h1", "final_layernorm", 4096, 0.05, 1, 4),  # one rank alone has a weight to train
     ],
 )
 def test_an_own_loop(pool: Pool, schedule: str, trains: str, bucket: int, clip: float, instances: int, ranks: int) -> None:

@@ -138,7 +138,7 @@ SIZES: list[Any] = [
     rest("zb-v", 2, 4, FULL),
     rest("v-half", 4, 8, SELECTIVE),
     whole("v-auto", 4, 3, FULL),
-    ("v-auto", 4, 5, f"{FULL} --pipeline-memory-limit 0.5"),
+    rest("v-auto", 4, 5, f"{FULL} --pipeline-memory-limit 0.5"),
     ("zb-v", 4, 5, ALL),
 ]
 

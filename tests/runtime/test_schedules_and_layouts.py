@@ -18,7 +18,7 @@ import tiny_gpt
 from marked import rest, whole
 from pool import Pool
 from runtime import layouts
-from runtime.layouts import ALIKE, COLUMNS, LINEAR, NEVER, ROWS, SCHEDULES
+from runtime.layouts import ALIKE, COLUMNS, INTERLEAVED, LINEAR, NEVER, ROWS, SCHEDULES
 
 ITERATIONS = 2  # what a schedule does wrong in one it does in the first, or where it goes on from one
 PLAIN = {name: values[0] for name, values in COLUMNS.items()}
@@ -67,9 +67,10 @@ def test_every_pair_of_settings_is_in_a_row() -> None:
 
 
 def case(row: int, schedule: str) -> Any:
-    """Of schedules that have the handlers of others, those that are cheap and those of four pipeline ranks are trained first."""
-    others = ("gis", "gis-h", "1f1b-v", "dualpipe-v")  # interleaved and the other Vs
-    daily = schedule not in others or ROWS[row]["pp"] == "4" or layouts.ranks(ROWS[row]) == 2
+    """Pipelines are trained first; of schedules with several chunks those that split backwards, others with two or four ranks."""
+    others = (*INTERLEAVED, "1f1b-v", "dualpipe-v")
+    pp = ROWS[row]["pp"]
+    daily = pp == "4" or (pp == "2" and (schedule not in others or layouts.ranks(ROWS[row]) == 2))
     return (pytest.param if daily else rest)(row, schedule, id=f"{layouts.name(ROWS[row])}-{schedule}")
 
 

@@ -26,7 +26,7 @@ def train(schedule: str, flags: str, stages: int, pp: int, **given: Any) -> list
 @pytest.mark.parametrize(
     ("ranks", "schedule", "stages", "flags"),
     [
-        (4, "zb-h1", 2, TENSOR),
+        rest(4, "zb-h1", 2, TENSOR),
         rest(4, "zb-h1", 2, "--untie-embeddings-and-output-weights"),
         rest(8, "zb-h1", 4, TENSOR),
         rest(8, "zb-v", 8, f"{TENSOR} --num-layers 8"),

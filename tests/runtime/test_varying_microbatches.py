@@ -15,12 +15,10 @@ from runtime import varying
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 100}
 BOTH = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 DAILY = {
-    ("zb-h1", "bare", False),
     ("zb-v", "bare", True),
     ("v-half", "deferred", True),
-    ("v-half", "aligned", False),
 }
-LATER = {("zb-h1", "megatron", True), ("zb-v", "megatron", False)}
+LATER = {("zb-h1", "megatron", True), ("zb-v", "megatron", False), ("zb-h1", "bare", False), ("v-half", "aligned", False)}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +41,7 @@ def test_four_pipeline_ranks(pool: Pool, schedule: str, ranks: int) -> None:
     assert any(pool.run(ranks, varying.beside, schedule, 4, 3, "bare", timeout=300, **BOTH))
 
 
+@pytest.mark.rest
 def test_megatron_core_alone_reduces_early_where_a_loop_gives_no_function(pool: Pool) -> None:
     """The public bug of frameworks, which is no matter of schedules."""
     with pytest.raises(

@@ -93,7 +93,7 @@ def test_context_parallel(pool: Pool) -> None:
     assert_near_stock(pool, 4, ("1f1b",), "", ("2",), pp=2, cp=2, microbatches=4, iterations=2)
 
 
-@pytest.mark.parametrize(("schedule", "pp"), [("zb-v", 2), whole("zb-v", 4), whole("1f1b", 4)])
+@pytest.mark.parametrize(("schedule", "pp"), [rest("zb-v", 2), whole("zb-v", 4), whole("1f1b", 4)])
 def test_evaluation(pool: Pool, schedule: str, pp: int) -> None:
     """Between two iterations, and with other numbers of microbatches than they have."""
     stock, *spread = (
@@ -131,7 +131,7 @@ def test_every_order_on_one_placement_computes_the_same(pool: Pool, variant: str
     assert others == [one, one]
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("v-half", 4, 4), ("zb-h1", 2, 1)])
+@pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [rest("v-half", 4, 4), ("zb-h1", 2, 1)])
 def test_messages_that_start_in_batches(pool: Pool, schedule: str, ranks: int, microbatches: int) -> None:
     """Others may need a message before they join a collective that its sender waits for."""
     alone, together = (

@@ -37,7 +37,7 @@ def test_a_loop_with_one_module_trains_as_under_stock(pool: Pool) -> None:
     assert all(rank.planned == [1.0] * 4 for ours in found for rank in ours)
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("pipeline", [rest(1), 2])
 def test_with_replicas_whose_reductions_overlap_it_trains_as_under_stock(pool: Pool, tmp_path: Path, pipeline: int) -> None:
     """Four replicas, and two; with DDP's buckets, and of two also with those of a plan: other buckets add four up in another
     order."""
@@ -62,7 +62,7 @@ def test_the_w_of_what_is_frozen_is_planned_to_take_no_time(pool: Pool) -> None:
     assert ours[0].planned[1:3] == pytest.approx([1 / 3] * 2)
 
 
-@pytest.mark.parametrize("pipeline", [4, 2])
+@pytest.mark.parametrize("pipeline", [4, rest(2)])
 def test_adapters_like_those_of_peft_train_as_under_stock(pool: Pool, pipeline: int) -> None:
     """With clipping, and ranks on which nothing trains; with 2 ranks with replicas and a distributed optimizer."""
     stock, fused, on_a_v = pool.each(4, own_loops.adapters, ("stock", "zb-h1", "zb-v"), pipeline)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from marked import whole
+from marked import rest, whole
 from pool import Pool
 from training.short_runs import metrics, train
 
@@ -47,8 +47,8 @@ PP2 = "--pipeline-model-parallel-size 2"
     [
         (2, "zb-auto --pipeline-model-parallel-size 2", {"F", "B", "W"}),
         whole(2, "stock --pipeline-model-parallel-size 2", {"F", "BW"}),
-        (2, "v-half --pipeline-model-parallel-size 2 --vocab-parallel 2", {"F", "B", "W", "S", "T", "IF", "IB"}),
-        (4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel --bf16 --rehearse-park", {"F", "B", "W"}),
+        rest(2, "v-half --pipeline-model-parallel-size 2 --vocab-parallel 2", {"F", "B", "W", "S", "T", "IF", "IB"}),
+        rest(4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel --bf16 --rehearse-park", {"F", "B", "W"}),
         whole(4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel", {"F", "B", "W"}),
         whole(2, f"zb-h1 {PP2} --rehearse-park", {"F", "B", "W"}),
         whole(2, f"v-half --use-distributed-optimizer {PP2} --rehearse-park", {"F", "B", "W"}),

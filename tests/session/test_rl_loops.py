@@ -51,7 +51,7 @@ def test_nemo_rl(pool: Pool, schedule: str, in_parts: bool) -> None:
     assert [rank.weights for rank in ours] == [rank.weights for rank in stock]
 
 
-@pytest.mark.parametrize("in_parts", [rest(False), True])
+@pytest.mark.parametrize("in_parts", [rest(False), rest(True)])
 def test_nemo_rl_with_replicas(pool: Pool, in_parts: bool) -> None:
     stock, ours = pool.each(4, rl_loops.as_nemo_rl, ("stock", "zb-h1"), 2, in_parts, **OVERLAP)
     check(stock, ours, False)

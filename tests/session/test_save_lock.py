@@ -186,6 +186,7 @@ def test_of_runs_that_begin_at_once_one_saves(pool: Pool, tmp_path: Path, other:
         assert [path.name for path in directory.iterdir()] == [LOCK]
 
 
+@pytest.mark.rest
 def test_a_second_run_trains_nothing(pool: Pool, data: str, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     check(str(tmp_path / "saved"))

@@ -49,7 +49,7 @@ EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1
 
 @pytest.mark.parametrize(
     ("flags", "ranks", "iterations"),
-    [pytest.param(MASKS, 2, 4, id="masks-rampup-evaluation"), rest(EXPERTS, 4, 3, id="experts-per-token-loss")],
+    [rest(MASKS, 2, 4, id="masks-rampup-evaluation"), rest(EXPERTS, 4, 3, id="experts-per-token-loss")],
 )
 def test_is_as_without(pool: Pool, data: str, tmp_path: Path, flags: str, ranks: int, iterations: int) -> None:
     run = f"{data} {EXACT} --train-iters {iterations} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 {flags}"
@@ -62,7 +62,7 @@ def test_is_as_without(pool: Pool, data: str, tmp_path: Path, flags: str, ranks:
         assert one == pytest.approx(found[0], rel=NEAR) and len(one) == iterations
 
 
-@pytest.mark.parametrize("variant", [whole("1"), "2"])
+@pytest.mark.parametrize("variant", [whole("1"), rest("2")])
 def test_a_schedule_from_a_file(pool: Pool, data: str, tmp_path: Path, variant: str) -> None:
     """It has the vocabulary's passes, or gets them; activations that it recomputes include the embedding's and the output's."""
     plan = "plan --schedule zb-h1 --pp 2 --microbatches 4 --cost F=1,B=1,W=1,comm=0.1 --json -o".split()

@@ -37,7 +37,7 @@ def contents(directory: str) -> dict[str, Any]:
             4,
             "--use-distributed-optimizer --untie-embeddings-and-output-weights --num-layers 9 "
             "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096",
-            ("interleaved", "stock", "v-half", "1f1b"),
+            ("interleaved", "stock", "v-half"),
         ),
     ],
 )
@@ -93,7 +93,7 @@ def train_with_buckets(flags: str, as_upstream: bool = False) -> tuple[str, int]
         whole(3, f"{BUCKETS} --num-layers 2"),
         whole(6, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
         whole(2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40"),
-        (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40 {UNTIED} {BUCKETS} --bf16"),
+        rest(2, f"--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40 {UNTIED} {BUCKETS} --bf16"),
         rest(2, f"--pipeline-model-parallel-size 2 --pipeline-schedule stock --hidden-size 40 {UNTIED} {BUCKETS}"),
     ],
     ids=["3-replicas-buckets", "3-replicas-line-tied", "v-tied", "v-untied-buckets-bf16", "stock-untied-buckets"],
@@ -157,7 +157,7 @@ def test_all_ranks_load_the_checkpoint_that_one_has_found(pool: Pool, data: str,
     assert metrics(tmp_path / "resumed.jsonl") == metrics(tmp_path / "whole.jsonl")[2:]
 
 
-@pytest.mark.parametrize(("optimizer", "saved", "loaded"), [("", 1, 2), ("--use-distributed-optimizer", 2, 1)])
+@pytest.mark.parametrize(("optimizer", "saved", "loaded"), [("", 1, 2), rest("--use-distributed-optimizer", 2, 1)])
 def test_experts_with_and_without_an_optimizer_of_their_own(
     pool: Pool, data: str, tmp_path: Path, optimizer: str, saved: int, loaded: int
 ) -> None:

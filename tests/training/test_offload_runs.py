@@ -93,6 +93,7 @@ def profiled(flags: str) -> list[str]:
     return logged(flags, agreed)
 
 
+@pytest.mark.rest
 def test_measured_copies(pool: Pool, data: str, tmp_path: Path) -> None:
     """They are planned with in the same run, and in the next one without measuring again."""
     run = f"{data} {TWO} --pipeline-schedule zb-v --train-iters 11"

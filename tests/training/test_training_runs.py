@@ -46,7 +46,7 @@ def test_resumed_is_bit_identical_to_uninterrupted(pool: Pool, data: str, tmp_pa
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (2, "--use-distributed-optimizer"),
+        rest(2, "--use-distributed-optimizer"),
         whole(1, ""),
         whole(1, "--optimizer sgd"),
     ],
@@ -63,6 +63,7 @@ def test_saved_before_the_first_step_that_counts(pool: Pool, data: str, tmp_path
     assert metrics(tmp_path / "parts.jsonl") == whole
 
 
+@pytest.mark.rest
 def test_a_dynamic_loss_scale_follows_a_constant_one(pool: Pool, data: str, tmp_path: Path) -> None:
     flags = f"{data} --fp16 --save {tmp_path}/saved --load {tmp_path}/saved --metrics {tmp_path}/m.jsonl"
     assert ran(pool.run(1, train, f"{flags} --loss-scale 1024 --exit-interval 2"))
@@ -124,6 +125,7 @@ def test_another_pipeline_size_and_schedule_goes_on(pool: Pool, data: str, tmp_p
     assert [iteration for iteration, _ in two_losses] == [4, 5, 6]
 
 
+@pytest.mark.rest
 def test_another_data_parallel_size_goes_on(pool: Pool, data: str, tmp_path: Path) -> None:
     """The distributed optimizer's state is cut anew; sums over samples come in another order."""
     flags = f"{data} --use-distributed-optimizer --attention-dropout 0 --hidden-dropout 0"
@@ -234,7 +236,7 @@ def assert_perfetto_can_show(events: list[dict[str, Any]], ranks: int) -> None:
         assert any(event["ph"] == "C" and event["args"]["held"] > 0 for event in events if event["pid"] == process)
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", whole("zb-h1")])
+@pytest.mark.parametrize("schedule", [rest("zb-v"), whole("zb-h1")])
 def test_ramp_up_with_overlaps(pool: Pool, data: str, tmp_path: Path, schedule: str) -> None:
     flags = f"{data} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --use-distributed-optimizer "
     flags += "--rampup-batch-size 4 4 32 --global-batch-size 16 --attention-dropout 0 --hidden-dropout 0 --metrics"  # m 1 to 4

@@ -236,6 +236,7 @@ def test_a_layer_is_cut_and_split_as_in_training(pool: Pool, extra: str) -> None
     assert 0.3 < activations.layer_activation(alone) / kept < 1.5
 
 
+@pytest.mark.rest
 def test_a_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     forked_ranks.use(monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

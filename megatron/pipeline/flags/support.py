@@ -46,10 +46,14 @@ class Feature(NamedTuple):
     details: tuple[str, ...] = ()
 
     def is_on(self, args: Namespace) -> bool:
-        given = {name: getattr(args, name, None) for name in self.names}
-        return any(
-            value in self.names[name] if self.names[name] else value not in (None, False, "none") for name, value in given.items()
-        )
+        return any(_is_one_of(getattr(args, name, None), values) for name, values in self.names.items())
+
+
+def _is_one_of(value: Any, values: Collection[Any]) -> bool:
+    """Tell whether a setting has one of the values that switch a feature on."""
+    if isinstance(values, range):  # which compares what is no number, as None, with each of its numbers
+        return isinstance(value, int) and value in values
+    return value in values if values else value not in (None, False, "none")
 
 
 def _read(row: Mapping[str, Any]) -> Feature:
