@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.pipeline.combinations.table import minor
+
 RELEASES = ("0.16", "0.17", "0.18", "0.19")  # scripts/check_core_versions.py trains with these
 TORCH = ((2, 11), (2, 15))  # the first and the last release of torch that trained what docs/versions.md says
 _NEWEST = RELEASES[-1] if sys.version_info >= (3, 12) else RELEASES[0]  # 0.17 and later ask for Python 3.12
@@ -240,7 +242,7 @@ def refuse_older_releases() -> None:
     Raises:
         RuntimeError: says what is installed, what is supported, and what to install.
     """
-    if _minor(version()) < _minor(RELEASES[0]):
+    if minor(version()) < minor(RELEASES[0]):
         supported = f"megatron.pipeline supports {RELEASES[0]} to {RELEASES[-1]}"
         raise RuntimeError(f"megatron-core {version()} is installed, and {supported}: {_PIP}")
 
@@ -271,7 +273,7 @@ def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
             f"megatron-core {installed}, but with the releases {', '.join(RELEASES)}; it goes on, because all {checked} names "
             "that it relies on are there"
         )
-    if not TORCH[0] <= _minor(torch.__version__) <= TORCH[1]:
+    if not TORCH[0] <= minor(torch.__version__) <= TORCH[1]:
         first, last = (f"{major}.{minor}" for major, minor in TORCH)
         _warn(f"torch {torch.__version__}, but with {first} to {last}")
 
@@ -361,7 +363,7 @@ def version() -> str:
 
 def is_from(release: str) -> bool:
     """Tell whether the installed megatron-core is of a release such as ``0.17``, or of a later one."""
-    return _minor(version()) >= _minor(release)
+    return minor(version()) >= minor(release)
 
 
 def has_local_grouped_experts() -> bool:
@@ -377,12 +379,7 @@ def ramps_up_by_steps() -> bool:
 def _required(row: Name) -> bool:
     """Tell whether the installed release must have a name; one that the newest tested release has, all later ones must have."""
     last = row.releases.partition("-")[2]
-    return row.required and (last == RELEASES[-1] or _minor(version()) <= _minor(last))
-
-
-def _minor(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    return row.required and (last == RELEASES[-1] or minor(version()) <= minor(last))
 
 
 def _has(loaded: ModuleType, symbol: str) -> bool:

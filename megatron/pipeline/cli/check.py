@@ -5,7 +5,6 @@ It reads its command line itself, since most of that is for a training.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shlex
@@ -21,7 +20,7 @@ from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import given, neutral
-from megatron.pipeline.flags.packages import missing
+from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.flags.settings import Flags, Role
 from megatron.pipeline.schedule.core.names import STOCK, counted
 from megatron.pipeline.view.table import plain_table
@@ -86,8 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         own, flags = parser().parse_args(list(_joined(arguments[:at]))), arguments[at + 1 :]
         if not flags:
             raise ValueError("which training? mpipe check -- FLAGS")
-        if importlib.util.find_spec("torch") is None:
-            raise ValueError(missing(ModuleNotFoundError(name="torch")))
+        refuse_without_torch()
         with tempfile.TemporaryDirectory(prefix="check-") as folder, quietly():
             from megatron.pipeline import patches
 

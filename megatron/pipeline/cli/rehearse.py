@@ -5,7 +5,6 @@ It reads its command line itself, since most of that is for ``pretrain_gpt.py`` 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from argparse import ArgumentParser
@@ -18,7 +17,7 @@ from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import actions
-from megatron.pipeline.flags.packages import missing
+from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.flags.validation_rehearsal import MEASURED, least_ranks
 from megatron.pipeline.tune import trial
 
@@ -67,8 +66,7 @@ def torchrun(arguments: Sequence[str]) -> list[str]:
     flags = [token for token in others if token != "--"]
     if not flags:
         raise ValueError("which training? mpipe rehearse -- FLAGS of pretrain_gpt.py")
-    if importlib.util.find_spec("torch") is None:
-        raise ValueError(missing(ModuleNotFoundError(name="torch")))
+    refuse_without_torch()
     ranks = own.ranks or (_ranks_of_script(flags) if target else _ranks(flags))
     program = ["-m", "megatron.pipeline.cli", "launch", target] if target else [str(trial.script())]
     ends = [] if any(token.startswith("--exit-interval") for token in flags) else ["--exit-interval", str(MEASURED)]

@@ -76,7 +76,7 @@ class Facts(dict[str, Any]):
 
     def is_from(self, release: str) -> bool:
         """Tell whether megatron-core is known to be of a release such as ``0.17``, or of a later one."""
-        return self.core is not None and _number(self.core) >= _number(release)
+        return self.core is not None and minor(self.core) >= minor(release)
 
     def met(self, features: str) -> list[str]:
         """Those of several features that are met."""
@@ -258,6 +258,7 @@ def _text(value: Any) -> str:
     return f"{value / 2**20:g}MiB" if is_memory else str(value)
 
 
-def _number(release: str) -> tuple[int, int]:
-    major, minor = release.split(".")[:2]
-    return int(major), int(minor)
+def minor(release: str) -> tuple[int, int]:
+    """The first two numbers of a release such as ``0.17`` or ``0.17.1``, which compare as releases do."""
+    first, second = release.split(".")[:2]
+    return int(first), int(second)

@@ -28,6 +28,16 @@ def missing(error: ModuleNotFoundError) -> str:
     return f"this needs the {needed} not installed: pip install {' '.join(repr(_required(each)) for each in packages)}"
 
 
+def refuse_without_torch() -> None:
+    """Look for torch without importing it, which takes a second.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(missing(ModuleNotFoundError(name="torch")))
+
+
 def no_picture(path: Path, error: Exception) -> str:
     """Say why there is no picture: a full disk, what others have put into the directory, or no matplotlib."""
     why = missing(error) if isinstance(error, ModuleNotFoundError) else getattr(error, "strerror", None) or error

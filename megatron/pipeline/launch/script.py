@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import runpy
 import sys
@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.pipeline.distributed.processes import free_port
+from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.launch import install
 
 PIP, CHECKOUT = "pip", "checkout"
@@ -48,8 +49,7 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
             f"{os.environ['RANK']}): leave them out here"
         )
     if options:
-        if importlib.util.find_spec("torch") is None:
-            raise ModuleNotFoundError("No module named 'torch'", name="torch")  # as its import would
+        refuse_without_torch()
         torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
         return partial(os.execv, sys.executable, [*torchrun, "-m", "megatron.pipeline.cli", "launch", "--core", core, *tokens])
     if "RANK" not in os.environ:

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.pipeline.combinations.table import minor
+
 
 @dataclass(frozen=True)
 class Versions:
@@ -36,7 +38,7 @@ class Versions:
     @property
     def difference(self) -> str | None:
         """Advice where the two are of different releases; None where they are of one."""
-        if self.checkout is None or _release(self.checkout) == _release(self.core):
+        if self.checkout is None or minor(self.checkout) == minor(self.core):
             return None
         return (
             f"{self.training_path} belongs to megatron-core {self.checkout}, and {self.core} runs: take the checkout's own ("
@@ -71,7 +73,3 @@ def version_in(core: Path) -> str | None:
         return None
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = [\"']?([\w.]*)", text, re.MULTILINE))
     return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format(**parts) if len(parts) == 4 else None
-
-
-def _release(version: str) -> list[str]:
-    return version.split(".")[:2]
