@@ -59,11 +59,13 @@ def draw_fastest(contenders: list[Contender], fastest: dict[str, Timeline], path
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--ours", nargs="*", default=OURS, metavar="NAME[@MEMORY][/batched]", help="see contenders.py, ours")
-    parser.add_argument("--torchs", nargs="*", default=TORCHS, metavar="NAME", help="schedules of torch.distributed.pipelining")
+    parser.add_argument("--torchs", nargs="*", default=TORCHS, choices=TORCHS, help="schedules of torch.distributed.pipelining")
     add_flags(parser.add_argument)
     parser.add_argument("--stock", nargs="*", type=int, default=(1, 2), metavar="CHUNKS", help="of megatron-core's schedules")
     parser.add_argument("--picture", metavar="FILE", help="draw the fastest round of each schedule, .png or .svg")
     options = parser.parse_args()
+    if options.picture and options.torchs:  # whose steps are not one for each pass
+        parser.error("--picture draws no schedules of torch: add --torchs without a name")
 
     megatron = start(options)
     contenders = [megatron.stock(chunks) for chunks in options.stock]
