@@ -14,6 +14,7 @@ FLAGS = "--pipeline-model-parallel-size 4 --global-batch-size 8 --pipeline-sched
 TROUBLE: Injections = {2: (3, 1e7), 6: (0, 1e7), 7: (2, 1e7), 12: (1, 1e7)}
 
 
+@pytest.mark.rest
 def test_evaluations_and_checkpoints(pool: Pool, data: str, tmp_path: Path) -> None:
     """Trouble in an iteration that something follows is found before that, and without any undone step."""
     around = "--eval-interval 3 --eval-iters 1 --save-interval 8"

@@ -62,8 +62,10 @@ FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 8"
             "--recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1 --untie-embeddings-and-output-weights"
         ),
         rest(f"{TWO} --pipeline-schedule seq-1f1b --position-embedding-type rope"),
-        f"{TWO} --pipeline-schedule zb-h1 --vocab-parallel 2 --use-distributed-optimizer --overlap-grad-reduce "
-        f"--overlap-param-gather {FP16}",
+        rest(
+            f"{TWO} --pipeline-schedule zb-h1 --vocab-parallel 2 --use-distributed-optimizer --overlap-grad-reduce "
+            f"--overlap-param-gather {FP16}"
+        ),
         rest(f"{TWO} --pipeline-schedule v-min --vocab-parallel 1 --hidden-dropout 0.1 --pipeline-p2p batched"),
         rest(
             f"{FOUR} --pipeline-schedule zb-h1 --num-layers 1 --pipeline-model-parallel-layout Et|||L "

@@ -27,7 +27,7 @@ def losses(found: list[batches.Trained]) -> list[list[float]]:
     return found[-1].losses
 
 
-@pytest.mark.parametrize(("schedule", "plans"), [("zb-auto", "on_time"), ("zb-v", "process")])
+@pytest.mark.parametrize(("schedule", "plans"), [rest("zb-auto", "on_time"), ("zb-v", "process")])
 def test_losses_are_those_of_stock(pool: Pool, schedule: str, plans: str) -> None:
     stock, ours = pool.once(4, batches.train, "stock", timeout=300), pool.run(4, batches.train, schedule, plans, timeout=300)
     assert losses(ours) == losses(stock) and len(losses(ours)) == len(batches.NUMBERS)

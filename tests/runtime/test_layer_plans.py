@@ -84,6 +84,7 @@ def test_megatrons_own_order(pool: Pool, ranks: int, pp: int, flags: str) -> Non
     assert overlapped == stock(pool, ranks, pp, 4, flags)
 
 
+@pytest.mark.rest
 def test_recomputed_passes(pool: Pool, tmp_path: Path) -> None:
     """R makes the plan: a forward that keeps nothing runs as ever, and so beside nothing."""
     from megatron.pipeline.cli import main

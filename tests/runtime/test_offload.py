@@ -182,6 +182,7 @@ def test_whole_matrix(pool: Pool, tmp_path: Path, schedule: str, flags: str) -> 
     check(pool, tmp_path, schedule, 2, 4, ALL, flags)
 
 
+@pytest.mark.rest
 def test_other_numbers_of_microbatches(pool: Pool, tmp_path: Path) -> None:
     """Of iterations, which move as much as they can, and of evaluations, which move nothing."""
     check(pool, tmp_path, "v-half", 2, 5, FULL, others=(5, 1, 7))

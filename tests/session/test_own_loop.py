@@ -148,6 +148,7 @@ def test_an_actor_and_a_critic_train_in_turn(pool: Pool) -> None:
     assert all("tied to the embedding, and their weights differ" in rank.refused for rank in on_a_v)
 
 
+@pytest.mark.rest
 def test_another_schedule_takes_over_models_that_train(pool: Pool) -> None:
     stock, *ours = (
         pool.run(4, own_loops.several_models, *names) for names in (("stock", "stock"), ("zb-h1", "zb-auto"), ("zb-h1", "stock"))

@@ -94,6 +94,7 @@ def recomputed(row: list[str]) -> list[str]:
     return [one for work in row for one in ([f"R{work[1:]}", work] if work.startswith("B") else [work])]
 
 
+@pytest.mark.rest
 def test_measured_costs_and_traces(pool: Pool, data: str, tmp_path: Path) -> None:
     """The next run plans with what this one has measured, without measuring again."""
     flags = f"{data} --pipeline-model-parallel-size 2 --pipeline-schedule zb-auto --vocab-parallel 2 --metrics {tmp_path}/m.jsonl"

@@ -99,7 +99,7 @@ def test_too_little_for_the_first_and_the_second_checkpoint(pool: Pool, data: st
     "left",
     [
         rest(0, id="for common.pt"),
-        pytest.param(100, id="in the tensors of the first rank"),
+        rest(100, id="in the tensors of the first rank"),
         rest(500, id="in those of others"),
     ],
 )

@@ -162,6 +162,7 @@ def test_more_processes_find_the_same(space: Layouts) -> None:
     assert one.results and one.left_out and same(one, three)
 
 
+@pytest.mark.rest
 def test_a_busy_machine_finds_the_same(space: Layouts, monkeypatch: pytest.MonkeyPatch) -> None:
     on = on_device(space, memory=SCARCE)
     found = []
