@@ -274,7 +274,7 @@ def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
             "that it relies on are there"
         )
     if not TORCH[0] <= minor(torch.__version__) <= TORCH[1]:
-        first, last = (f"{major}.{minor}" for major, minor in TORCH)
+        first, last = (".".join(map(str, release)) for release in TORCH)
         _warn(f"torch {torch.__version__}, but with {first} to {last}")
 
 

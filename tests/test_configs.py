@@ -128,7 +128,8 @@ def test_the_document_has_all_of_them() -> None:
     assert len(listed()) == len(FILES), "and test_a_file_says_what_is_predicted has every row, in their order"
 
 
-@pytest.mark.parametrize("name", [rest("tiny_experts"), rest("tiny_vocabulary")])
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ["tiny_experts", "tiny_vocabulary"])
 def test_tiny_models_train(pool: Pool, data: str, name: str, tmp_path: Path) -> None:
     """``tiny.yaml`` itself is trained by others."""
     metrics = tmp_path / "metrics.jsonl"

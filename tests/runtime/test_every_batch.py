@@ -123,7 +123,8 @@ def test_losses_are_those_of_stock_in_every_layout(
     assert len(of_replicas) == (2 if "--use-distributed-optimizer" in flags else 1)
 
 
-@pytest.mark.parametrize(("schedule", "padded"), [rest("zb-v", False), rest("zb-auto", True)])
+@pytest.mark.rest
+@pytest.mark.parametrize(("schedule", "padded"), [("zb-v", False), ("zb-auto", True)])
 def test_packed_batches_have_the_losses_of_stock_and_every_sequence(pool: Pool, schedule: str, padded: bool) -> None:
     stock = pool.run(4, batches.packs, "stock", padded, timeout=300)
     ours = pool.run(4, batches.packs, schedule, padded, plans=True, timeout=300)

@@ -4,7 +4,7 @@ megatron-core's own schedule."""
 from __future__ import annotations
 
 import pytest
-from marked import rest, whole
+from marked import whole
 from pool import Pool
 from session import rl_loops
 from session.rl_loops import Trained
@@ -51,7 +51,8 @@ def test_nemo_rl(pool: Pool, schedule: str, in_parts: bool) -> None:
     assert [rank.weights for rank in ours] == [rank.weights for rank in stock]
 
 
-@pytest.mark.parametrize("in_parts", [rest(False), rest(True)])
+@pytest.mark.rest
+@pytest.mark.parametrize("in_parts", [False, True])
 def test_nemo_rl_with_replicas(pool: Pool, in_parts: bool) -> None:
     stock, ours = pool.each(4, rl_loops.as_nemo_rl, ("stock", "zb-h1"), 2, in_parts, **OVERLAP)
     check(stock, ours, False)

@@ -70,6 +70,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.rest
+@pytest.mark.slow
 @pytest.mark.usefixtures("program")
 def test_trainings_take_turns(tmp_path: Path) -> None:
     args = compare._parse(["--schedules", "a", "b", "--ranks", "2", "--output", str(tmp_path)])

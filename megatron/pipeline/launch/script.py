@@ -33,9 +33,9 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
         What runs it.
 
     Raises:
-        ValueError: there is no script, or options do not fit the way this process was started.
+        ValueError: there is no script, no torch to start, or options do not fit the way this process was started.
         RuntimeError: ``megatron.training`` is missing, or lacks what a patch relies on.
-        ModuleNotFoundError: there is no torch or no ``megatron.core``.
+        ModuleNotFoundError: there is no ``megatron.core``, or what it imports.
     """
     if not tokens:
         raise ValueError("which script? mpipe launch PATH/pretrain_gpt.py [flags]")
