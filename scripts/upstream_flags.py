@@ -2,7 +2,8 @@
 
     python scripts/upstream_flags.py 0.16=CHECKOUT 0.17=CHECKOUT ...    a source tree of every release, the oldest first
 
-Facts alone: a flag's names, how many values it takes, their type and choices, its group, and the releases that have it.
+Facts alone: a flag's names, how many values it takes, their type and choices, the value that it has where nobody gives it and its
+name in a program, where they are others than None or False and the first name, its group, and the releases that have it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ def _row(action: argparse.Action, group: str) -> dict[str, Any]:
         row["type"] = action.type.__name__
     if action.choices is not None:
         row["choices"] = [getattr(choice, "name", choice) for choice in action.choices]
+    default = getattr(action.default, "name", action.default)
+    if default not in (None, False, argparse.SUPPRESS):
+        row["default"] = default
+    if action.dest != row["names"][0][2:].replace("-", "_"):
+        row["dest"] = action.dest
     return row
 
 

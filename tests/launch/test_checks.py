@@ -140,24 +140,27 @@ def test_iterations_that_nothing_but_a_log_parts(given: dict[str, object], pause
 
 
 @pytest.mark.parametrize(
-    ("flag", "becomes", "words"),
+    ("given", "words"),
     [
-        ("external_cuda_graph", {"cuda_graph_impl": "transformer_engine"}, "--external-cuda-graph 2 (CUDA graphs) relies on"),
-        ("tensor_parallel_num_weight_shards", {"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards 2 shards"),
-        ("x", {"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards 2 shards"),
+        ({"external_cuda_graph": True}, "--external-cuda-graph (CUDA graphs) relies on"),
+        ({"tensor_parallel_num_weight_shards": 4}, "--tensor-parallel-num-weight-shards 4 shards parameters"),
+        ({"expert_tensor_parallel_num_weight_shards": 4}, "--expert-tensor-parallel-num-weight-shards 4 shards parameters"),
+        ({"tensor_parallel_num_weight_shards": 2, "expert_tensor_parallel_num_weight_shards": 2}, ""),  # the ranks there are
+        ({}, ""),
     ],
 )
-def test_what_upstream_makes_of_a_flag_is_refused_as_well(
-    capsys: pytest.CaptureFixture[str], flag: str, becomes: dict[str, object], words: str
+def test_what_a_user_gives_is_refused_and_what_upstream_fills_in_is_not(
+    capsys: pytest.CaptureFixture[str], given: dict[str, object], words: str
 ) -> None:
-    sizes = SIZES_OF_RANKS | {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "pipeline_model_parallel_size": 2}
-    chunks = dict.fromkeys(("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"))
-    chunks |= {"pipeline_model_parallel_layout": None}
+    sizes = {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "pipeline_model_parallel_size": 2, "save": None}
+    sizes |= SIZES_OF_RANKS | dict.fromkeys(CHUNK_FLAGS) | {"tensor_model_parallel_size": 2}
+    filled_in = dict.fromkeys(("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"), 2)
+    filled_in |= {"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1, "moe_load_factor": 2.0, "tp_comm_overlap": True}
     run = Run(Versions("0.19.2", Path("core"), Path("training"), "0.19.2"))
-    args = as_read(pipeline_schedule="zb-h1", save=None, **{flag: 2}, **sizes, **chunks)
-    with pytest.raises(SystemExit):
-        run.validate(lambda given: given.__dict__.update(becomes), args)
-    assert f"mpipe launch: {words}" in capsys.readouterr().err
+    with pytest.raises(SystemExit) if words else nullcontext():
+        run.validate(lambda args: vars(args).update(filled_in), as_read(pipeline_schedule="zb-h1", **sizes | given))
+    said = capsys.readouterr().err
+    assert f"mpipe launch: {words}" in said if words else not said
 
 
 @pytest.mark.parametrize(

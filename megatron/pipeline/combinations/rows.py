@@ -19,6 +19,11 @@ _GRAPHS = f"(CUDA graphs) {_ORDER}"
 _KERNELS = "layers launch more kernels"
 _LAUNCHES = "the host launches every kernel: slower where passes are so short that it is not ahead of the device"
 
+
+def _shards(to: Facts) -> int:
+    return to.tensor_model_parallel_size or 1
+
+
 _excluded = partial(Row, other="ours", instead="leave it out, or take --pipeline-schedule stock")
 YAML = (_excluded("yaml_cfg", reason="replaces all flags, ours too", instead="give flags, or a --config file of flags"),)
 HYBRID = tuple(_excluded(f"hybrid_{name}", reason=_HYBRID) for name in ("layer_pattern", "override_pattern"))
@@ -56,10 +61,13 @@ EXCLUDED = (
     _excluded("fp4", reason="is not tested with delayed weight gradients (--fp8-format is)"),
     _excluded("fp8_output_proj", reason="computes the output layer in FP8, which is tested neither with delayed weight gradients "
         "nor with --vocab-parallel"),
-    _excluded("tensor_parallel_num_weight_shards", reason=_WEIGHTS),
-    _excluded("expert_tensor_parallel_num_weight_shards", reason=_WEIGHTS),
-    _excluded("gtp_weight_remat_size>1", reason=_WEIGHTS),
-    _excluded("expert_gtp_weight_remat_size>1", reason=_WEIGHTS),
+    # Upstream's own numbers are those of tensor-parallel ranks: nothing is sharded again. It computes the sizes from them.
+    _excluded("tensor_parallel_num_weight_shards", reason=_WEIGHTS,
+        when=lambda to: to.tensor_parallel_num_weight_shards > _shards(to)),
+    _excluded("expert_tensor_parallel_num_weight_shards", reason=_WEIGHTS,
+        when=lambda to: to.expert_tensor_parallel_num_weight_shards > (to.expert_tensor_parallel_size or _shards(to))),
+    _excluded("gtp_weight_remat_size>1", reason=_WEIGHTS, when=lambda to: not to.tensor_parallel_num_weight_shards),
+    _excluded("expert_gtp_weight_remat_size>1", reason=_WEIGHTS, when=lambda to: not to.expert_tensor_parallel_num_weight_shards),
     _excluded("mlp_chunks_for_training>1",
         reason="uses a weight several times in one layer, and W computes one gradient of a weight",
         price="an MLP's activations of a whole microbatch are there at once"),

@@ -19,16 +19,14 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import STOCK
 
 
-def exclusions(args: Namespace, validated: bool = False) -> list[Found]:
+def exclusions(args: Namespace) -> list[Found]:
     """All flags that do not go with the schedule.
 
     Args:
-        args: as the parser has read them, or ``validated``: as upstream's validation has left them.
+        args: as the parser has read them. Upstream's validation gives further ones values that nobody asked for, another set in
+            every release; what is really on then, the iteration asks the model's configuration (``runtime/call.py``).
     """
-    facts = of_flags(args)
-    if validated:
-        facts["delay_wgrad_compute"] = False  # which our layers need
-    return list(table.found(Facts(facts, **_chunks(args)), EXCLUDED if validated else (*EXCLUDED, *GROUPS, *CHUNKS)))
+    return list(table.found(Facts(of_flags(args), **_chunks(args)), (*EXCLUDED, *GROUPS, *CHUNKS)))
 
 
 def adapt(args: Namespace, default: Callable[[str], Any]) -> tuple[dict[str, Any], list[str]]:

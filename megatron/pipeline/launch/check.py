@@ -46,12 +46,16 @@ def separates_documents(args: Namespace) -> bool:
     return any(getattr(args, name, False) for name in ("reset_attention_mask", *PACKED))
 
 
-def untested(args: Namespace) -> list[str]:
-    """Warnings of flags that are accepted and not tested with our schedules."""
+def untested(args: Namespace, unasked: Namespace | None = None) -> list[str]:
+    """Warnings of flags that are accepted and not tested with our schedules.
+
+    Args:
+        unasked: all flags as they are where nobody gives them, which no warning is about.
+    """
     if args.pipeline_schedule == STOCK:
         return []
     warnings = []
-    if titles := ", ".join(feature.title for feature in support.untested(args)):
+    if titles := ", ".join(feature.title for feature in support.untested(args) if not feature.is_on(unasked or Namespace())):
         warnings.append(
             f"WARNING: not tested with --pipeline-schedule {args.pipeline_schedule}: {titles} (mpipe support). Compare some "
             f"iterations with --pipeline-schedule {STOCK}"

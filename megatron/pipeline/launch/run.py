@@ -29,7 +29,6 @@ from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.launch import checkpoint
-from megatron.pipeline.launch.adapt import exclusions, refusal
 from megatron.pipeline.launch.ahead import StepsAhead
 from megatron.pipeline.launch.check import (
     check_flags,
@@ -72,11 +71,13 @@ class Run:
 
     Attributes:
         pipeline: which schedule it uses; None until flags are complete.
+        unasked: the flags as they are where nobody gives them.
     """
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
         self._printed: list[str] = []
+        self.unasked = Namespace()
         self.pipeline: Pipeline | None = None
         self._ours = Settings()  # of no flags, until they are complete
         self._buckets: int | None = None  # into which the plan cuts a chunk's parameters, where flags leave that open
@@ -105,6 +106,7 @@ class Run:
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add ours to Megatron-LM's, and let ``--config FILE`` supply both kinds."""
         extend(parser, self._say)
+        self.unasked = Namespace(**{action.dest: action.default for action in parser._actions})
 
     def _say(self, lines: Iterable[str], everywhere: bool = False) -> None:
         """Print lines once, on the first rank: upstream parses its flags several times.
@@ -122,7 +124,7 @@ class Run:
         with refusing():
             check_flags(args)
         stock = args.pipeline_schedule == STOCK
-        notes = untested(args)
+        notes = untested(args, self.unasked)
         if stock:
             notes += [f"WARNING: {wrong}" for wrong in sentences(of_flags(args, launch=True), WRONG)]
         if not stock and checkpoint.save_by_parameter(args):
@@ -135,9 +137,6 @@ class Run:
         self._say(notes)
         with nullcontext() if stock else hidden(args):
             result = original(args, *rest, **options)
-        with refusing():  # what upstream's validation makes of flags
-            if found := exclusions(args, validated=True):
-                raise ValueError(refusal(found))
         if stock:
             self._say(f"WARNING: {wrong}" for wrong in sentences(of_flags(args), DOCUMENTS))
         return result

@@ -1,0 +1,125 @@
+"""Upstream's own parser, validation and training loop under our schedules: what a user of ``mpipe launch`` meets first.
+
+pip's megatron-core brings ``megatron.training`` from 0.17 on; ``scripts/check_core_versions.py`` runs this file with each such
+release. The flags of 0.16, whose wheel has no parser, are those of ``flags/upstream.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch.launched import launch
+from pool import forked
+
+from megatron.pipeline.flags.upstream import table
+from megatron.pipeline.launch.check import check_flags, untested
+from megatron.pipeline.launch.run import Run
+from megatron.pipeline.launch.versions import Versions
+from megatron.pipeline.schedule.families import AUTO, FAMILIES
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_with_pip.py"
+SIZES = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 "
+    "--global-batch-size 16 --lr 1e-3 --train-iters 4 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data "
+)
+PARALLEL = {
+    "nothing else": "",
+    "tensor parallelism": "--tensor-model-parallel-size 2",
+    "experts": "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 --expert-model-parallel-size 2 "
+    "--disable-bias-linear",
+    "bf16 and the distributed optimizer": "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+NAMES = sorted({*FAMILIES, AUTO} - {"dualpipe", "chimera"})  # those are planned alone
+WITHOUT_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+needs_upstream = pytest.mark.skipif(find_spec("megatron.training") is None, reason="this megatron-core has no megatron.training")
+
+
+def validated(output: Path) -> None:
+    """What upstream's parser and validation, as a launched script runs them, say under every family, as JSON."""
+    os.environ.update(RANK="0", WORLD_SIZE="8", LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    log = output.with_suffix(".log")
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream.fileno())
+    from megatron.pipeline.launch import install
+
+    install()
+    from megatron.training import arguments, initialize
+
+    said = {}
+    for flags, name in product(PARALLEL.values(), NAMES):
+        sys.argv = [str(SCRIPT), *f"{SIZES} --pipeline-model-parallel-size 4 {flags} --pipeline-schedule {name}".split()]
+        # Dropout is on by upstream's default, and a launch has none in slices.
+        sys.argv += WITHOUT_DROPOUT.split() if name == "seq-1f1b" else []
+        began = log.stat().st_size
+        try:
+            # Up to 0.17 start-up validates, from 0.18 on the parser's module.
+            getattr(initialize, "validate_args", arguments.validate_args)(arguments.parse_args())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            said[f"{name} {flags}"] = [line for line in log.read_text()[began:].splitlines() if line.startswith(" WARNING")]
+    output.write_text(json.dumps(said))
+
+
+@needs_upstream
+@pytest.mark.slow
+def test_upstreams_parser_and_validation_leave_every_schedule_as_it_is(tmp_path: Path) -> None:
+    process = forked(validated, tmp_path / "said.json")
+    process.join(timeout=300)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "said.log").read_text()[-2000:]  # 2 where something is refused
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said == {case: [] for case in said} and len(said) == len(NAMES) * len(PARALLEL)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("release", ["0.16", "0.19"])
+def test_the_published_flags_of_a_release_leave_every_schedule_as_it_is(release: str, name: str) -> None:
+    run, parser = Run(Versions(release, Path("core"), Path("training"), release)), ArgumentParser(allow_abbrev=False)
+    for row in table("upstream"):
+        if row["since"] <= release <= row["until"]:
+            whole: dict[str, Any] = {"dest": row["dest"]} if "dest" in row else {}
+            switch = f"store_{str(not row.get('default', False)).lower()}"
+            kind = {"int": int, "float": float}.get(row.get("type"), str)
+            whole |= (
+                {"action": switch}
+                if row.get("nargs") == 0
+                else {"type": kind, **{key: row.get(key) for key in ("default", "nargs")}}
+            )
+            parser.add_argument(*row["names"], **whole)
+    run.add_flags(parser)
+    without = WITHOUT_DROPOUT if name == "seq-1f1b" else ""
+    args = parser.parse_args(f"--num-layers 8 --pipeline-model-parallel-size 4 --pipeline-schedule {name} {without}".split())
+    check_flags(Namespace(**vars(args) | {"num_layers": 8, "pipeline_model_parallel_size": 4}))
+    assert untested(args, run.unasked) == []
+
+
+@needs_upstream
+@pytest.mark.slow
+def test_upstreams_loop_trains_as_its_own_schedule_does_and_its_checkpoints_go_both_ways(tmp_path: Path) -> None:
+    flags = (
+        f"{SIZES} --pipeline-model-parallel-size 4 --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 "
+        f"--log-interval 1 {WITHOUT_DROPOUT} --data-cache-path {tmp_path}/cache"
+    )
+
+    def losses(name: str, schedule: str, more: str) -> list[float]:
+        steps = launch(tmp_path / name, SCRIPT, f"{flags} --pipeline-schedule {schedule} {more}", ranks=4)
+        return [loss for loss, _ in steps]
+
+    start, half = tmp_path / "start", tmp_path / "half"  # stock's checkpoint, and what zb-v saves half-way
+    first = losses("first", "stock", f"--save {start} --save-interval 1 --exit-interval 1")
+    stock = losses("stock", "stock", f"--load {start}")
+    assert len(first) == 1 and len(stock) == 3
+    assert losses("zb-h1", "zb-h1", f"--load {start}") == stock
+    assert losses("zb-v", "zb-v", f"--load {start} --save {half} --save-interval 2") == stock
+    assert losses("back", "stock", f"--load {half} --ckpt-step 2") == stock[1:]
+    assert losses("on", "zb-h1", f"--load {half} --ckpt-step 2") == stock[1:]
