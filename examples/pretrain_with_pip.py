@@ -74,7 +74,7 @@ def batch_of(data, vp_stage):
         return training_utils.get_batch_on_this_tp_rank(data, mtp_on_this_rank=further)
     first = mpu.get_tensor_model_parallel_rank() == 0
     batch = {name: value.cuda(non_blocking=True) for name, value in next(data).items() if name in NAMES} if first else {}
-    told = {
+    given = {
         "batch": {name: batch.get(name) for name in (*NAMES, "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")},
         "is_sft": False,
         "has_cu_seqlens": False,
@@ -92,7 +92,7 @@ def batch_of(data, vp_stage):
         "is_pipeline_last_stage": mpu.is_pipeline_last_stage(),
     }
     taken = inspect.signature(inspect.unwrap(utils.get_batch_on_this_tp_rank)).parameters
-    return utils.get_batch_on_this_tp_rank(**{name: value for name, value in told.items() if name in taken})
+    return utils.get_batch_on_this_tp_rank(**{name: value for name, value in given.items() if name in taken})
 
 
 def loss_of(mask, output):

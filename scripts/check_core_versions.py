@@ -6,8 +6,8 @@ Each release gets an environment of its own under ``build/``, in which pip insta
 the environment that runs this script. Releases from 0.17 on ask for Python 3.12; under an older Python their wheel is unpacked
 and its one compiled module built. There the patches are applied, and a few iterations of
 ``configs/tiny.yaml`` must give the numbers of that release's own schedules, as exactly as docs/numerics.md says, also when they
-resume from a checkpoint of the distributed optimizer, buckets padded; and so must trainings by ``megatron.training``, which wheels
-have from 0.17 on. ``--quick`` takes three schedules, ``--tests`` runs tests of the model, the runtime and training there as well.
+resume from a checkpoint of the distributed optimizer, buckets padded; and so must those by ``megatron.training``, in wheels
+from 0.17 on. ``--quick`` takes three schedules, ``--tests`` runs tests of the model, the runtime and training there as well.
 """
 
 from __future__ import annotations

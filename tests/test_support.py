@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+import check_core_versions
 import pytest
 
 from megatron.pipeline import cli
@@ -152,3 +153,8 @@ def test_columns(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["feature", "pretrain_gpt.py", "mpipe", "launch"]
     assert any(line.startswith("FP8 ") and "refused" in line and "untested" in line for line in lines)
+
+
+def test_the_page_has_a_column_for_every_release_that_ci_runs() -> None:
+    header = f"| | {' | '.join(check_core_versions.RELEASES)} |"
+    assert header in PAGE.read_text()

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import numpy
@@ -16,9 +15,7 @@ from launch.launched import OWN, SIZES, launch, run
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.combinations.rows import EXCLUDED
-from megatron.pipeline.combinations.table import Facts, sentences
-from megatron.pipeline.flags.support import FEATURES, untested
+from megatron.pipeline.flags.support import FEATURES
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
 UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
@@ -55,14 +52,6 @@ def test_features_are_known_by_the_names_that_upstreams_parser_gives_them(flags_
         "Transformer Engine's fused operations and grouped products of dense layers", "maximal update parametrization",
         "frozen layers", "distillation, from a teacher or from saved logits", "output layer in FP8",
     }  # fmt: skip
-
-
-@needs_upstream
-@pytest.mark.slow
-def test_without_flags_nothing_is_untested_or_refused(flags_of_upstream: dict[str, str | None]) -> None:
-    args = Namespace(**flags_of_upstream)
-    assert [feature.title for feature in untested(args)] == ["Transformer Engine"]
-    assert sentences(Facts(vars(args), ours=True), EXCLUDED) == []
 
 
 @needs_upstream

@@ -23,8 +23,8 @@ def exclusions(args: Namespace) -> list[Found]:
     """All flags that do not go with the schedule.
 
     Args:
-        args: as the parser has read them. Upstream's validation gives further ones values that nobody asked for, another set in
-            every release; what is really on then, the iteration asks the model's configuration (``runtime/call.py``).
+        args: as the parser has read them. Upstream's validation fills in others, in each release another set: what is really on
+            behind it, an iteration asks the model's configuration (``runtime/call.py``).
     """
     return list(table.found(Facts(of_flags(args), **_chunks(args)), (*EXCLUDED, *GROUPS, *CHUNKS)))
 

@@ -50,7 +50,7 @@ def untested(args: Namespace, unasked: Namespace | None = None) -> list[str]:
     """Warnings of flags that are accepted and not tested with our schedules.
 
     Args:
-        unasked: all flags as they are where nobody gives them, which no warning is about.
+        unasked: all flags with their defaults, which no warning is about.
     """
     if args.pipeline_schedule == STOCK:
         return []

@@ -71,7 +71,7 @@ class Run:
 
     Attributes:
         pipeline: which schedule it uses; None until flags are complete.
-        unasked: the flags as they are where nobody gives them.
+        unasked: the flags with their defaults.
     """
 
     def __init__(self, versions: Versions) -> None:
