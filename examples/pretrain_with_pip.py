@@ -11,6 +11,7 @@ and what runs a microbatch up to its loss. All flags are Megatron-LM's and ours.
 
 import inspect
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import mpu, utils
@@ -30,7 +31,9 @@ from megatron.training import utils as training_utils
 NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-def build_chunk(pre_process=True, post_process=True, vp_stage=None, config=None, **_):
+def build_chunk(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None, **_: Any
+) -> GPTModel:
     """A GPTModel of one stage: the layers that its configuration places there."""
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
@@ -55,7 +58,7 @@ def build_chunk(pre_process=True, post_process=True, vp_stage=None, config=None,
     )
 
 
-def reads_microbatches(vp_stage):
+def reads_microbatches(vp_stage: int | None) -> tuple[bool, bool]:
     """The first stage reads tokens, the last labels, and one with layers for further tokens both."""
     config = arguments.core_transformer_config_from_args(get_args())
     where = {"layout": config.pipeline_model_parallel_layout, "mtp_num_layers": config.mtp_num_layers}
@@ -65,7 +68,7 @@ def reads_microbatches(vp_stage):
     return training_utils.is_first_or_last_pipeline_stage(vp_stage) or further, further
 
 
-def batch_of(data, vp_stage):
+def batch_of(data: Any, vp_stage: int | None) -> dict[str, Any]:
     """A microbatch on this rank: the first tensor-parallel rank reads it and tells the others."""
     args, (reads, further) = get_args(), reads_microbatches(vp_stage)
     if not reads:
@@ -95,22 +98,23 @@ def batch_of(data, vp_stage):
     return utils.get_batch_on_this_tp_rank(**{name: value for name, value in given.items() if name in taken})
 
 
-def loss_of(mask, output):
+def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The sum of the losses of tokens that count, and their number; and both for the log."""
     losses, mask = output.view(-1).float(), mask.view(-1).float()
     loss, tokens = torch.sum(losses * mask), mask.sum().detach().to(torch.int)
     return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
 
 
-def forward_step(data, model, return_schedule_plan=False):
+def forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
     """One microbatch through one chunk."""
     batch = batch_of(data, utils.get_attr_wrapped_model(model, "vp_stage"))
-    tokens, labels, mask, attention, positions = (batch.get(name) for name in NAMES)
+    inputs: list[Any] = [batch.get(name) for name in NAMES]
+    tokens, labels, mask, attention, positions = inputs
     run = utils.get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
     return run(tokens, positions, attention, labels=labels, loss_mask=mask), partial(loss_of, mask)
 
 
-def datasets(samples, vp_stage=None):
+def datasets(samples: Any, vp_stage: int | None = None) -> Any:
     """Training, validation and test data, on the first tensor-parallel rank of stages that read."""
     args = get_args()
     blend, blends = training_utils.get_blend_and_blend_per_split(args)
@@ -128,14 +132,14 @@ def datasets(samples, vp_stage=None):
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
 
-    def here():
+    def here() -> bool:
         return mpu.get_tensor_model_parallel_rank() == 0 and reads_microbatches(vp_stage)[0]
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, samples, here, config).build()
 
 
-datasets.is_distributed = True  # every stage's ranks ask for what they read
+vars(datasets)["is_distributed"] = True  # every stage's ranks ask for what they read
 
 if __name__ == "__main__":
     training = (datasets, build_chunk, ModelType.encoder_or_decoder, forward_step)

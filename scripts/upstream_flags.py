@@ -2,8 +2,8 @@
 
     python scripts/upstream_flags.py 0.16=CHECKOUT 0.17=CHECKOUT ...    a source tree of every release, the oldest first
 
-Facts alone: a flag's names, how many values it takes, their type and choices, its default (the newest release's) if it is not None
-or False, its name in a program if it is not that of the first name, its group, and the releases that have it.
+Facts alone: a flag's names, how many values it takes, their type and choices, its default (the newest release's) if it is not
+None or False, its name in a program if it is not that of the first name, its group, and the releases that have it.
 """
 
 from __future__ import annotations

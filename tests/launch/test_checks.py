@@ -154,11 +154,13 @@ def test_what_a_user_gives_is_refused_and_what_upstream_fills_in_is_not(
 ) -> None:
     sizes = {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "pipeline_model_parallel_size": 2, "save": None}
     sizes |= SIZES_OF_RANKS | dict.fromkeys(CHUNK_FLAGS) | {"tensor_model_parallel_size": 2}
-    filled_in = dict.fromkeys(("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"), 2)
+    filled_in: dict[str, object] = dict.fromkeys(
+        ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"), 2
+    )
     filled_in |= {"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1, "moe_load_factor": 2.0, "tp_comm_overlap": True}
     run = Run(Versions("0.19.2", Path("core"), Path("training"), "0.19.2"))
     with pytest.raises(SystemExit) if words else nullcontext():
-        run.validate(lambda args: vars(args).update(filled_in), as_read(pipeline_schedule="zb-h1", **sizes | given))
+        run.validate(lambda args: args.__dict__.update(filled_in), as_read(pipeline_schedule="zb-h1", **sizes | given))
     said = capsys.readouterr().err
     assert f"mpipe launch: {words}" in said if words else not said
 
