@@ -89,7 +89,7 @@ def start_when_finished(chunk: torch.nn.Module) -> None:
 def _cut(
     build: Any, ddp: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False, *rest: Any, **options: Any
 ) -> None:
-    own = copy(ddp_config)  # the caller reads its own again, and functions to call by it
+    own = copy(ddp_config)  # the caller's stays as it is: loops set functions by it
     if loops.current is not None and not is_marked(module):
         loops.current.prepare(unwrap_model(module), own)
     if not is_marked(module):
