@@ -114,6 +114,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "MTPLossLoggingHelper.tracker": Name("losses of multi-token prediction, for logs"),
     },
     "megatron.core.transformer.transformer_block": {
+        "TransformerBlock.forward": Name("recomputation behind a frozen embedding: wrapped"),
         "TransformerBlock._get_layer": Name("uniform recomputation whose last unit is shorter: wrapped"),
     },
     "megatron.core.transformer.pipeline_parallel_layer_layout": {
@@ -178,6 +179,7 @@ NAMES: dict[str, dict[str, Name]] = {
     },
     "megatron.core.optimizer.distrib_optimizer": {
         "DistributedOptimizer.step_with_ready_grads": Name("gathers behind the step: wrapped"),
+        "DistributedOptimizer._copy_main_params_to_model_params": Name("gathers behind the step: of each bucket"),
         "DistributedOptimizer.sharded_state_dict": Name("checkpoints of torch's optimizers: wrapped"),
         "DistributedOptimizer._set_main_param_and_optimizer_states": Name("checkpoints of torch's optimizers: wrapped"),
         "DistributedOptimizer.compute_full_param_layout": Name("buckets on every rank: wrapped", "0.18-0.19", required=False),

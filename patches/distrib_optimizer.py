@@ -31,6 +31,9 @@ from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.distributed_data_parallel import gathered
 from megatron.pipeline.patches.torch_optimizers import allocate_state, is_torch
 
+from megatron.pipeline.combinations.rows import AT_ONCE
+from megatron.pipeline.combinations.table import Facts, found
+
 # Weights are rounded main parameters; another precision since then rounds once more. Anything saved wrong is farther off.
 _RELATIVE, _ABSOLUTE = 2**-6, 2**-20
 # Lists of weights, by the optimizer's groups of parameters: the model's of 16 and of 32 bits, and shards of each.
@@ -55,40 +58,46 @@ def install() -> None:
 
 
 def _by_bucket(original: Any, optimizer: Any) -> bool:
-    """Upstream's step of one group of buckets after another, each gathered behind it."""
+    """Upstream's step, in which one group of buckets is stepped after another, and each gathered behind it."""
     buffers = [] if _steps_at_once(optimizer) else optimizer.buffers
     everything = {parameter for buffer in buffers for parameter in buffer.param_index_map}
     groups = [group for chunk in optimizer.model_chunks for group in gathered(chunk)] if everything else []
     parts = [(group, part) for group in groups if (part := group.params & everything)]
     if not everything or sum(len(part) for _, part in parts) < len(everything):
         return bool(original(optimizer))
+    inner = optimizer.optimizer
+    optimizer.optimizer = SimpleNamespace(param_groups=inner.param_groups, step=lambda: _step_each(optimizer, inner, parts))
+    optimizer._copy_main_params_to_model_params = lambda: None  # those of each are copied behind its step
+    try:
+        return bool(original(optimizer))  # once: at each of its timers all ranks wait for each other
+    finally:
+        optimizer.optimizer = inner
+        del optimizer._copy_main_params_to_model_params
+
+
+def _step_each(optimizer: Any, inner: Any, parts: list[tuple[Any, set[torch.nn.Parameter]]]) -> None:
+    """Step groups of buckets, each with the weights of them that an optimizer has, by what it has within."""
     # Apex and Transformer Engine count the steps of all weights of a group at once; newer releases also where it has none.
-    inner = optimizer.optimizer.param_groups
-    before, after = [deepcopy(group.get("step", 0)) for group in inner], dict[int, Any]()
+    before, after = [deepcopy(group.get("step", 0)) for group in inner.param_groups], dict[int, Any]()
     for group, part in parts:
         with _gathered_behind(group), _alone(optimizer, part):  # of which this rank may have no shard; all replicas gather
-            for stepped, count in zip(inner, before, strict=True):
+            for stepped, count in zip(inner.param_groups, before, strict=True):
                 if "step" in stepped:
                     stepped["step"] = deepcopy(count)
-            original(optimizer)
-            after |= {number: stepped["step"] for number, stepped in enumerate(inner) if stepped["params"] and "step" in stepped}
+            inner.step()
+            type(optimizer)._copy_main_params_to_model_params(optimizer)
+            counted = enumerate(inner.param_groups)
+            after |= {number: stepped["step"] for number, stepped in counted if stepped["params"] and "step" in stepped}
     for number, count in after.items():
-        inner[number]["step"] = count
-    return True
+        inner.param_groups[number]["step"] = count
 
 
 def _steps_at_once(optimizer: Any) -> bool:
     """Tell whether weights are not gathered during forwards, or the step is more than one of each weight's shard."""
-    config, ddp = optimizer.config, optimizer.ddp_config
-    if optimizer.is_stub_optimizer or not ddp.overlap_param_gather or ddp.use_megatron_fsdp:
+    config, ddp = vars(optimizer.config), vars(optimizer.ddp_config)
+    if optimizer.is_stub_optimizer or not ddp["overlap_param_gather"] or ddp["use_megatron_fsdp"]:
         return True
-    quantizes = ddp.fp8_param_gather or getattr(ddp, "fp4_param_gather", False) or config.reuse_grad_buf_for_mxfp8_param_ag
-    return bool(
-        quantizes
-        or config.use_precision_aware_optimizer
-        or config.optimizer_cpu_offload
-        or config.overlap_param_gather_with_optimizer_step
-    )
+    return any(found(Facts(config | ddp), AT_ONCE))
 
 
 @contextmanager

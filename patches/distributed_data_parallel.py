@@ -11,6 +11,7 @@ on Megatron-LM calls before, with its choice of buckets.
 
 from __future__ import annotations
 
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,8 +89,9 @@ def start_when_finished(chunk: torch.nn.Module) -> None:
 def _cut(
     build: Any, ddp: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False, *rest: Any, **options: Any
 ) -> None:
+    own = copy(ddp_config)  # the caller's stays as it is: loops set functions by it
     if loops.current is not None and not is_marked(module):
-        loops.current.prepare(unwrap_model(module), ddp_config)
+        loops.current.prepare(unwrap_model(module), own)
     if not is_marked(module):
         build(ddp, config, ddp_config, module, disable_bucketing, *rest, **options)
         return
@@ -100,22 +102,22 @@ def _cut(
         found.append(setup(*given))
         return found[0] | {"pp_group": _FIRST}
 
-    ddp_config.align_param_gather = ddp_config.overlap_param_gather
-    given, planned = ddp_config.bucket_size, getattr(unwrap_model(module), _MARK)
-    ddp_config.bucket_size = planned or given
+    own.align_param_gather = own.overlap_param_gather
+    given, planned = own.bucket_size, getattr(unwrap_model(module), _MARK)
+    own.bucket_size = planned or given
     groups.setup_process_groups_for_ddp = staticmethod(as_first)
     try:
-        build(ddp, config, ddp_config, module, False, *rest, **options)
+        build(ddp, config, own, module, False, *rest, **options)
     finally:
         groups.setup_process_groups_for_ddp = staticmethod(setup)
     ddp.pp_group = found[0]["pp_group"]
-    if ddp.bucket_size != ddp_config.bucket_size:
+    if ddp.bucket_size != own.bucket_size:
         raise RuntimeError(
             f"megatron-core {compat.version()} cuts a chunk into buckets of {ddp.bucket_size} elements, and not of "
-            f"{ddp_config.bucket_size}, as it does on the first pipeline rank; {compat.ADVICE}"
+            f"{own.bucket_size}, as it does on the first pipeline rank; {compat.ADVICE}"
         )
-    if planned:  # chunks share their configuration
-        ddp_config.bucket_size = given
+    if planned:  # an optimizer asks that all its chunks have the same configuration
+        own.bucket_size = given
 
 
 def _laid_out(compute: Any, parameters: Any, bucket_size: Any, replicas: int, ddp_config: Any, *rest: Any, **options: Any) -> Any:

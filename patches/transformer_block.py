@@ -1,4 +1,7 @@
-"""megatron.core.transformer.transformer_block: uniform recomputation whose last unit is shorter.
+"""megatron.core.transformer.transformer_block: recomputation of frozen layers, and of a last unit that is shorter.
+
+``TransformerBlock.forward``: what upstream recomputes has no gradient, whichever of its weights train, where no input needs one,
+as behind a frozen embedding with adapters. Where anything is recomputed the input of layers that train needs one here.
 
 ``TransformerBlock._get_layer``: with ``recompute_method`` uniform releases before 0.17 ask for whole units of
 ``recompute_num_layers`` layers, also where a stage has fewer layers left. What they ask for beyond a stage's last layer is here a
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.pipeline.patches import compat
 
 
@@ -27,7 +31,17 @@ class _NoLayer:
 
 
 def install() -> None:
-    compat.wrap(compat.module("megatron.core.transformer.transformer_block").TransformerBlock, "_get_layer", _get_layer)
+    block = compat.module("megatron.core.transformer.transformer_block").TransformerBlock
+    compat.wrap(block, "_get_layer", _get_layer)
+    compat.wrap(block, "forward", _forward)
+
+
+def _forward(original: Any, block: Any, hidden_states: Any, *rest: Any, **options: Any) -> Any:
+    recomputes = block.config.recompute_granularity and block.training and torch.is_grad_enabled()
+    frozen = recomputes and block.pre_process and not hidden_states.requires_grad
+    if frozen and any(weight.requires_grad for weight in block.parameters()):
+        hidden_states = hidden_states.detach().requires_grad_()
+    return original(block, hidden_states, *rest, **options)
 
 
 def _get_layer(original: Any, block: Any, layer_number: int) -> Any:

@@ -50,7 +50,12 @@ def build(schedule: str, ranks: int, trains: str) -> tuple[Any, Any, Any]:
         config.no_sync_func, config.grad_sync_func = (
             syncs[0] if len(syncs) == 1 else map(list, zip(*syncs, strict=True))  # as Megatron Bridge's setup does
         )
-    options = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0)
+    gathers = model[0].ddp_config.overlap_param_gather
+    options = OptimizerConfig(
+        optimizer="adam", lr=1e-2, use_distributed_optimizer=True, overlap_param_gather=gathers, clip_grad=0.0
+    )
+    for chunk in model if gathers else ():  # in the first step, by Megatron Bridge's train
+        chunk.disable_forward_pre_hook(param_sync=False)
     return loop, model, get_megatron_optimizer(options, model)
 
 
@@ -97,7 +102,11 @@ def _chunks(bridge: Any, schedule: str, ranks: int, trains: str) -> list[Any]:
     provider.finalize()
     provider.initialize_model_parallel(seed=7)
     overlap = parallel_state.get_data_parallel_world_size() > 1
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=overlap)
+    # As its CommOverlapConfig has them.
+    overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    overlaps |= {"align_param_gather": overlap and schedule in ON_A_V}
+    provider.overlap_p2p_comm, provider.batch_p2p_comm = schedule in ON_A_V, schedule not in ON_A_V
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, **overlaps)
     model: list[Any] = provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True, bf16=False, fp16=False)
     borders.draw(model)
     return model
@@ -147,6 +156,11 @@ def main(schedule: str, ranks: int, trains: str) -> None:
             pg_collection=groups,
         )
         _, norm, _ = optimizer.step()
+        if iteration == 0 and model[0].ddp_config.overlap_param_gather:
+            gathers = [chunk.start_param_sync for chunk in model]
+            model[0].config.param_sync_func = gathers if len(gathers) > 1 else gathers[0]
+            for chunk in model:
+                chunk.enable_forward_pre_hook()
         if parallel_state.is_pipeline_last_stage():
             found.append((float(torch.stack([report["lm loss"] for report in reports]).mean()), float(norm)))
     borders.report(loop, STEPS[-1][0], ", ".join(f"{count} x {length}" for count, length in STEPS), found)

@@ -62,19 +62,20 @@ def build(schedule: str, ranks: int) -> tuple[Any, list[Any], Any]:
     if differ:
         raise ValueError(f"Error: {len(differ)} weights have not come back equal, {differ[:3]} among them")
     overlap = ranks < torch.distributed.get_world_size()
-    settings = {"use_distributed_optimizer": True, "overlap_grad_reduce": overlap, "check_for_nan_in_grad": True}
+    shared = {"use_distributed_optimizer": True, "overlap_param_gather": overlap}
+    settings = {"overlap_grad_reduce": overlap, "align_param_gather": overlap, "check_for_nan_in_grad": True, **shared}
     # Each with a configuration of its own, and all but the first without buckets, as ms-swift wraps them.
     wrapped = [
         DistributedDataParallel(config, DistributedDataParallelConfig(**settings), model, disable_bucketing=place > 0)
         for place, model in enumerate(models)
     ]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0), wrapped
-    )
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, **shared), wrapped)
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     if overlap:
         config.no_sync_func = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = config.no_sync_func if chunks else config.no_sync_func[0]
+        config.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
+        for name in () if chunks else ("no_sync_func", "param_sync_func"):
+            setattr(config, name, getattr(config, name)[0])
     return loop, wrapped, optimizer
 
 

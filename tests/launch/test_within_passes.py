@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -59,27 +62,79 @@ def test_every_rank_reduces_and_gathers_in_buckets_within_its_passes(
     assert output.count("every pipeline rank reduces gradients in buckets, within its passes") == 1
 
 
-def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: list[str]) -> None:
-    """A rank on the device model that writes where its host waited for the device in each iteration."""
-    from gpu_model import device, pose
+@pytest.mark.parametrize("schedule", ["zb-v", rest("zb-h1")])
+@pytest.mark.parametrize(("script", "more"), SCRIPTS)
+def test_ranks_with_unequal_buckets_wait_for_each_other_as_often(tmp_path: Path, script: Path, more: str, schedule: str) -> None:
+    """Megatron-LM's timers of level 1 begin with a barrier of all ranks."""
+    flags = f"{SIZES} {more} {BOTH} --timing-log-level 1 --train-iters 3 --pipeline-schedule"
+    stock, ours = (
+        launch(tmp_path / name, script, f"{flags} {name}", 4, "--core pip" if script == UPSTREAM else "")
+        for name in ("stock", schedule)
+    )
+    assert [loss for loss, _ in ours] == [loss for loss, _ in stock] and len(stock) == 3
+
+
+@contextmanager
+def posing(number: int, output: Path) -> Iterator[list[Any]]:
+    """A rank on the device model, which writes what is found."""
+    from gpu_model import pose
 
     pose()
     sys.modules["megatron.legacy.fused_kernels"] = SimpleNamespace(load=lambda _: None)  # type: ignore[assignment]
-    from megatron.pipeline.runtime.iteration import Iteration
+    found: list[Any] = []
+    try:
+        yield found
+    finally:
+        output.with_name(f"rank-{number}.json").write_text(json.dumps(found))
 
-    run, found = Iteration.run, []
 
-    def counting(iteration: Iteration, call: object) -> object:
-        device().syncs.clear()
-        result = run(iteration, call)  # type: ignore[arg-type]
-        found.append([Path(one.place.partition(":")[0]).name for one in device().syncs if one.stream in ("compute", "all")])
-        return result
+def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: list[str]) -> None:
+    """Where its host waits for the device in each iteration."""
+    with posing(number, output) as found:
+        from gpu_model import device
 
-    with patch.object(Iteration, "run", counting):
-        try:
+        from megatron.pipeline.runtime.iteration import Iteration
+
+        run = Iteration.run
+
+        def counting(iteration: Iteration, call: object) -> object:
+            device().syncs.clear()
+            result = run(iteration, call)  # type: ignore[arg-type]
+            syncs = (one for one in device().syncs if one.stream in ("compute", "all"))
+            found.append([Path(one.place.partition(":")[0]).name for one in syncs])
+            return result
+
+        with patch.object(Iteration, "run", counting):
             rank(number, ranks, port, output, arguments)
-        finally:
-            output.with_name(f"rank-{number}.json").write_text(json.dumps(found))
+
+
+def naming_collectives(number: int, ranks: int, port: int, output: Path, arguments: list[str]) -> None:
+    """All collectives of a training, each with its group and the ranks in it."""
+    with posing(number, output) as found:
+        from gpu_model import device
+        from gpu_model.trace import Post
+
+        with device().trace.recording() as trace:
+            try:
+                rank(number, ranks, port, output, arguments)
+            finally:
+                posts = (item for item in trace if isinstance(item, Post) and item.parts[0].peer is None)
+                found += [(post.group, post.ranks, post.what) for post in posts]
+
+
+@pytest.mark.rest  # on the device model
+@pytest.mark.parametrize("schedule", ["zb-v", whole("zb-h1")])
+def test_all_ranks_of_a_group_call_the_same_collectives(tmp_path: Path, schedule: str) -> None:
+    """Also where the groups' ranks have other numbers of buckets, and timers wait for all of them."""
+    flags = f"{SIZES} {BOTH} {ON_A_GPU} --timing-log-level 1 --train-iters 3 --pipeline-schedule {schedule}"
+    assert len(launch(tmp_path, STAND_IN, flags, 4, target=naming_collectives)) == 3
+    called: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
+    for number in range(4):
+        for group, members, what in json.loads((tmp_path / f"rank-{number}.json").read_text()):
+            called.setdefault((group, tuple(members)), {}).setdefault(number, []).append(what)
+    for (group, members), each in called.items():
+        assert sorted(each) == sorted(members) and all(one == each[members[0]] for one in each.values()), (group, each)
+    assert any("barrier" in each[0] for (_, members), each in called.items() if len(members) == 4), called.keys()
 
 
 @pytest.mark.rest  # on the device model

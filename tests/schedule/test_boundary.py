@@ -308,6 +308,19 @@ def test_short_iterations_gain() -> None:
     assert 0.02 < gain("1f1b") < 0.05  # of one chunk buckets overlap with the passes beside them, and nothing else
 
 
+def test_an_optimizer_that_steps_in_one_piece_gathers_behind_all_steps() -> None:
+    schedule, problem = planned("zb-v", 4, 8, step=2.0, gather=4.0)
+    costs = replace(problem.costs, at_once=True)
+    made, _ = with_boundary(schedule, replace(problem, costs=costs))
+    for row in made.boundary:
+        between = [each.kind for each in row if each.kind in (Kind.OPT, Kind.AG)]
+        assert between == sorted(between, key=[Kind.OPT, Kind.AG].index) and len(between) >= 4
+    assert period(made, costs, True) > 1.02 * period(with_boundary(schedule, problem)[0], costs, True)
+    assert Costs.from_json(costs.to_json()) == costs != problem.costs
+    with pytest.raises(ValueError, match="at_once: expected true or false"):
+        Costs.from_json(costs.to_json().replace('"at_once": true', '"at_once": 3'))
+
+
 def every_turn(own: tuple[Pass, ...]) -> Iterator[Turn]:
     """All turns of a rank with these passes and one bucket per chunk, whose steps follow all passes in the order of use."""
     last = {each.chunk: slot for slot, each in enumerate(own) if completes(each.kind)}

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -267,6 +268,61 @@ def adapters(schedule: str, pipeline: int) -> LowRank:
     }
     stages = () if schedule == "stock" else loop.pipeline(pipeline).plans.planned_costs.stages
     return LowRank(losses, norms, weights, [stage.weight / stage.backward for stage in stages])
+
+
+def overlapping(schedule: str, late: bool) -> tuple[list[list[float]], list[float], bool]:
+    """Losses of 4 steps and norms of 2 pipeline ranks with replicas, with all overlaps that frameworks' own recipes set: those of
+    Megatron Bridge, verl, slime and ms-swift; and whether the loop's settings of DDP are as they were.
+
+    Args:
+        late: weights are gathered within forwards from the second step on, as in Megatron Bridge, and in slime by rollout.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    own, several = example("own_training_loop"), schedule == "zb-v"
+    install(schedule)
+    parallel_state.initialize_model_parallel(1, 2, 2 if several else None)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    models, shared = own.build(), {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    # Megatron Bridge aligns gathers of several chunks, others by a flag of theirs.
+    given = DistributedDataParallelConfig(overlap_grad_reduce=True, align_param_gather=several, bucket_size=5000, **shared)
+    before, config = replace(given), models[0].config
+    config.finalize_model_grads_func = own.finalize_model_grads
+    config.overlap_p2p_comm, config.batch_p2p_comm = several, not several
+    chunks = [DistributedDataParallel(config, given, model, disable_bucketing=place > 0) for place, model in enumerate(models)]
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, **shared), chunks)
+
+    def each(name: str) -> Any:
+        found = [getattr(chunk, name) for chunk in chunks]
+        return found if several else found[0]
+
+    config.no_sync_func, config.grad_sync_func = each("no_sync"), each("start_grad_sync")
+    losses, norms = [], []
+    for step, microbatches in enumerate((4, 2, 6, 4)):
+        for chunk in chunks if late and step < 2 else ():
+            chunk.enable_forward_pre_hook() if step else chunk.disable_forward_pre_hook(param_sync=False)
+        if step or not late:
+            config.param_sync_func = each("start_param_sync")
+        data = own.batches(microbatches, seed=step + 10 * parallel_state.get_data_parallel_rank())
+        reports, norm = own.run(chunks, data, optimizer)
+        losses.append([float(one.mean()) for one in reports] if parallel_state.is_pipeline_last_stage() else [])
+        norms.append(float(norm))
+    return losses, norms, given == before
+
+
+def recomputed(schedule: str, recomputes: bool) -> float:
+    """The norm of gradients of adapters in all layers of a frozen model."""
+    own = example("own_training_loop")
+    own.plan(schedule)
+    models = own.build()
+    if recomputes:
+        models[0].config.recompute_granularity, models[0].config.recompute_method = "full", "uniform"
+        models[0].config.recompute_num_layers = 1
+    example("lora").adapt(models)
+    chunks = own.wrap(models)
+    return float(own.run(chunks, own.batches(4, seed=0), optimizer_of(chunks))[1])
 
 
 def warned(gathered: bool) -> tuple[list[float], list[str]]:

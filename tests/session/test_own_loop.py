@@ -54,6 +54,16 @@ def test_with_replicas_whose_reductions_overlap_it_trains_as_under_stock(pool: P
     assert [rank.norms for rank in ours] == [pytest.approx(rank.norms, rel=1e-6) for rank in stock]
 
 
+@pytest.mark.parametrize("late", [False, rest(True)])
+def test_what_a_loop_would_gather_is_under_way_behind_the_step(pool: Pool, late: bool) -> None:
+    stock, *ours = (pool.run(4, own_loops.overlapping, name, late) for name in ("stock", "zb-h1", "zb-v"))
+    assert [len(row) for row in stock[-1][0]] == [4, 2, 6, 4]
+    for found in ours:
+        assert [losses for losses, _, _ in found] == [losses for losses, _, _ in stock]
+        assert [norms for _, norms, _ in found] == [pytest.approx(norms, rel=1e-6) for _, norms, _ in stock]
+        assert all(kept for _, _, kept in found)
+
+
 def test_the_w_of_what_is_frozen_is_planned_to_take_no_time(pool: Pool) -> None:
     stock, ours = pool.each(4, own_loops.train, ("stock", "zb-auto"), 4, "mlp")
     assert bits(ours) == bits(stock)
@@ -85,6 +95,15 @@ def close(ours: list[own_loops.LowRank], stock: list[own_loops.LowRank]) -> bool
 def numbers(found: list[own_loops.LowRank]) -> list[float]:
     """Norms, and losses of the last rank, where loops look for them."""
     return [*(norm for rank in found for norm in rank.norms), *(loss for losses in found[-1].losses for loss in losses)]
+
+
+@pytest.mark.parametrize("ranks", [1, rest(2), 4])
+def test_adapters_train_where_layers_are_recomputed(pool: Pool, ranks: int) -> None:
+    schedules = ("stock", "zb-h1", "zb-v", "v-half")[: 2 if ranks == 1 else None]
+    right = pool.run(ranks, own_loops.recomputed, "stock", False)
+    assert right[0] > 0.1
+    for schedule in schedules:
+        assert pool.run(ranks, own_loops.recomputed, schedule, True) == pytest.approx(right, rel=1e-6), schedule
 
 
 UNEQUAL = replace(

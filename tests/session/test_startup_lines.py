@@ -36,6 +36,15 @@ def test_the_log_counts_what_there_is_one_of() -> None:
     assert line.endswith(" activations of at most 1 microbatch on a rank")
 
 
+def test_the_log_says_which_optimizer_steps_in_one_piece() -> None:
+    flags = f"{MODEL} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    args, _, pipeline = program.prepare(flags.split(), world_size=2)
+    offloaded = args | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    said = [[line for line in plan_in_words(each, pipeline) if "steps all weights" in line] for each in (args, offloaded)]
+    assert said[0] == [] and len(said[1]) == 1
+    assert said[1][0].startswith(" --optimizer-cpu-offload with --overlap-param-gather: a rank steps all weights before")
+
+
 @pytest.mark.parametrize(
     "flags",
     [

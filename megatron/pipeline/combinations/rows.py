@@ -326,6 +326,16 @@ WRONG = (
                     and not (to.launch and to.is_from("0.19")))),
 )  # fmt: skip
 
+_WHOLE_STEPS = (
+    "optimizer_cpu_offload | use_precision_aware_optimizer | fp8_param_gather | fp4_param_gather | "
+    f"{_REUSES} | overlap_param_gather_with_optimizer_step"
+)
+# Optimizers that step all of a rank's weights at once, and not one bucket after another, each gathered behind its own step.
+AT_ONCE = (
+    Row(_WHOLE_STEPS, "overlap_param_gather", "with {other}: a rank steps all weights before it gathers the first ones, and not "
+        "each bucket's behind its own step", "", lambda to: to.use_distributed_optimizer),
+)  # fmt: skip
+
 _PER_TOKEN = "calculate_per_token_loss"
 _MEANT = ""  # in place of a release that mends it: upstream means it so
 # Flags of megatron-core's own that do less than they say, under any schedule: what runs warn of at their start. Most are silent:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from megatron.pipeline.combinations.rows import AT_ONCE
+from megatron.pipeline.combinations.table import Facts, found
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.memory import expert_copies, gathered_bytes, gradient_bytes, optimizer_parameters
@@ -62,7 +64,8 @@ def with_replicas(
             stages[end] = replace(stages[end], reduce=stages[end].value("reduce") + more)
     ranks = args.pipeline_model_parallel_size
     latency, norm = (copies - 1) * links.data.latency, links.hop.all_reduce(gradient_bytes(args), ranks)
-    return replace(costs, stages=tuple(stages), latency=latency if copies > 1 else 0.0, norm=norm)
+    at_once = any(found(Facts(vars(args)), AT_ONCE))
+    return replace(costs, stages=tuple(stages), latency=latency if copies > 1 else 0.0, norm=norm, at_once=at_once)
 
 
 def _gathered(args: Namespace, links: Links, count: Parameters, size: float) -> float:

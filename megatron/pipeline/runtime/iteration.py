@@ -186,7 +186,7 @@ class Iteration:
         sync = call.config.param_sync_func
         for index in dict.fromkeys(work.chunk for work in self.plan.schedule.passes[self.channels.rank]):
             chunk = call.chunks[index]
-            if sync is None:
+            if sync is None or distributed_data_parallel.gathered(chunk):
                 distributed_data_parallel.gather(chunk)
             elif not call.forward_only:
                 per_chunk(sync, index)(chunk.parameters())

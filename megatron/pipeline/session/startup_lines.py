@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
+from megatron.pipeline.combinations.rows import AT_ONCE
+from megatron.pipeline.combinations.table import sentences
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.distributed.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.flags.facts import cautions
+from megatron.pipeline.flags.facts import cautions, of_flags
 from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
@@ -85,6 +87,7 @@ def plan_in_words(args: Settings, pipeline: Pipeline, knows_memory: bool = True)
     if pipeline.plans.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
         lines.append(_ONE_QUEUE)
     lines += [f" WARNING: --post-validation: {obstacle}" for obstacle in obstacles(args, pipeline.placement)]
+    lines += [] if pipeline.is_stock else [f" {one}" for one in sentences(of_flags(args), AT_ONCE)]
     return lines + [f" WARNING: {caution}" for caution in cautions(args)]
 
 

@@ -32,6 +32,7 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         "vocabulary",
         "copies",
         *_SHARED,
+        "at_once",
         "loads",
         "of",
     }  # of: of which training; no cost
@@ -48,7 +49,9 @@ def read(data: object, cut: bool) -> dict[str, Any]:
     unit = data.get("unit")
     if unit not in (None, *MemoryUnit):
         raise ValueError(f"unit: expected {' or '.join(MemoryUnit)}, what memory is counted in, got {unit!r}")
-    numbers = {name: float(value) for name, value in shared.items()}
+    if (at_once := data.get("at_once", False)) not in (False, True):
+        raise ValueError(f"at_once: expected true or false, whether ranks step all weights in one piece, got {at_once!r}")
+    numbers = {name: float(value) for name, value in shared.items()} | {"at_once": bool(at_once)}
     loads = _loads(data.get("loads", []))
     return {"stages": tuple(stages), "unit": unit and MemoryUnit(unit), "loads": loads} | numbers | _shared(data)
 

@@ -1,8 +1,8 @@
 """Boundaries of iterations: by Megatron-LM's rules, and planned so that the period is short.
 
 A plan of a rank is the order of its passes and a number of buckets. RS begin within the last pass that fills them. Behind all
-passes the rank steps its buckets in the order of their use, and each AG follows its step: a training loop's optimizer takes its
-step between two iterations (``patches/distrib_optimizer.py``).
+passes the rank steps its buckets in the order of their use, and each AG follows its step, or all steps where costs say so: a
+training loop's optimizer takes its step between two iterations (``patches/distrib_optimizer.py``).
 """
 
 from __future__ import annotations
@@ -135,15 +135,14 @@ class _Completed:
 
 
 @lru_cache(maxsize=1024)
-def _planned(passes: Passes, buckets: int) -> Turn:
+def _planned(passes: Passes, buckets: int, at_once: bool) -> Turn:
     """A rank's plan: see above."""
     rank, behind = _Completed(passes), dict[int, list[Pass]]()
     for chunk in rank.by_completion:
         _reduced_within(behind, rank, chunk, _of(Kind.RS, chunk, buckets)[::-1])
-    end = behind.setdefault(len(passes), [])
-    for chunk in rank.by_use:
-        for both in zip(_of(Kind.OPT, chunk, buckets), _of(Kind.AG, chunk, buckets), strict=True):
-            end += both
+    steps, gathers = ([work for chunk in rank.by_use for work in _of(kind, chunk, buckets)] for kind in (Kind.OPT, Kind.AG))
+    pairs = [steps, gathers] if at_once else zip(steps, gathers, strict=True)
+    behind.setdefault(len(passes), []).extend(itertools.chain(*pairs))
     return _merged(passes, {}, behind)
 
 
@@ -183,6 +182,7 @@ class _Search:
     def __init__(self, schedule: Schedule, problem: Problem) -> None:
         self._original, self._problem = schedule, problem
         self._cycle = Cycle(schedule, problem.costs, waits_for_norm(problem))
+        self._plan = partial(_planned, at_once=problem.costs.at_once)
         self._left = _TRIALS
         peaks = activation_peaks(schedule, problem.costs)
         self._limits = [max(each) for each in zip(peaks, problem.limits or peaks, strict=True)]
@@ -193,7 +193,7 @@ class _Search:
     @property
     def schedule(self) -> Schedule:
         """The best so far."""
-        return with_turns(self._original, [_planned(passes, self._buckets) for passes in self._passes])
+        return with_turns(self._original, [self._plan(passes, self._buckets) for passes in self._passes])
 
     def improve(self) -> None:
         """Change all ranks at once, and then one after another, until nothing helps."""
@@ -229,7 +229,7 @@ class _Search:
         return all(peak <= limit * SLACK for peak, limit in zip(peaks, self._limits, strict=True))
 
     def _of(self, passes: Sequence[Passes], buckets: int) -> Steady | None:
-        return self._cycle.steady([_planned(own, buckets) for own in passes])
+        return self._cycle.steady([self._plan(own, buckets) for own in passes])
 
 
 def hurried(passes: Passes, chunk: int) -> Passes:

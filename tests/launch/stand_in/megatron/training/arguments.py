@@ -23,6 +23,7 @@ def add_megatron_arguments(parser):
     for switch in SWITCHES:
         parser.add_argument(switch, action="store_true")
     parser.add_argument("--no-align-grad-reduce", action="store_false", dest="align_grad_reduce")
+    parser.add_argument("--timing-log-level", type=int, default=0, choices=range(3))
     parser.add_argument("--wgrad-deferral-limit", type=int, default=0)
     parser.add_argument("--cuda-graph-impl", default="none", choices=["none", "local", "transformer_engine"])
     parser.add_argument("--cuda-graph-scope", nargs="+", default=[])

@@ -11,6 +11,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_args
@@ -115,6 +116,8 @@ def pretrain(datasets_provider, model_provider, forward_step_func, weights=None,
         weights(model)
     shared = {name: getattr(args, name) for name in ("bf16", "fp16", "use_distributed_optimizer", "overlap_param_gather")}
     shared |= {name: getattr(args, name) for name in ("clip_grad", "initial_loss_scale", "loss_scale_window", "hysteresis")}
+    timers = get_model_config(model[0]).timers = Timers(args.timing_log_level, "minmax")
+    shared |= {"timers": timers, "barrier_with_L1_time": True}  # by default, as --post-validation knows
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=args.lr, min_lr=args.lr, **shared), model)
     warmup = {"init_lr": 0.0, "lr_warmup_steps": (args.lr_warmup_iters or 0) * args.global_batch_size}
     decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": 1, "wd_incr_style": "constant", "lr_decay_style": "constant"}
