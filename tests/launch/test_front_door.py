@@ -123,3 +123,24 @@ def test_upstreams_loop_trains_as_its_own_schedule_does_and_its_checkpoints_go_b
     assert losses("zb-v", "zb-v", f"--load {start} --save {half} --save-interval 2") == stock
     assert losses("back", "stock", f"--load {half} --ckpt-step 2") == stock[1:]
     assert losses("on", "zb-h1", f"--load {half} --ckpt-step 2") == stock[1:]
+
+
+@needs_upstream
+@pytest.mark.slow
+def test_upstreams_loop_with_both_overlaps_and_timers_of_every_bucket(tmp_path: Path) -> None:
+    flags = (
+        f"{SIZES} {WITHOUT_DROPOUT} --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 --log-interval 1 --bf16 "
+        f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096 --timing-log-level 1 "
+        f"--data-cache-path {tmp_path}/cache --{{}} {tmp_path}/start"
+    )
+    launch(
+        tmp_path / "first",
+        SCRIPT,
+        flags.format("save") + " --save-interval 1 --exit-interval 1 --dist-ckpt-optim-fully-reshardable",
+        4,
+    )
+    stock, line, v = (
+        launch(tmp_path / name, SCRIPT, flags.format("load") + f" --pipeline-schedule {name}", ranks=4)
+        for name in ("stock", "zb-h1", "zb-v")
+    )
+    assert [loss for loss, _ in stock] == [loss for loss, _ in line] == [loss for loss, _ in v] and len(stock) == 3
