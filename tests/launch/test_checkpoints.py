@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     def save(schedule: str, form: str) -> tuple[Path, Steps]:
         if (key := schedule + form) not in found:
             path = tmp_path_factory.mktemp("saved")
-            steps = launch(path / "run", STAND_IN, f"{FLAGS} {schedule} --ckpt-format {form} --save {path} --save-interval 1")
-            (path / TRACKER).write_text("2")
+            until = f"--save {path} --save-interval 1 --exit-interval 2"
+            steps = launch(path / "run", STAND_IN, f"{FLAGS} {schedule} --ckpt-format {form} {until}")
             found[key] = path, steps
         return found[key]
 
     return save
 
 
-def full(number: int, ranks: int, port: int, output: Path, arguments: list[str]) -> None:
+def full(where: str, number: int, ranks: int, port: int, output: Path, arguments: list[str]) -> None:
     """``rank`` on a disk that has too little for the second checkpoint: the writers of rank 1 say so, or the file of rank 0 that
     names the newest."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     written, real, text = [], torch.save, Path.write_text
-    where = os.environ["FULL"]
 
     def fail(path: Path, *rest: Any) -> int:
         if path.name == TRACKER and rest[0] == "2" and where == "tracker":
@@ -86,13 +86,12 @@ def full(number: int, ranks: int, port: int, output: Path, arguments: list[str])
         rest("tracker", "zb-v --ckpt-format torch_dist", 2),
     ],
 )
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, flags: str, ranks: int) -> None:
-    monkeypatch.setenv("FULL", where)
+def test_a_full_disk(tmp_path: Path, where: str, flags: str, ranks: int) -> None:
     path = tmp_path / "saved"
     (path / "iter_0000002").mkdir(parents=True)
     (path / "iter_0000002" / "of an earlier run").touch()
     flags = f"{FLAGS} {flags} --pipeline-model-parallel-size {ranks} --save {path} --save-interval 1"
-    codes, output, steps = run(tmp_path / "run", STAND_IN, flags, ranks, target=full)
+    codes, output, steps = run(tmp_path / "run", STAND_IN, flags, ranks, target=partial(full, where))
     assert all(codes) and len(steps) == 2, output
     lines = re.findall(
         rf"the checkpoint {path}/iter_0000002 could not be written \(no space left on {path}: [\d.,]+ MB free, the checkpoint "
@@ -171,7 +170,6 @@ def test_chunks_of_another_placement_are_refused(tmp_path: Path, saved: Saved, w
 )
 def test_chunks_of_the_same_placement_are_loaded(tmp_path: Path, saved: Saved, wrote: str, form: str, loads: str) -> None:
     path, before = saved(wrote, form)
-    (path / TRACKER).write_text("2")
     same = launch(tmp_path / "same", STAND_IN, f"{FLAGS} {wrote} --ckpt-format {form} --load {path}")
     found = launch(tmp_path / "found", STAND_IN, f"{FLAGS} {loads} --ckpt-format {form} --load {path}")
     assert [loss for loss, _ in found] == [loss for loss, _ in same] and found[0] != before[0]

@@ -85,7 +85,7 @@ def writing(path: Path, needed: int = 0) -> Iterator[None]:
 def _settle(error: BaseException, path: Path, needed: int) -> tuple[str, Path | None]:
     """Reason of a failed save, and the newest checkpoint that is whole once what there is of this one has lost its name."""
     before = newest(path.parent, path)
-    words = _why(error, path.parent, path, needed or (_size(before) if before else 0))
+    words = _why(error, path, needed or (_size(before) if before else 0))
     if iteration_of(path) is not None:  # else the directory may have more than this
         unfinished = path.with_name(path.name + UNFINISHED)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -119,7 +119,7 @@ def reading(path: Path | None) -> Iterator[None]:
         raise
 
 
-def why(error: BaseException, root: Path, written: Path, needed: int) -> str:
+def why(error: BaseException, written: Path, needed: int) -> str:
     """Reason why a checkpoint could not be written. Collective over the world where every rank gets torch's own exception, which
     has it on rank 0 alone.
 
@@ -128,22 +128,24 @@ def why(error: BaseException, root: Path, written: Path, needed: int) -> str:
         needed: bytes of the whole.
     """
     if isinstance(error, CheckpointException):
-        return done_by_rank_0(partial(_why, error, root, written, needed))
-    return _why(error, root, written, needed)
+        return done_by_rank_0(partial(_why, error, written, needed))
+    return _why(error, written, needed)
 
 
-def _why(error: BaseException, root: Path, written: Path, needed: int) -> str:
+def _why(error: BaseException, written: Path, needed: int) -> str:
     # The writer's own words for a full disk may be "unexpected pos 704 vs 598".
-    free = free_bytes(root)
+    free = free_bytes(written.parent)
     full = free < max(needed - _size(written), _FULL)
     if full or any(getattr(failure, "errno", None) == errno.ENOSPC for failure in _failures(error)):
         needs = f", the checkpoint needs {_megabytes(needed)}" if needed else ""
-        return f"{_NO_SPACE} {root}: {_megabytes(free)} free{needs}"
+        return f"{_NO_SPACE} {written.parent}: {_megabytes(free)} free{needs}"
     return reason_of(error)
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*.*"))
+    with suppress(OSError):  # another rank has removed it
+        return sum(file.stat().st_size for file in path.rglob("*.*"))
+    return 0
 
 
 def reason_of(error: BaseException) -> str:

@@ -78,7 +78,7 @@ def save(args: Namespace, training: Training) -> Path:
         done_by_rank_0(end)
     # The writer has errors of many kinds, torch's own not even an Exception. Each message must name the checkpoint that remains.
     except (Exception, CheckpointException) as error:
-        words = why(error, root, unfinished, needed)
+        words = why(error, unfinished, needed)
         usable = latest(args.save)
         left = f"the checkpoint {usable} is complete and unchanged" if usable else "there is no earlier checkpoint"
         raise RuntimeError(f"the checkpoint {final} could not be written ({words}); {left}") from error
