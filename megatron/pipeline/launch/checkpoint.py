@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.pipeline.patches.torch_checkpoint import CheckpointError
 from megatron.pipeline.patches.upstream_args import write
 
-from megatron.pipeline.distributed.groups import done_by_rank_0
+from megatron.pipeline.distributed.groups import barrier, done_by_rank_0
 from megatron.pipeline.flags.settings import Settings, flat
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule.core.names import STOCK, counted
@@ -110,10 +110,13 @@ def check_chunks(args: Settings, placement: Placement, state: dict[str, Any], pa
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[None]:
+def replacing(path: Path, form: str) -> Iterator[None]:
     """``writing`` of a checkpoint by Megatron-LM, which writes over an older one of the same iteration: that is kept until the
     new one is whole. If it fails, nothing is left of the new one, and the tracker names the one that it named. Collective over
     the world.
+
+    Args:
+        form: its format.
 
     Raises:
         CheckpointError: see ``writing``.
@@ -125,14 +128,21 @@ def replacing(path: Path) -> Iterator[None]:
             path.rename(replaced(path))
         return tracker.read_text() if tracker.is_file() else None
 
+    def meet() -> None:
+        if form == "torch" and (tracker.read_text() if tracker.is_file() else None) == named:
+            barrier()  # each rank writes a file; those that could wait for all others' here,
+            barrier()  # and, when one has written the tracker, here
+
     named = done_by_rank_0(begin)
     try:
-        with writing(path):
+        with writing(path, meet=meet):
             yield
     except BaseException:
         shutil.rmtree(path.with_name(path.name + UNFINISHED), ignore_errors=True)
         with suppress(OSError):  # other ranks do so, too
-            if named is not None and tracker.read_text() != named:
+            if named is None:
+                tracker.unlink()
+            elif tracker.read_text() != named:
                 write_text(tracker, named)
         raise
     if torch.distributed.get_rank() == 0:

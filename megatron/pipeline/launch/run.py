@@ -57,7 +57,7 @@ from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.session import save_lock
-from megatron.pipeline.session.checkpoints import name_of
+from megatron.pipeline.session.checkpoints import FORMAT, name_of
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import as_planned, plan_pipeline
 from megatron.pipeline.session.startup_lines import buckets_in_words, plan_in_words
@@ -358,7 +358,8 @@ class Run:
         from megatron.training import get_args
 
         save_lock.take(self._ours.save)
-        elsewhere = options.get("non_persistent_ckpt") or getattr(get_args(), "async_save", False)  # or later
-        path = Path(get_args().save) / name_of(iteration)
-        with nullcontext() if elsewhere else checkpoint.replacing(path):
+        args = get_args()
+        elsewhere = options.get("non_persistent_ckpt") or getattr(args, "async_save", False)  # or later
+        path, form = Path(args.save) / name_of(iteration), getattr(args, "ckpt_format", FORMAT)
+        with nullcontext() if elsewhere else checkpoint.replacing(path, form):
             return original(iteration, *rest, **options)

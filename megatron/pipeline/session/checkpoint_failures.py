@@ -59,40 +59,47 @@ def load_sharded(load: Callable[..., Any], state: dict[str, Any], directory: str
 
 
 @contextmanager
-def writing(path: Path, needed: int = 0) -> Iterator[None]:
+def writing(path: Path, needed: int = 0, meet: Callable[[], object] = bool) -> Iterator[None]:
     """Write a checkpoint. If that fails, what there is of it has the name with ``.incomplete``, and what was kept as ``replaced``
     has its own again.
 
     Args:
         needed: bytes that all ranks write; 0 where nobody knows: as many as the one before.
+        meet: called where this rank alone may have failed; returns when the others have written what they write.
 
     Raises:
         CheckpointError: for want of space, or for what the writer or the file system says.
     """
+    kept = replaced(path).exists()
     try:
         yield
     except CheckpointError:
         raise
     except BaseException as error:
-        of_all = isinstance(error, CheckpointException)
-        words, usable = done_by_rank_0(partial(_settle, error, path, needed)) if of_all else _settle(error, path, needed)
+        of_all, settle = isinstance(error, CheckpointException), partial(_settle, error, path, needed, kept)
+        if isinstance(error, Exception):  # neither torch's, which all ranks have, nor an end by the user
+            meet()
+        words, usable = done_by_rank_0(settle) if of_all else settle()
         if not (of_all or isinstance(error, OSError) or words.startswith(_NO_SPACE)):
             raise
         left = f"the checkpoint {usable} is complete and unchanged" if usable else "there is no earlier checkpoint"
         raise CheckpointError(f"the checkpoint {path} could not be written ({words}); {left}") from None
 
 
-def _settle(error: BaseException, path: Path, needed: int) -> tuple[str, Path | None]:
+def _settle(error: BaseException, path: Path, needed: int, kept: bool) -> tuple[str, Path | None]:
     """Reason of a failed save, and the newest checkpoint that is whole once what there is of this one has lost its name."""
     before = newest(path.parent, path)
     words = _why(error, path, needed or (_size(before) if before else 0))
     if iteration_of(path) is not None:  # else the directory may have more than this
-        unfinished = path.with_name(path.name + UNFINISHED)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished, older = path.with_name(path.name + UNFINISHED), path.with_name(f"{path.name}.older{UNFINISHED}")
         with suppress(OSError):
-            path.rename(unfinished)
-        with suppress(OSError):
-            replaced(path).rename(path)
+            if kept:  # one rank finds it: what later ranks find under the name is this
+                replaced(path).rename(older)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(FileNotFoundError):  # the first rank to fail has done it, or nothing was written
+                path.rename(unfinished)
+            if kept:
+                older.rename(path)
     return words, newest(path.parent)
 
 
