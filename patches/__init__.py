@@ -17,7 +17,9 @@ _CORE = (
     "cpu torch_gloo tensor_parallel_layers moe_experts moe_utils transformer_block rerun_state_machine distrib_optimizer "
     "distributed_data_parallel fully_parallel filesystem_async torch_checkpoint schedules"
 ).split()
-_TRAINING = "training_arguments training_utils training_initialize training_models training_training".split()
+_TRAINING = (
+    "training_arguments training_utils training_initialize training_models training_checkpointing training_training"
+).split()
 
 
 def install() -> None:

@@ -193,6 +193,10 @@ NAMES: dict[str, dict[str, Name]] = {
         "_get_write_results_queue": Name("the writers' process ends with its rank: replaced", "0.16-0.16"),
         "get_write_results_queue": Name("the same, from 0.17 on", "0.17-0.19", required=False),
     },
+    "megatron.core.dist_checkpointing.serialization": {
+        "save": Name("wrapped in own loops and Megatron-LM's: failures in one line"),
+        "load": Name("wrapped in own loops and Megatron-LM's: failures in one line"),
+    },
     "megatron.core.num_microbatches_calculator": {
         "StepBatchsizeNumMicroBatchesCalculator": Name("a growing batch size, as steps", "0.18-0.19", required=False),
     },
@@ -213,6 +217,10 @@ NAMES: dict[str, dict[str, Name]] = {
     },
     "megatron.training.models.dist_utils": {
         "unimodal_build_distributed_models": Name("wrapped, as get_model is: builds from a configuration", "0.18-0.19"),
+    },
+    "megatron.training.checkpointing": {
+        "_load_base_checkpoint": Name("wrapped: what was read is compared with the placement"),
+        "load_checkpoint": Name("wrapped: failures in one line"),
     },
     "megatron.training.training": {
         "pretrain": Name("wrapped: at its end another run may save"),

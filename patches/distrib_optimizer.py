@@ -29,6 +29,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.distributed_data_parallel import gathered
+from megatron.pipeline.patches.torch_checkpoint import CheckpointError
 from megatron.pipeline.patches.torch_optimizers import allocate_state, is_torch
 
 from megatron.pipeline.combinations.rows import AT_ONCE
@@ -41,7 +42,7 @@ _OF_HALF = ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_flo
 _OF_SINGLE = ("model_fp32_groups", "shard_fp32_groups")
 
 
-class SavedWrongError(ValueError):
+class SavedWrongError(CheckpointError):
     """A checkpoint's optimizer state is not that of its weights."""
 
 

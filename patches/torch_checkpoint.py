@@ -15,6 +15,10 @@ from megatron.pipeline.patches import compat
 from torch.distributed.checkpoint import FileSystemReader
 
 
+class CheckpointError(ValueError):
+    """Error about a checkpoint in words for its user, to whom the place in the code says nothing more."""
+
+
 class DamagedFile(Exception):
     """Error: a file of a checkpoint does not have what was written."""
 

@@ -46,9 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run()  # errors of a script are printed by Python
     except ValueError as error:
-        from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
+        from megatron.pipeline.patches.torch_checkpoint import CheckpointError
 
-        if isinstance(error, SavedWrongError):
+        if isinstance(error, CheckpointError):
             return complain(f"{NAME}: {error}")
         raise
     finally:

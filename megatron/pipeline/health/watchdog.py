@@ -25,6 +25,7 @@ from types import TracebackType
 
 import torch
 from megatron.core import parallel_state
+from megatron.pipeline.patches.torch_checkpoint import CheckpointError
 
 from megatron.pipeline.distributed.groups import barrier
 from megatron.pipeline.distributed.rehearsal_groups import stand_in
@@ -96,7 +97,9 @@ class Watchdog:
             news, trace = self._blame(error), ""
             if news is None:
                 news = f"{name_rank(self._rank, self._situation())} failed in {self._situation().place}: {in_words(error)}"
-                trace = f"Global rank {self._rank} failed.\n{''.join(traceback.format_exception(error))}"
+                told = isinstance(error, CheckpointError)
+                trace = f"Global rank {self._rank} failed{f': {error}' if told else '.'}\n"
+                trace += "" if told else "".join(traceback.format_exception(error))
             self._end(news, trace)
         self._heartbeat.close(patience=self._silence)
 

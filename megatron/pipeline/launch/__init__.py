@@ -36,7 +36,9 @@ def install() -> None:
             print(f" WARNING: {versions.difference}", file=sys.stderr)
         patches.install()  # before what follows imports names that older releases lack
         from megatron.pipeline.launch.run import Run
+        from megatron.pipeline.session import checkpoint_failures
 
+        checkpoint_failures.install()
         try:
             patches.install_training(Run(versions))
         except ImportError as error:

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.checkpoints import FORMAT, name_of
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import as_planned, plan_pipeline
 from megatron.pipeline.session.startup_lines import buckets_in_words, plan_in_words
@@ -156,6 +158,7 @@ class Run:
                 several = pipeline.placement.chunks if pipeline.placement.chunks > 1 else None
                 fused = settings.masked_softmax_fusion
                 write(args, virtual_pipeline_model_parallel_size=several, masked_softmax_fusion=fused)
+                write(args, pipeline_placement=pipeline.placement.stages)
         pipeline.install()
         if not pipeline.is_stock:
             self._last_rank = LastRank(pipeline.placement)
@@ -333,7 +336,29 @@ class Run:
         """Save a checkpoint or exit, where it is time to."""
         return self._ahead.decide_exit(original, *rest, **options) if self._ahead else original(*rest, **options)
 
-    def save(self, original: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+    # checkpoints
+
+    def load(self, original: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+        """Load a checkpoint."""
+        with checkpoint.reading(checkpoint.latest(self._ours)):
+            return original(*rest, **options)
+
+    def check_read(self, state: dict[str, Any] | None, path: str, _release: bool, kind: Any) -> None:
+        """Refuse what was read for this rank, if other chunks wrote it; ``torch_dist``, upstream's GLOBAL, fits any.
+
+        Args:
+            state: None where there is no checkpoint.
+        """
+        if self.pipeline is not None and state is not None and kind.name != "GLOBAL":
+            checkpoint.check_chunks(self._ours, self.pipeline.placement, state, path)
+
+    def save(self, original: Callable[..., Any], iteration: int, *rest: Any, **options: Any) -> Any:
         """Save a checkpoint, unless another run has taken the directory over."""
+        from megatron.training import get_args
+
         save_lock.take(self._ours.save)
-        return original(*rest, **options)
+        args = get_args()
+        elsewhere = options.get("non_persistent_ckpt") or getattr(args, "async_save", False)  # or later
+        path, form = Path(args.save) / name_of(iteration), getattr(args, "ckpt_format", FORMAT)
+        with nullcontext() if elsewhere else checkpoint.replacing(path, form):
+            return original(iteration, *rest, **options)

@@ -10,6 +10,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from megatron.core import dist_checkpointing
 from megatron.pipeline.patches import compat
@@ -22,6 +23,7 @@ FORMAT = "torch_dist"
 RESHARDABLE = "fully_reshardable"  # of the distributed optimizer's: the one that another layout can read
 RELEASE = "release"  # weights alone, in Megatron-LM
 _LONGEST = 600  # characters of an error's words
+_OTHER_FORMAT = "has the format"
 _DIGITS = 18  # of an iteration, at most
 _PARTS = ("metadata.json", ".metadata", "common.pt")
 _COMMON = "common_state"  # what 0.19 and later have in place of the last of these
@@ -134,9 +136,38 @@ def contents_of(path: Path) -> tuple[dict[str, Any], Metadata]:
     return common, metadata
 
 
+def iteration_of(path: Path) -> int | None:
+    """The iteration of which a directory's name says that it is a checkpoint, as ``name_of`` makes it."""
+    number = path.name.removeprefix("iter_")
+    return int(number) if number != path.name and number.isascii() and number.isdecimal() else None
+
+
+def newest(root: Path, besides: Path | None = None) -> Path | None:
+    """The newest whole checkpoint of a directory, of any format; None if there is none."""
+    found = {path: iteration for path in root.glob("iter_*") if (iteration := iteration_of(path)) is not None and path != besides}
+    return next((path for path in sorted(found, key=found.__getitem__, reverse=True) if not fault(path)), None)
+
+
+def fault(path: Path) -> str:
+    """What is wrong with a checkpoint, of any format, as far as it can be told without its tensors; empty if nothing is."""
+    if parts := sorted(path.glob("mp_rank_*/*.pt")):  # the format torch
+        with suppress(OSError, ValueError):
+            if (iteration_of(path) or 0) > int((path.parent / TRACKER).read_text()):  # which is written once all files are
+                return "is not complete"
+        cut = [part for part in parts if not is_zipfile(part)]
+        return f"is damaged: {cut[0].relative_to(path)} is cut off" if cut else ""
+    try:
+        wrong = _wrong(path)
+        if not wrong:
+            contents_of(path)
+    except (OSError, Unreadable) as trouble:
+        return str(trouble)
+    return "" if wrong.startswith(_OTHER_FORMAT) else wrong
+
+
 def _complete(root: Path) -> dict[int, Path]:
-    found = {path: path.name.removeprefix("iter_") for path in root.glob("iter_*")}
-    return {int(number): path for path, number in found.items() if number.isascii() and number.isdecimal() and not _wrong(path)}
+    found = {path: iteration_of(path) for path in root.glob("iter_*")}
+    return {iteration: path for path, iteration in found.items() if iteration is not None and not _wrong(path)}
 
 
 def _wrong(path: Path) -> str:
@@ -153,7 +184,7 @@ def _wrong(path: Path) -> str:
         if files.isdisjoint(_PARTS[::2]) and ".metadata" in files:
             form = "torch_dcp or fsdp_dtensor"
     if form != FORMAT:
-        return f"has the format {form}: --load reads {FORMAT}, to which Megatron-LM converts (--ckpt-convert-format)"
+        return f"{_OTHER_FORMAT} {form}: --load reads {FORMAT}, to which Megatron-LM converts (--ckpt-convert-format)"
     missing = [name for name in _PARTS if name not in files]
     if missing == ["common.pt"] and _COMMON.encode() in (path / ".metadata").read_bytes():
         missing = []
@@ -167,9 +198,6 @@ def damaged(path: Path, what: str) -> ValueError:
 
 def _instead(root: Path, damaged: Path | None = None) -> str:
     """Another checkpoint that can be taken, and how."""
-    others = sorted(((iteration, path) for iteration, path in _complete(root).items() if path != damaged), reverse=True)
-    for readable, path in others:
-        with suppress(Unreadable):
-            contents_of(path)
-            return f"; to go on from iteration {readable}, write {readable} into {root / TRACKER}"
+    if other := newest(root, damaged):
+        return f"; to go on from iteration {iteration_of(other)}, write {iteration_of(other)} into {root / TRACKER}"
     return f"; {root} has no other: give another --load"

@@ -30,7 +30,7 @@ from megatron.pipeline.combinations.needs import EVERY_BATCH
 from megatron.pipeline.combinations.table import Facts, of_config, refuse, sentences
 from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.flags.settings import Settings, VocabularySettings
-from megatron.pipeline.model import te_linear
+from megatron.pipeline.model import chunk_marks, te_linear
 from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.layout import PlacementLayout, stage_layers
@@ -47,6 +47,7 @@ from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.session import checkpoint_failures
 from megatron.pipeline.session.call_watch import CallWatch
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import check_name
@@ -102,6 +103,7 @@ class OwnLoop:
     def install(self) -> None:
         """Take the place of megatron-core's functions, in place of another loop's schedule."""
         patches.install_loop(None if self._request.schedule == STOCK else self)
+        checkpoint_failures.install()
 
     def close(self) -> None:
         """End the watchdog, if there is one; no rank waits for another."""
@@ -235,6 +237,7 @@ class OwnLoop:
             ValueError: it cannot know where the processes have met.
         """
         split_chunks([chunk])
+        chunk_marks.mark(unwrap_model(chunk))
         ddp_config.delay_wgrad_compute = True
         if ddp_config.overlap_grad_reduce and ddp_config.bucket_size is None:
             distributed_data_parallel.mark(chunk, self._buckets)

@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.patches.torch_checkpoint import DamagedFile
+from megatron.pipeline.patches.torch_checkpoint import CheckpointError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.distributed.groups import barrier, done_by_rank_0
 from megatron.pipeline.flags.settings import flat
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.atomic import UNFINISHED, sync, write_text
-from megatron.pipeline.session.checkpoints import FORMAT, RESHARDABLE, TRACKER, damaged, find, latest, name_of, reason, replaced
+from megatron.pipeline.session.checkpoint_failures import bytes_to_write, free_bytes, reading, reason_of, why
+from megatron.pipeline.session.checkpoints import FORMAT, RESHARDABLE, TRACKER, find, latest, name_of, replaced
 from megatron.pipeline.session.metrics import training_flops
 from megatron.pipeline.trainer.checkpoint_files import SUMMARY, model_flags, schedule_flags
 from megatron.pipeline.trainer.optimizer_state import load_state, sharded_state
@@ -39,9 +35,6 @@ from megatron.pipeline.trainer.state import Training
 
 # What upstream's sharded state depends on: the form of the distributed optimizer's that another layout of ranks can read.
 _FORM = {"distrib_optim_sharding_type": RESHARDABLE, "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
-
-_ARCHIVE = 1900  # bytes of what torch.save writes around a tensor, and of its place in the description of all
-_FULL = 64 * 2**10  # bytes free below which a write has failed for lack of space
 
 
 def save(args: Namespace, training: Training) -> Path:
@@ -63,7 +56,7 @@ def save(args: Namespace, training: Training) -> Path:
         unfinished.mkdir(parents=True)
 
     def check_space() -> None:
-        if _free_bytes(root) < needed:
+        if free_bytes(root) < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def end() -> None:
@@ -73,58 +66,23 @@ def save(args: Namespace, training: Training) -> Path:
         _put_in_place(unfinished, final)
         write_text(root / TRACKER, str(training.iteration))
 
-    def why(error: BaseException) -> str:
-        # The writer's own words for a full disk may be "unexpected pos 704 vs 598".
-        free = _free_bytes(root)
-        if free < max(needed - sum(file.stat().st_size for file in unfinished.rglob("*")), _FULL):
-            return f"no space left on {root}: {_megabytes(free)} free, the checkpoint needs {_megabytes(needed)}"
-        return _reason(error)
-
     try:
         done_by_rank_0(begin)
         with _gathered_parameters(args, training):
             state = training_state(training, with_optimizer=not args.no_save_optim, is_loading=False)
             state |= _common_state(args, training)
-            needed = _bytes_to_write(state)
+            needed = bytes_to_write(state)
             done_by_rank_0(check_space)
             dist_checkpointing.save(state, str(unfinished), (FORMAT, 1), content_metadata=_FORM)
         barrier()
         done_by_rank_0(end)
     # The writer has errors of many kinds, torch's own not even an Exception. Each message must name the checkpoint that remains.
     except (Exception, CheckpointException) as error:
-        # Every rank gets torch's own, which may have the reason on rank 0 alone.
-        words = done_by_rank_0(partial(why, error)) if isinstance(error, CheckpointException) else why(error)
+        words = why(error, unfinished, needed)
         usable = latest(args.save)
         left = f"the checkpoint {usable} is complete and unchanged" if usable else "there is no earlier checkpoint"
         raise RuntimeError(f"the checkpoint {final} could not be written ({words}); {left}") from error
     return final
-
-
-def _bytes_to_write(state: dict[str, Any]) -> int:
-    """Bytes that all ranks will write of a sharded state: the bytes of tensors, with the archive that torch makes of each."""
-    tensors = (one for one in nested_values(state) if isinstance(one, (ShardedTensor, ShardedTensorFactory)))
-    own = sum(one.data.nbytes + _ARCHIVE for one in tensors if one.data is not None and is_main_replica(one.replica_id))
-    total = torch.tensor(own, dtype=torch.int64, device=this_device())
-    torch.distributed.all_reduce(total)
-    return int(total)
-
-
-def _free_bytes(directory: Path) -> float:
-    """Bytes that can still be written there; infinite on a file system that does not say it. Quotas are not in it."""
-    found = os.statvfs(directory)
-    blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
-    return blocks * found.f_frsize if found.f_blocks else math.inf
-
-
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:,.1f} MB"
-
-
-def _reason(error: BaseException) -> str:
-    """Reason of a failure, without the tracebacks that torch's exception prints for every rank."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(sorted({reason(failure, frames) for failure, frames in error.failures.values()}))
-    return str(error) if isinstance(error, save_lock.CannotSave) else reason(error)
 
 
 def load(args: Namespace, training: Training) -> Path | None:
@@ -143,12 +101,12 @@ def load(args: Namespace, training: Training) -> Path | None:
     if path is None:
         return None
     try:
-        _load(args, training, path)
-    except (Exception, CheckpointException) as error:
-        failures = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        if files := sorted({str(failure) for failure in failures if isinstance(failure, DamagedFile)}):
-            raise RuntimeError(damaged(path, f"is damaged: {'; '.join(files)}")) from error
-        raise RuntimeError(f"the checkpoint {path} could not be loaded ({_reason(error)})") from error
+        with reading(path):
+            _load(args, training, path)
+    except CheckpointError as error:
+        raise RuntimeError(str(error)) from error
+    except Exception as error:
+        raise RuntimeError(f"the checkpoint {path} could not be loaded ({reason_of(error)})") from error
     return path
 
 

@@ -20,6 +20,8 @@ SWITCHES = (
 def add_megatron_arguments(parser):
     flags.add_flags(parser, flags.MEGATRON)  # of the same names, and for a start of the same meaning
     parser.set_defaults(clip_grad=0.0)
+    parser.add_argument("--ckpt-format", choices=["torch", "torch_dist"])
+    parser.add_argument("--async-save", action="store_true")
     for switch in SWITCHES:
         parser.add_argument(switch, action="store_true")
     parser.add_argument("--no-align-grad-reduce", action="store_false", dest="align_grad_reduce")

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_p
 from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.global_vars import get_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
@@ -99,11 +100,6 @@ def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration)
     return bool(args.exit_interval and iteration % args.exit_interval == 0)
 
 
-def save_checkpoint(iteration, model, optimizer, opt_param_scheduler):
-    state = [[part.state_dict() for part in model], optimizer.state_dict(), opt_param_scheduler.state_dict()]
-    torch.save(state, f"{get_args().save}/{iteration}_of_rank_{torch.distributed.get_rank()}.pt")
-
-
 def pretrain(datasets_provider, model_provider, forward_step_func, weights=None, container=None):
     initialize_megatron(parsed=container is not None)
     args = get_args()
@@ -123,5 +119,7 @@ def pretrain(datasets_provider, model_provider, forward_step_func, weights=None,
     decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": 1, "wd_incr_style": "constant", "lr_decay_style": "constant"}
     lengths = {"max_lr": args.lr, "min_lr": args.lr, "lr_decay_steps": args.train_iters * args.global_batch_size}
     scheduler = OptimizerParamScheduler(optimizer, **warmup, **decay, **lengths)
+    if args.load:
+        load_checkpoint(model, optimizer, scheduler)
     iterators = [datasets_provider(chunk) for chunk in range(len(model))] if len(model) > 1 else datasets_provider()
     train(forward_step_func, model, optimizer, scheduler, iterators, get_model_config(model[0]))
