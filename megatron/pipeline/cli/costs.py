@@ -98,5 +98,5 @@ def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device
     sure = ranges.learnt("throughput", shape, gpu)
     likely = f"published trainings of this class took {1 / sure.high:.2f} to {1 / sure.low:.2f} times as long ({sure.source})"
     message = f"a message between stages takes {1e3 * costs.hop:.4g} ms{shards}"
-    doubts = ranges.doubts(shape, gpu)
-    return "\n".join([f"one microbatch on {gpu.name}\n\n{plain_table(heads, cells)}\n\n{message}", likely, *doubts, HOW])
+    table = f"one microbatch on {gpu.name}\n\n{plain_table(heads, cells)}\n"
+    return "\n".join([table, message, likely, *ranges.doubts(shape, gpu), HOW])

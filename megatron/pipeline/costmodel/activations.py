@@ -40,7 +40,9 @@ def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:
         return Held(0.0, 0.0, 0.0)
     if not held.recompute_layers:
         left = layer_checkpoint(shape)
-        kept = layers * left if held.freed else input_  # a schedule's own R needs the input of the stage alone
+        kept = (
+            layers * left if held.recomputed or held.offloaded else input_
+        )  # a schedule's own R needs the input of the stage alone
         whole = min(layers, 2 if held.offloaded else 1)  # of one the copies are under way
         most = (layers - whole) * max(left, retained) + whole * full
     elif held.recompute_first:
@@ -147,28 +149,28 @@ def attention_matrices(shape: Shape) -> float:
 
 
 def layer_checkpoint(shape: Shape) -> float:
-    """Bytes of ``layer_activation`` that are left from F to B where ``policy.freed`` is made again, or comes from host memory.
+    """Bytes of ``layer_activation`` that are left from F to B without ``policy.recomputed`` and ``policy.offloaded``.
 
     ``core_attn`` is what attention makes of queries and keys, ``layernorm`` the outputs of norms that are modules of their own
     (megatron-core's ``transformer_layer.py``), ``mlp`` and ``moe`` all within these, ``moe_act`` the outputs of the activation
     functions of experts that some tokens visit (``moe/experts.py``), ``shared_experts`` all within those that every token passes,
     and ``mla_up_proj`` queries, keys and values, which are made from narrow vectors (``multi_latent_attention.py``).
     """
-    gone = sum(size for by, size in _parts(shape) if shape.policy.freed & {*by.split()})
+    freed = shape.policy.recomputed | shape.policy.offloaded
+    gone = sum(size for by, size in _parts(shape) if freed & {*by.split()})
     return max(layer_activation(shape) - gone, hidden_bytes(shape))
 
 
 def _parts(shape: Shape) -> list[tuple[str, float]]:
-    """Parts of ``layer_activation`` in bytes, each with the names in ``policy.freed`` of which any frees it.
+    """Parts of ``layer_activation`` in bytes, each with the names in ``policy`` of which any frees it.
 
-    Those with ``>`` are modules whose input, and what they keep else, goes to host memory: megatron-core's
-    ``fine_grained_activation_offload.py`` and its users. A norm that is part of a linear goes with this one.
+    Those with ``>``, of ``policy.offloaded``, are modules whose input, and what they keep else, goes to host memory:
+    megatron-core's ``fine_grained_activation_offload.py`` and its users. A norm that is part of a linear goes with this one.
     """
     experts, latent, hidden = shape.experts, shape.latent, hidden_bytes(shape)
     routed, visited = (experts.mean_routed_ffn, experts.mean_visited_ffn) if experts else (0.0, 0.0)
     of_experts = shape.share(EXPERTS) if shape.policy.fused_norms else shape.parts - shape.attention
     of_attention, narrow = shape.norms_alone - of_experts, latent.width + latent.normalised if latent else 0
-    before = shape.queries_and_keys if shape.qk_norm and not latent else 0
     cut = [
         ("mlp", shape.matrices * (shape.ffn - routed)),
         ("moe >expert_fc1 >fused_group_mlp", _dispatched(shape)),
@@ -178,16 +180,15 @@ def _parts(shape: Shape) -> list[tuple[str, float]]:
         ("moe shared_experts", shape.matrices * (routed - visited)),
         (f"{'mla_up_proj ' if latent else ''}>core_attn", shape.attention * (shape.queries + shape.keys_and_values)),
         (">attn_proj", shape.attention * shape.attended),
-        (">qkv_linear", shape.attention * before),
+        (">qkv_linear", shape.attention * shape.queries_and_keys * (shape.qk_norm and not latent)),
     ]
-    whole = shape.policy.number * shape.tokens * shape.policy.of_whole_layers
     return [(by, width * shape.policy.number * shape.tokens * shape.policy.of_cut_layers) for by, width in cut] + [
         ("core_attn >core_attn", attention_matrices(shape)),
         ("layernorm >qkv_linear", of_attention * hidden),
         (">attn_norm", of_attention * hidden),
         ("layernorm", of_experts * hidden),
         (">mlp_norm", of_experts * hidden),
-        (">qkv_linear", 2 * (shape.attention - of_attention) * hidden + shape.attention * narrow * whole),
+        (">qkv_linear", (2 * (shape.attention - of_attention) + shape.attention * narrow / shape.hidden) * hidden),
     ]
 
 

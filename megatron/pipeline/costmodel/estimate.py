@@ -198,7 +198,7 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
         whole: seconds of a layer's passes.
     """
     held = shape.policy
-    if not held.freed:
+    if not (held.recomputed or held.offloaded):
         return whole.forward
     attention = _attention(shape, device).forward if "core_attn" in held.recomputed else 0.0
     weights = {"mlp": shape.mlp_weights, "moe": shape.expert_weights, "mla_up_proj": shape.attention * shape.widening_weights}

@@ -15,12 +15,9 @@ from pathlib import Path
 from megatron.pipeline.costmodel.device import NOT_FITTED, Device, named
 from megatron.pipeline.shape.gpt import Shape
 
-# Of what was measured: the power of a distance beyond it by which a range widens, which is an assumption, and the least and the
-# most of sizes.
-_MEASURED = {
-    "throughput": (0.5, {"hidden": (2048, 16384), "seq": (1024, 32768)}),
-    "memory": (0.125, {"hidden": (512, 16384), "seq": (1024, 8192)}),
-}
+# Of what was measured: the power of a distance beyond it by which a range widens, an assumption; the least and the most of hidden
+# sizes, and of tokens of a sequence.
+_MEASURED = {"throughput": (0.5, (2048, 16384), (1024, 32768)), "memory": (0.125, (512, 16384), (1024, 8192))}
 FILE = Path(__file__).parent / "ranges.json"
 WHOLE = "16 bits"
 
@@ -66,9 +63,9 @@ def learnt(what: str, shape: Shape, device: Device) -> Range:
         return row.kind != kind, row.fitted != fitted, row.precision == ""
 
     found = min((row for row in table() if row.what == what and row.precision in ("", precision or WHOLE)), key=distance)
-    power, sizes = _MEASURED.get(what, (0.0, {}))
-    own_sizes = ((name, getattr(shape, name), *bounds) for name, bounds in sizes.items())
-    far = {f"{name} {size}": max(least / size, size / most) for name, size, least, most in own_sizes}
+    power, *bounds = _MEASURED.get(what, (0.0,))
+    sizes = zip((("hidden", shape.hidden), ("seq", shape.seq)), bounds, strict=False)
+    far = {f"{name} {size}": max(least / size, size / most) for (name, size), (least, most) in sizes}
     if what == "throughput" and products.lent:
         other, own = (one.peak / one.bandwidth for one in (named(products.lent), device))
         far[f"a peak of {own / other:.2g} times {products.lent}'s for its memory's bandwidth"] = max(own / other, other / own)
@@ -81,10 +78,10 @@ def learnt(what: str, shape: Shape, device: Device) -> Range:
 
 def doubts(shape: Shape, device: Device) -> list[str]:
     """A line for each efficiency of another GPU with which the seconds of a model are predicted."""
-    precisions = ["", *([shape.quantized.recipe.peak] if shape.quantized else [])]
-    lent = [(name or WHOLE, one) for name in precisions if (one := device.products(name)).lent]
-    more = f"no training on {device.name} in it was compared"
-    return [f"{device.name}: the efficiency in {name}, {one.efficiency:g}, is that of {one.lent}; {more}" for name, one in lent]
+    precisions = {"", shape.quantized.recipe.peak if shape.quantized else ""}
+    lent = [(name or WHOLE, one) for name in sorted(precisions) if (one := device.products(name)).lent]
+    words = f"{device.name}: the efficiency in {{}}, {{:g}}, is that of {{}}; no training on {device.name} in it was compared"
+    return [words.format(name, one.efficiency, one.lent) for name, one in lent]
 
 
 def in_words(low: float, high: float, unit: str) -> str:

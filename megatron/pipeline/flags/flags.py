@@ -187,8 +187,7 @@ MEGATRON = {
         predicted("--cuda-graph-scope --cuda-graph-modules", "which: attn, moe_router, moe, full_iteration, ...", str, nargs="+"),
         predicted("--grad-reduce-in-bf16", "gradients in bfloat16"),
         predicted("--fine-grained-activation-offloading", "activations in host memory, by module"),
-        predicted("--offload-modules", "which: attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act, "
-            "fused_group_mlp", str, nargs="+"),
+        predicted("--offload-modules", "which: attn_norm, qkv_linear, core_attn, attn_proj, expert_fc1, ...", str, nargs="+"),
     ],
     "mixture of experts": [
         add("--num-experts", "experts of a layer, which replace its MLP", positive_int),

@@ -30,7 +30,8 @@ class ActivationPolicy:
         fused_norms: a norm is one module with the linear layer behind it, where one layer reads it: Transformer Engine's.
         hidden_masks, attention_masks: there is dropout of hidden states, and of attention probabilities.
         recomputed: what B makes again in every layer, by the names of ``--recompute-modules``.
-        offloaded: modules whose activations are in host memory between F and B, by the names of ``--offload-modules``.
+        offloaded: modules whose activations are in host memory between F and B, by the names of ``--offload-modules`` with ``>``
+            before each.
         recompute_layers: layers of a unit of which F keeps the input alone; 0 where no whole layers are made again.
         recompute_first: recompute only this number of first layers of a chunk, each a unit of its own.
         layer_graphs: CUDA graphs launch single layers. For a layer and a microbatch that is held there is one, which keeps the
@@ -84,14 +85,9 @@ class ActivationPolicy:
         )
 
     @property
-    def freed(self) -> frozenset[str]:
-        """What is not on the device between F and B: ``recomputed``, and ``offloaded`` with ``>`` before each name."""
-        return self.recomputed | {f">{name}" for name in self.offloaded}
-
-    @property
     def recomputes(self) -> bool:
         """Tell whether B makes anything again, or has it brought back."""
-        return bool(self.freed or self.recompute_layers)
+        return bool(self.recomputed or self.offloaded or self.recompute_layers)
 
     @property
     def of_whole_layers(self) -> float:
@@ -138,8 +134,9 @@ def fuses_softmax(args: Namespace) -> bool:
 def _offloaded(args: Namespace) -> frozenset[str]:
     """Under megatron-core's own schedules: ours leave it out. Attention that is made again has nothing to move."""
     on = getattr(args, "fine_grained_activation_offloading", False) and args.recompute_granularity != "full"
-    again = "core_attn" if args.recompute_granularity and "core_attn" in (args.recompute_modules or ("core_attn",)) else ""
-    return frozenset(args.offload_modules or ()) - {again} if on and args.pipeline.schedule == STOCK else frozenset()
+    again = ">core_attn" if args.recompute_granularity and "core_attn" in (args.recompute_modules or ("core_attn",)) else ""
+    names = args.offload_modules or () if on and args.pipeline.schedule == STOCK else ()
+    return frozenset(f">{name}" for name in names) - {again}
 
 
 def _deferred_logits(args: Namespace) -> int:
