@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from common import command_line, markdown, write_tables
 from published import DEVICES, ROOT
@@ -91,13 +92,11 @@ class Row:
         return at(self.device, PRECISIONS[self.precision], efficiency)
 
 
-def at(device: Device, precision: str, efficiency: float, fitted_to: str = NOT_FITTED) -> Device:
+def at(device: Device, precision: str, efficiency: float, fitted_to: str = NOT_FITTED, lent: str = "") -> Device:
+    own: dict[str, Any] = {"efficiency": efficiency, "fitted_to": fitted_to, "lent": lent}
     if precision == PRECISIONS["BF16"]:
-        return replace(device, efficiency=efficiency, fitted_to=fitted_to)
-    changed = (
-        replace(one, efficiency=efficiency, fitted_to=fitted_to) if one.name == precision else one for one in device.precisions
-    )
-    return replace(device, precisions=tuple(changed))
+        return replace(device, **own)
+    return replace(device, precisions=tuple(replace(one, **own) if one.name == precision else one for one in device.precisions))
 
 
 def read(folder: Path) -> list[Row]:
@@ -271,10 +270,24 @@ def write_efficiencies(rows: Sequence[Row]) -> None:
             if own and not fitted_elsewhere(own[0]):
                 words = f"{len(own)} rows of Megatron-Bridge {', '.join(sorted({row.release for row in own}))}"
                 device = at(named(own[0].device.name), PRECISIONS[products[1]], efficiency(own), words)
-                (DEVICES / f"{device.name}.json").write_text(device.to_json(), encoding="utf-8")
-                named.cache_clear()
+                _write(device)
+        lend()
         for function in (training, predicted, wanted, tells):
             function.cache_clear()
+
+
+def lend() -> None:
+    """Give every GPU the efficiencies that its file says another one lends it."""
+    for name in shipped():
+        for precision in (WHOLE, *(one.name for one in named(name).precisions)):
+            own, of = named(name), "" if precision == WHOLE else precision
+            if lent := own.products(of).lent:
+                _write(at(own, precision, named(lent).products(of).efficiency, lent=lent))
+
+
+def _write(device: Device) -> None:
+    (DEVICES / f"{device.name}.json").write_text(device.to_json(), encoding="utf-8")
+    named.cache_clear()
 
 
 def _with_progress(row: Range) -> Range:

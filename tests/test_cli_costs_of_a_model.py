@@ -57,7 +57,8 @@ def test_experts_need_not_be_cut_as_other_layers_are(capsys: pytest.CaptureFixtu
         "costs --gpu H100-80GB --num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 1 "
         "--global-batch-size 16 --train-iters 1 --lr 1e-4 --bf16 --tokenizer-type NullTokenizer --vocab-size 1000 "
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --num-experts 16 --moe-grouped-gemm "
-        "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --disable-bias-linear --data-parallel-size 8"
+        "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --disable-bias-linear --data-parallel-size 8 "
+        "--micro-batch-size 64 --global-batch-size 1024"  # longer than the host needs
     )
 
     def forward(expert: int) -> float:

@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.device import named
-from megatron.pipeline.costmodel.estimate import LAYER, PRODUCT, launch_seconds, layer_seconds
+from megatron.pipeline.costmodel.device import named, shipped
+from megatron.pipeline.costmodel.estimate import LAYER, PRODUCT, layer_seconds
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.memory import state_bytes
 from megatron.pipeline.costmodel.parameters import parameters
@@ -18,7 +20,7 @@ from megatron.pipeline.costmodel.traffic import cast_traffic, layer_traffic
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.experts import Experts
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.shape.precision import RECIPES, Quantized
 
 GB200 = named("GB200")
@@ -40,15 +42,37 @@ def small(count: int = 32, **changes: Any) -> Shape:
     return replace(Shape.plain(8, 1024, 16, 512, 1024), experts=experts, ffn=experts.mean_ffn, gated=True, quantized=MXFP8)
 
 
-def test_a_pass_takes_at_least_as_long_as_the_host_needs_to_launch_it() -> None:
-    shape = small()
-    seconds = layer_seconds(shape, GB200, Links.within(GB200))
-    assert seconds == launch_seconds(shape)  # tiny products
-    assert seconds.forward == pytest.approx(LAYER.forward + 2 * 16 * PRODUCT)
-    graphs = layer_seconds(small(graphs=True), GB200, Links.within(GB200))
-    assert graphs.forward == pytest.approx(2 * 16 * PRODUCT)
-    assert layer_seconds(small(graphs=None), GB200, Links.within(GB200)).forward < graphs.forward / 2
-    assert launch_seconds(small(64)).weight == pytest.approx(launch_seconds(shape).weight + 2 * 16 * PRODUCT)
+@pytest.mark.parametrize(("quantized", "times"), [(None, 1), (MXFP8, 2)])
+def test_a_pass_takes_at_least_as_long_as_the_host_needs_to_launch_it(quantized: Quantized | None, times: int) -> None:
+    """In any precision; grouped products do not depend on the number of experts."""
+
+    def seconds(count: int = 32, **changes: Any) -> Work:
+        return layer_seconds(replace(small(count, **changes), quantized=quantized), GB200, Links.within(GB200))
+
+    assert seconds() == seconds(64) == LAYER.times(times)  # tiny products
+    assert seconds(graphs=True) == LAYER.times(times / 2)
+    assert seconds(graphs=None).forward < LAYER.forward / 4
+    assert seconds(grouped=False).weight == pytest.approx(times * (LAYER.weight + 2 * 16 * PRODUCT))
+
+
+@given(
+    st.sampled_from([(4, 256), (16, 64), (128, 4096), (256, 32768)]), st.sampled_from([1, 8, 64]),
+    st.sampled_from([64, 1024, 8192]), st.sampled_from([256, 4096]), st.sampled_from([*RECIPES]),
+    st.sampled_from(shipped()), st.booleans(), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_fewer_bits_never_take_more_than_twice_as_long(
+    sizes: tuple[int, int], parallel: int, hidden: int, seq: int, recipe: str, gpu: str, grouped: bool, shared: bool
+) -> None:
+    device, (count, ffn) = named(gpu), sizes
+    assume(any(one.name == RECIPES[recipe].peak for one in device.precisions))
+    parallel = min(parallel, count)
+    experts = Experts((True,) * 8, count, 2, ffn, ffn * shared, 4 * hidden, parallel=parallel, grouped=grouped)
+    shape = replace(Shape.plain(8, hidden, 8, seq, 1024), experts=experts, ffn=experts.mean_ffn, gated=True)
+    links = Links.of(device, 8, 1, 1, parallel, 64, 1)
+    whole = layer_seconds(shape, device, links)
+    fewer = layer_seconds(replace(shape, quantized=Quantized(RECIPES[recipe], (True,) * 8)), device, links)
+    assert all(one <= 2 * other for one, other in zip(fewer, whole, strict=True))
 
 
 @pytest.mark.parametrize(

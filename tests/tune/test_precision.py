@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.pipeline.cli import tune
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.costmodel import activations, ranges
 from megatron.pipeline.costmodel.device import NOT_FITTED, named, shipped
@@ -23,6 +25,7 @@ from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.experts import Experts
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.precision import RECIPES, Quantized
+from megatron.pipeline.tune.candidate import Cluster
 
 GB200 = named("GB200")
 SHAPE = replace(Shape.plain(8, 1024, 16, 512, 1024), policy=ActivationPolicy(hidden_masks=False))
@@ -152,6 +155,17 @@ def test_a_rack_is_one_node() -> None:
     assert [named("H100-80GB").node(gpus) for gpus in (4, 12, 64)] == [4, 8, 8]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "per_node", "hosts"),
+    [("GB200", 256, 64, 64), ("GB300", 72, 72, 18), ("GB200", 6, 6, 2), ("GB200", 8, 2, 4), ("H100-80GB", 64, 8, 8)],
+)
+def test_a_rack_has_several_hosts_which_start_its_ranks(gpu: str, gpus: int, per_node: int, hosts: int) -> None:
+    cluster = Cluster(named(gpu), gpus, per_node)
+    lines = tune._how_to_run(cluster, Path("x"))
+    assert f"sbatch --nodes {hosts} --gpus-per-node {gpus // hosts} " in lines
+    assert lines.count(f"--nnodes {hosts} --nproc-per-node {gpus // hosts} ") == 2
+
+
 def test_every_efficiency_says_what_it_is_fitted_to() -> None:
     found = {name: named(name) for name in shipped()}
     fitted = {name for name, device in found.items() if device.fitted_to != NOT_FITTED}
@@ -170,4 +184,27 @@ def test_ranges_are_those_of_the_class() -> None:
     assert all(row.fitted and row.low < 1 < row.high and row.source and row.date for row in rows)
     assert not ranges.learnt("throughput", quantized("mxfp8"), named("MI355X")).fitted
     assert ranges.learnt("memory", experts, GB200).kind == "experts"
+    sizes: list[dict[str, Any]] = [{}, {"hidden": 64}, {"seq": 2**20}, {"hidden": 2**15}]
+    near, *far = (ranges.learnt("throughput", replace(SHAPE, **{"hidden": 4096, "seq": 4096} | size), GB200) for size in sizes)
+    assert "not measured" not in near.source
+    for row in far:
+        assert row.low < near.low < near.high < row.high and "not measured" in row.source
     assert ranges.in_words(41_234, 46_000, "tokens/s") == "41.2 to 46 k tokens/s"
+
+
+def test_what_another_gpu_lent_is_said_and_widens_the_range() -> None:
+    """H20 has a seventh of H100's peak at as much bandwidth."""
+    tensorwise, h20 = quantized("tensorwise"), named("H20")
+    assert ranges.doubts(SHAPE, named("H100-80GB")) == ranges.doubts(quantized("mxfp8"), GB200) == []
+    words = [line.partition(" is that of ")[2].partition(";")[0] for line in ranges.doubts(tensorwise, named("MI300X"))]
+    assert words == ["H100-80GB", "GB200"]
+    assert ranges.doubts(SHAPE, h20) == [
+        f"H20: the efficiency in 16 bits, {h20.efficiency:g}, is that of H100-80GB; no training on H20 in it was compared"
+    ]
+    near, far = (ranges.learnt("throughput", replace(SHAPE, hidden=4096, seq=4096), named(name)) for name in ("H200", "H20"))
+    assert far.low < near.low and near.high < far.high and "0.13 times H100-80GB's" in far.source
+    for name in shipped():
+        for of in ("", *(one.name for one in named(name).precisions)):
+            own = named(name).products(of)
+            assert bool(own.lent) is (own.fitted_to == NOT_FITTED), name
+            assert not own.lent or own.efficiency == named(own.lent).products(of).efficiency, name

@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
     )
     gpus = f"{', '.join(device.shipped())}, or a file that mpipe tune --measure has written"
     parser.add_argument("--gpu", required=True, metavar="NAME|FILE", help=gpus)
-    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs of a node (those of the GPU's file)")
+    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs that NVLink connects (those of the GPU's file)")
     parser.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (as few as experts allow)")
     parser.set_defaults(takes_flags=True)
 
@@ -98,4 +98,5 @@ def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device
     sure = ranges.learnt("throughput", shape, gpu)
     likely = f"published trainings of this class took {1 / sure.high:.2f} to {1 / sure.low:.2f} times as long ({sure.source})"
     message = f"a message between stages takes {1e3 * costs.hop:.4g} ms{shards}"
-    return f"one microbatch on {gpu.name}\n\n{plain_table(heads, cells)}\n\n{message}\n{likely}\n{HOW}"
+    table = f"one microbatch on {gpu.name}\n\n{plain_table(heads, cells)}\n"
+    return "\n".join([table, message, likely, *ranges.doubts(shape, gpu), HOW])

@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
     )
     flag = parser.add_argument
     flag("--gpus", type=count, metavar="N", help="GPUs of the cluster")
-    flag("--gpus-per-node", type=count, metavar="N", help="of them on each node (those of the GPU's file)")
+    flag("--gpus-per-node", type=count, metavar="N", help="of them that NVLink connects (those of the GPU's file)")
     flag("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file that --measure has written")
     flag("--gpu-memory", type=gpu_memory, metavar="X", help=f"GB of each that a training may take ({SHARE:.0%}% of what it has)")
     flag("--sequence-length", type=count, metavar="S", help="the same as --seq-length")
@@ -160,6 +160,7 @@ def report(base: Flags, cluster: Cluster, ours: SearchResult, stock: SearchResul
     return {
         "gpus": cluster.gpus,
         "gpus_per_node": cluster.per_node,
+        "gpus_per_host": cluster.per_host,
         "gpu": cluster.device.name,
         "global_batch_size": base.global_batch_size,
         "seq_length": base.seq_length,
@@ -305,6 +306,7 @@ def _text(contents: dict[str, Any], cluster: Cluster, ours: SearchResult, stock:
     assumed = (
         f"attention is not fused (--transformer-impl {LOCAL})" if unfused else f"{FUSED}: --transformer-impl {LOCAL} is without"
     )
+    parts += ranges.doubts(Shape.of(best[0].candidate.args), best[0].device)
     trust = TRUST.format(throughput=sure, schedules=1 - _range("schedules", best[0]).low)
     return "\n\n".join([*parts, NOTE, f"{trust}\n{assumed}"])
 
@@ -322,7 +324,8 @@ def _not_interleaved(stock: Candidate) -> str:
 
 
 def _cluster_name(cluster: Cluster) -> str:
-    return f"{cluster.gpus} x {cluster.device.name}, {cluster.per_node} per node"
+    hosts = f" of hosts of {cluster.per_host}" if cluster.per_host < cluster.per_node else ""
+    return f"{cluster.gpus} x {cluster.device.name}, {cluster.per_node} per node{hosts}"
 
 
 def _table(results: list[Result]) -> str:
@@ -354,11 +357,11 @@ def _table(results: list[Result]) -> str:
 
 def _how_to_run(cluster: Cluster, directory: Path) -> str:
     """One line for each way to start the best: this repository's script, by torchrun or SLURM, and Megatron-LM's own."""
-    nodes, best, data = -(-cluster.gpus // cluster.per_node), directory / "best.yaml", "--data-path ..."
-    ranks, lines = f"--nproc-per-node {cluster.per_node}", []
+    nodes, best, data = -(-cluster.gpus // cluster.per_host), directory / "best.yaml", "--data-path ..."
+    ranks, lines = f"--nproc-per-node {cluster.per_host}", []
     if nodes > 1:
         ranks = f"--nnodes {nodes} {ranks} --rdzv-backend c10d --rdzv-endpoint NODE:29500"
-        size = f"--nodes {nodes} --gpus-per-node {cluster.per_node}"
+        size = f"--nodes {nodes} --gpus-per-node {cluster.per_host}"
         lines = [f"CONFIG={best} sbatch {size} scripts/slurm/pretrain_gpt.sbatch {data}", "or on every node"]
     lines += [f"torchrun {ranks} pretrain_gpt.py --config {best} {data}"]
     lines += [f"mpipe launch {ranks} Megatron-LM/pretrain_gpt.py --config {best} {data}"]

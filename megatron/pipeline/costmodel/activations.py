@@ -40,8 +40,11 @@ def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:
         return Held(0.0, 0.0, 0.0)
     if not held.recompute_layers:
         left = layer_checkpoint(shape)
-        kept = layers * left if held.recomputed else input_  # a schedule's own R needs the input of the stage alone
-        most = (layers - 1) * max(left, retained) + full
+        kept = (
+            layers * left if held.recomputed or held.offloaded else input_
+        )  # a schedule's own R needs the input of the stage alone
+        whole = min(layers, 2 if held.offloaded else 1)  # of one the copies are under way
+        most = (layers - whole) * max(left, retained) + whole * full
     elif held.recompute_first:
         again = min(held.recompute_layers, layers)
         kept = again * input_ + (layers - again) * full
@@ -146,28 +149,47 @@ def attention_matrices(shape: Shape) -> float:
 
 
 def layer_checkpoint(shape: Shape) -> float:
-    """Bytes of ``layer_activation`` that are left from F to B where ``policy.recomputed`` is made again.
+    """Bytes of ``layer_activation`` that are left from F to B without ``policy.recomputed`` and ``policy.offloaded``.
 
     ``core_attn`` is what attention makes of queries and keys, ``layernorm`` the outputs of norms that are modules of their own
     (megatron-core's ``transformer_layer.py``), ``mlp`` and ``moe`` all within these, ``moe_act`` the outputs of the activation
     functions of experts that some tokens visit (``moe/experts.py``), ``shared_experts`` all within those that every token passes,
     and ``mla_up_proj`` queries, keys and values, which are made from narrow vectors (``multi_latent_attention.py``).
     """
-    held = shape.policy
-    routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
-    matrices = shape.matrices
-    cut = {"mlp": matrices * (shape.ffn - routed), "moe": matrices * routed + 2 * _dispatched(shape)}
-    if "moe" not in held.recomputed:
-        cut["moe_act"] = shape.experts.mean_visited_ffn if shape.experts else 0.0
-        cut["shared_experts"] = matrices * (routed - cut["moe_act"])
-    if shape.latent:
-        cut["mla_up_proj"] = shape.attention * (shape.queries + shape.keys_and_values)
-    gone = shape.tokens * held.number * held.of_cut_layers * sum(cut[name] for name in held.recomputed & cut.keys())
-    if "layernorm" in held.recomputed:
-        gone += shape.norms_alone * hidden_bytes(shape)
-    if "core_attn" in held.recomputed:
-        gone += attention_matrices(shape)
+    freed = shape.policy.recomputed | shape.policy.offloaded
+    gone = sum(size for by, size in _parts(shape) if freed & {*by.split()})
     return max(layer_activation(shape) - gone, hidden_bytes(shape))
+
+
+def _parts(shape: Shape) -> list[tuple[str, float]]:
+    """Parts of ``layer_activation`` in bytes, each with the names in ``policy`` of which any frees it.
+
+    Those with ``>``, of ``policy.offloaded``, are modules whose input, and what they keep else, goes to host memory:
+    megatron-core's ``fine_grained_activation_offload.py`` and its users. A norm that is part of a linear goes with this one.
+    """
+    experts, latent, hidden = shape.experts, shape.latent, hidden_bytes(shape)
+    routed, visited = (experts.mean_routed_ffn, experts.mean_visited_ffn) if experts else (0.0, 0.0)
+    of_experts = shape.share(EXPERTS) if shape.policy.fused_norms else shape.parts - shape.attention
+    of_attention, narrow = shape.norms_alone - of_experts, latent.width + latent.normalised if latent else 0
+    cut = [
+        ("mlp", shape.matrices * (shape.ffn - routed)),
+        ("moe >expert_fc1 >fused_group_mlp", _dispatched(shape)),
+        ("moe", _dispatched(shape)),
+        ("moe >moe_act >fused_group_mlp", (shape.matrices - 1) * visited),
+        ("moe moe_act >fused_group_mlp", visited),
+        ("moe shared_experts", shape.matrices * (routed - visited)),
+        (f"{'mla_up_proj ' if latent else ''}>core_attn", shape.attention * (shape.queries + shape.keys_and_values)),
+        (">attn_proj", shape.attention * shape.attended),
+        (">qkv_linear", shape.attention * shape.queries_and_keys * (shape.qk_norm and not latent)),
+    ]
+    return [(by, width * shape.policy.number * shape.tokens * shape.policy.of_cut_layers) for by, width in cut] + [
+        ("core_attn >core_attn", attention_matrices(shape)),
+        ("layernorm >qkv_linear", of_attention * hidden),
+        (">attn_norm", of_attention * hidden),
+        ("layernorm", of_experts * hidden),
+        (">mlp_norm", of_experts * hidden),
+        (">qkv_linear", (2 * (shape.attention - of_attention) + shape.attention * narrow / shape.hidden) * hidden),
+    ]
 
 
 def layer_temporary(shape: Shape, overlap: bool = False) -> float:
@@ -207,14 +229,16 @@ def output_retained(shape: Shape) -> float:
     return hidden_bytes(shape) + shape.policy.number * shape.tokens * shape.vocabulary * shape.policy.of_cut_layers
 
 
-def output_temporary(shape: Shape) -> float:
+def output_temporary(shape: Shape, copies: int) -> float:
     """Bytes of 16-bit logits, and later of their gradient, in addition to that softmax; a float32 model has only one of them.
 
-    Megatron-core's fused cross entropy makes more copies in float32. Deferred weight gradients keep the output layer's input, of
-    all ranks, and the gradient of its output.
+    Deferred weight gradients keep the output layer's input, of all ranks, and the gradient of its output.
+
+    Args:
+        copies: in float32 that megatron-core's fused cross entropy makes: ``Device.loss_copies``.
     """
     held = shape.policy
-    each = (held.number if held.number < held.logits_kept else 0) + SINGLE * held.logits_copies
+    each = (held.number if held.number < held.logits_kept else 0) + SINGLE * copies * held.native_loss
     waiting = held.deferred_logits * held.number
     inputs = waiting * shape.tokens * shape.hidden / held.context
     return (each + waiting) * shape.tokens * shape.vocabulary * held.of_cut_layers + inputs

@@ -104,12 +104,14 @@ class Precision:
         peak: operations per second, without sparsity.
         efficiency: the share of ``peak`` that linears reach in a training.
         fitted_to: trainings that the efficiency is fitted to, in words, or ``NOT_FITTED``.
+        lent: the GPU whose efficiency it is, where none is fitted.
     """
 
     name: str
     peak: float
     efficiency: float
     fitted_to: str = NOT_FITTED
+    lent: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,11 @@ class Device:
         beside_communication: how many times as long kernels take while a collective or an all-to-all runs; 1: not known.
         workspaces: bytes that libraries of products keep for themselves: cuBLAS and Transformer Engine.
         grouped_workspaces: the same where experts are products of groups.
+        loss_copies: copies of the logits in float32 that megatron-core's fused cross entropy makes beside what it keeps.
         per_node: GPUs that ``within`` connects: of a server, or of a rack.
+        per_host: GPUs of a host, of which a rack has several.
         fitted_to: trainings that the efficiency is fitted to, in words, or ``NOT_FITTED``.
+        lent: the GPU whose efficiency it is, where none is fitted or measured.
         attention: operations of attention, those that a mask hides too, over ``peak`` where linears are in fewer bits.
         precisions: products in fewer than 16 bits.
         layers: what was measured of single layers, which counts for these in place of the efficiency.
@@ -155,8 +160,11 @@ class Device:
     beside_communication: float = 1.0
     workspaces: float = 110 * MIB
     grouped_workspaces: float = 230 * MIB
+    loss_copies: int = 1
     per_node: int = 8
+    per_host: int = 8
     fitted_to: str = NOT_FITTED
+    lent: str = ""
     attention: float = 1.0
     precisions: tuple[Precision, ...] = ()
     layers: tuple[MeasuredLayer, ...] = ()
@@ -174,8 +182,9 @@ class Device:
             if not 0 < one.efficiency <= 1:
                 raise ValueError(f"the efficiency of {whose} is a share above 0 and of at most 1, got {one.efficiency:g}")
         _positive("the attention of a device", self.attention)
-        if self.per_node < 1:
-            raise ValueError(f"per_node of a device must be GPUs, 1 or more, got {self.per_node}")
+        for name in ("per_node", "per_host"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of a device must be GPUs, 1 or more, got {getattr(self, name)}")
         if not 1 <= self.beside_communication < math.inf:
             given = f"{self.beside_communication:g}"
             raise ValueError(f"the beside_communication of a device must be a number of at least 1, got {given}")

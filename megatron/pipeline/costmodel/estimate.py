@@ -28,9 +28,9 @@ from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.shape.hybrid import MLP
 from megatron.pipeline.shape.shards import Shards
 
-# Seconds of the host in F, B and W of a layer with experts, and for a product of one expert with its casts: chosen together with
-# the efficiencies on the rows of benchmarks/published_throughput.py, where B200, B300 and H100 have 16 or 32 experts each.
-LAYER, PRODUCT = Work(1.6e-3, 2e-3, 0.4e-3), 8e-5
+# Seconds of the host in F, B and W of a layer with experts in 16 bits, and for a product of one expert that is launched alone. In
+# fewer bits, which take twice as long, they were chosen together with the efficiencies of benchmarks/published_throughput.py.
+LAYER, PRODUCT = Work(2.4e-3, 2.9e-3, 0.6e-3), 4e-5
 
 
 def estimate(
@@ -98,10 +98,9 @@ def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
     """Seconds of F, B and W of one layer, on one of the ranks that share it."""
     attention = _attention(shape, device)
     waits = layer_communication(shape, links, (attention.forward, attention.backward), _beside_exchange(shape, device))
-    measured = measured_layer(shape, device)
-    own = computing_seconds(shape, device) if measured is None else measured.work
-    own = own.plus(Work(*waits, 0.0))
-    return Work(*map(max, own, launch_seconds(shape)))
+    if measured := measured_layer(shape, device):  # its host's seconds are among them
+        return measured.work.plus(Work(*waits, 0.0))
+    return Work(*map(max, computing_seconds(shape, device).plus(Work(*waits, 0.0)), launch_seconds(shape)))
 
 
 def _beside_exchange(shape: Shape, device: Device) -> tuple[float, float]:
@@ -162,18 +161,23 @@ def _products(shape: Shape, device: Device, widths: Sequence[float]) -> list[flo
 def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
     """Seconds of those parts of a layer's passes that take turns with another microbatch's in a braid, by ``PARTS``.
 
-    None where no ranks share experts. The rest of each pass is attention, the router, and experts that all tokens pass. Where the
-    layer was measured, what experts compute is as large a share of each pass as by the formulas.
+    None where no ranks share experts. The rest of each pass is attention, the router, and experts that all tokens pass. Where
+    the host takes longer than a pass without its exchanges, these count only as far as they make it longer. Where the layer was
+    measured, what experts compute is as large a share of each pass as by the formulas.
     """
     if not (shape.experts and shape.experts.parallel > 1 and shape.experts.share):
         return {}
-    exchange = exchange_seconds(shape, links)
+    exchange = [exchange_seconds(shape, links)] * 2
     forward, backward = map(device.moving, traffic.expert_traffic(shape))
     computing = _linear_work(shape, device, gpt.expert_work(shape)).plus(Work(forward, backward, 0.0)).plus(_thin(shape, device))
     if measured := measured_layer(shape, device):
         shares = zip(computing, measured.work, computing_seconds(shape, device), strict=True)
         computing = Work(*(part * seconds / whole for part, seconds, whole in shares))
-    seconds = (exchange, computing.forward, exchange, exchange, computing.backward, exchange, computing.weight)
+    else:
+        longer = zip(exchange, layer_seconds(shape, device, links), launch_seconds(shape), strict=False)
+        exchange = [min(each, (whole - least) / 2) for each, whole, least in longer]
+    there, back = exchange
+    seconds = (there, computing.forward, there, back, computing.backward, back, computing.weight)
     return dict(zip(PARTS, seconds, strict=True))
 
 
@@ -194,7 +198,7 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
         whole: seconds of a layer's passes.
     """
     held = shape.policy
-    if not held.recomputed:
+    if not (held.recomputed or held.offloaded):
         return whole.forward
     attention = _attention(shape, device).forward if "core_attn" in held.recomputed else 0.0
     weights = {"mlp": shape.mlp_weights, "moe": shape.expert_weights, "mla_up_proj": shape.attention * shape.widening_weights}
@@ -282,20 +286,20 @@ def _thin(shape: Shape, device: Device) -> Work:
 
 
 def launch_seconds(shape: Shape) -> Work:
-    """Seconds in which the host launches the kernels of a layer with experts whose linears are in fewer than 16 bits, or run one
-    after another.
+    """Seconds in which the host launches the kernels of a layer with experts: no pass of it takes less, in any precision.
 
-    It waits for the router's numbers of tokens in every pass, so no kernels are queued ahead, and launches products, and what
-    casts their inputs, expert by expert. CUDA graphs launch what they have at once. Of other layers it is not known; GPUs that
-    were fitted have more to do there.
+    It waits for the router's numbers of tokens in every pass, so no kernels are queued ahead. In fewer bits twice as many kernels
+    count, with those that cast inputs and gradients: no more, so that these never make a pass take more than twice as long.
+    Experts of a rank are one product where they are grouped, and else launched one by one. CUDA graphs launch what they have at
+    once: half of it where experts are not among it. Of other layers it is not known; GPUs that were fitted have more to do there.
     """
     experts, quantized = shape.experts, shape.quantized.share if shape.quantized else 0.0
     if experts is None or experts.graphs is None:
         return Work(0.0, 0.0, 0.0)
-    products = 2 * PRODUCT * experts.count / experts.parallel  # the gate's is one with the other before the activation
-    one_by_one = quantized if experts.grouped else 1.0
-    own = (0.0 if experts.graphs else quantized * seconds for seconds in LAYER)
-    return Work(*(experts.share * (one_by_one * products + seconds) for seconds in own))
+    # The gate's product is one with the other before the activation.
+    alone = 0.0 if experts.grouped else 2 * PRODUCT * experts.count / experts.parallel
+    own = LAYER.times(0.5 if experts.graphs else 1.0).plus(Work(alone, alone, alone))
+    return own.times(experts.share * (1 + quantized))
 
 
 def _linear_work(shape: Shape, device: Device, work: Work) -> Work:

@@ -87,7 +87,7 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Dev
         args: Megatron-LM's flags after ``validate``, with ``padded_vocab_size``.
         schedule: what an iteration runs; its vocabulary is sharded if the schedule says so, even if ``args`` differ.
         layers: transformer layers of every stage, in the model's order.
-        gpu: whose workspaces count.
+        gpu: whose workspaces, and copies of logits, count.
 
     Raises:
         ValueError: ``layers`` are of another number of stages than the schedule has.
@@ -104,7 +104,7 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Dev
     gpu = gpu or any_device(shape)
     costs = estimate(shape, placement, layers, gpu, schedule.vocabulary, split)
     held = activation_peaks(schedule, costs)
-    all_fixed = fixed_memory(args, placement, layers, schedule.vocabulary)
+    all_fixed = fixed_memory(args, placement, layers, schedule.vocabulary, gpu)
     graphed = activations.hidden_bytes(shape) if shape.policy.layer_graphs else 0.0
     return [
         RankMemory(
@@ -141,7 +141,7 @@ class FixedMemory:
 
 
 def fixed_memory(
-    args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None
+    args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None, gpu: Device | None = None
 ) -> list[FixedMemory]:
     """Memory of every rank in addition to activations; arguments as in ``predict``."""
     shape = Shape.of(args)
@@ -155,7 +155,7 @@ def fixed_memory(
             else 0.0
         )
         if rank == output_rank:
-            temporary = max(temporary, activations.output_temporary(shape))
+            temporary = max(temporary, activations.output_temporary(shape, (gpu or any_device(shape)).loss_copies))
         found.append(FixedMemory(count, state_bytes(args, count), temporary))
     return found
 

@@ -7,13 +7,17 @@ throughputs.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from megatron.pipeline.costmodel.device import NOT_FITTED, Device
+from megatron.pipeline.costmodel.device import NOT_FITTED, Device, named
 from megatron.pipeline.shape.gpt import Shape
 
+# Of what was measured: the power of a distance beyond it by which a range widens, an assumption; the least and the most of hidden
+# sizes, and of tokens of a sequence.
+_MEASURED = {"throughput": (0.5, (2048, 16384), (1024, 32768)), "memory": (0.125, (512, 16384), (1024, 8192))}
 FILE = Path(__file__).parent / "ranges.json"
 WHOLE = "16 bits"
 
@@ -49,15 +53,35 @@ def table() -> tuple[Range, ...]:
 
 
 def learnt(what: str, shape: Shape, device: Device) -> Range:
-    """The range of a training: of its own class, or of the nearest that has one."""
+    """The range of a training: of its own class, or of the nearest that has one; wider where it is far from what was measured."""
     precision = shape.quantized.recipe.peak if shape.quantized else ""
-    kind, fitted = "experts" if shape.experts else "dense", device.products(precision).fitted_to != NOT_FITTED
+    products = device.products(precision)
+    kind, fitted = "experts" if shape.experts else "dense", products.fitted_to != NOT_FITTED
 
     def distance(row: Range) -> tuple[bool, bool, bool]:
         """Precision matters least: a row of another one never counts."""
         return row.kind != kind, row.fitted != fitted, row.precision == ""
 
-    return min((row for row in table() if row.what == what and row.precision in ("", precision or WHOLE)), key=distance)
+    found = min((row for row in table() if row.what == what and row.precision in ("", precision or WHOLE)), key=distance)
+    power, *bounds = _MEASURED.get(what, (0.0,))
+    sizes = zip((("hidden", shape.hidden), ("seq", shape.seq)), bounds, strict=False)
+    far = {f"{name} {size}": max(least / size, size / most) for (name, size), (least, most) in sizes}
+    if what == "throughput" and products.lent:
+        other, own = (one.peak / one.bandwidth for one in (named(products.lent), device))
+        far[f"a peak of {own / other:.2g} times {products.lent}'s for its memory's bandwidth"] = max(own / other, other / own)
+    wider = math.prod(max(1.0, times) for times in far.values()) ** power
+    if wider == 1:
+        return found
+    source = f"{found.source}; wider for {', '.join(name for name, times in far.items() if times > 1)}, which was not measured"
+    return replace(found, low=found.low / wider, high=found.high * wider, source=source)
+
+
+def doubts(shape: Shape, device: Device) -> list[str]:
+    """A line for each efficiency of another GPU with which the seconds of a model are predicted."""
+    precisions = {"", shape.quantized.recipe.peak if shape.quantized else ""}
+    lent = [(name or WHOLE, one) for name in sorted(precisions) if (one := device.products(name)).lent]
+    words = f"{device.name}: the efficiency in {{}}, {{:g}}, is that of {{}}; no training on {device.name} in it was compared"
+    return [words.format(name, one.efficiency, one.lent) for name, one in lent]
 
 
 def in_words(low: float, high: float, unit: str) -> str:

@@ -186,6 +186,8 @@ MEGATRON = {
             ["none", "local", "transformer_engine", "full_iteration"], "none"),
         predicted("--cuda-graph-scope --cuda-graph-modules", "which: attn, moe_router, moe, full_iteration, ...", str, nargs="+"),
         predicted("--grad-reduce-in-bf16", "gradients in bfloat16"),
+        predicted("--fine-grained-activation-offloading", "activations in host memory, by module"),
+        predicted("--offload-modules", "which: attn_norm, qkv_linear, core_attn, attn_proj, expert_fc1, ...", str, nargs="+"),
     ],
     "mixture of experts": [
         add("--num-experts", "experts of a layer, which replace its MLP", positive_int),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.shape.precision import HALF
 
 SINGLE = 4  # bytes of a number in float32; HALF: in fp16 or bf16
@@ -23,11 +24,14 @@ class ActivationPolicy:
         sequence_parallel: norms and dropout are cut along the sequence over the former as well.
         attention_matrices: attention is not fused and keeps what it makes of every query and key.
         wide_softmax: that attention's softmax is not fused either: it keeps its probabilities in float32, and a copy in 16 bits.
-        logits_kept, logits_copies: bytes of each logit that cross entropy keeps, and copies in float32 that it makes beside it.
+        logits_kept: bytes of each logit that cross entropy keeps.
+        native_loss: it is megatron-core's fused one, whose compiled steps write nothing in place.
         deferred_logits: microbatches whose gradients of logits wait for the output layer's W.
         fused_norms: a norm is one module with the linear layer behind it, where one layer reads it: Transformer Engine's.
         hidden_masks, attention_masks: there is dropout of hidden states, and of attention probabilities.
         recomputed: what B makes again in every layer, by the names of ``--recompute-modules``.
+        offloaded: modules whose activations are in host memory between F and B, by the names of ``--offload-modules`` with ``>``
+            before each.
         recompute_layers: layers of a unit of which F keeps the input alone; 0 where no whole layers are made again.
         recompute_first: recompute only this number of first layers of a chunk, each a unit of its own.
         layer_graphs: CUDA graphs launch single layers. For a layer and a microbatch that is held there is one, which keeps the
@@ -42,12 +46,13 @@ class ActivationPolicy:
     attention_matrices: bool = False
     wide_softmax: bool = False
     logits_kept: int = SINGLE
-    logits_copies: int = 0
+    native_loss: bool = False
     deferred_logits: int = 0
     fused_norms: bool = False
     hidden_masks: bool = True
     attention_masks: bool = True
     recomputed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
     recompute_layers: int = 0
     recompute_first: bool = False
     layer_graphs: bool = False
@@ -66,12 +71,13 @@ class ActivationPolicy:
             attention_matrices=not fuses_attention(args),
             wide_softmax=not fuses_softmax(args),
             logits_kept=number_bytes(args) if fused == "te" else SINGLE,
-            logits_copies=2 if fused == "native" else 0,  # its compiled steps write nothing in place
+            native_loss=fused == "native",
             deferred_logits=_deferred_logits(args),
             fused_norms=args.transformer_impl != "local",
             hidden_masks=args.hidden_dropout > 0,
             attention_masks=args.attention_dropout > 0,
             recomputed=frozenset(modules if args.recompute_granularity == "selective" else ()),
+            offloaded=_offloaded(args),
             recompute_layers=args.recompute_num_layers or 0,
             recompute_first=args.recompute_method == "block",
             layer_graphs=graphs(args) == LAYERS,
@@ -80,8 +86,8 @@ class ActivationPolicy:
 
     @property
     def recomputes(self) -> bool:
-        """Tell whether B makes anything again."""
-        return bool(self.recomputed or self.recompute_layers)
+        """Tell whether B makes anything again, or has it brought back."""
+        return bool(self.recomputed or self.offloaded or self.recompute_layers)
 
     @property
     def of_whole_layers(self) -> float:
@@ -123,6 +129,14 @@ def fuses_softmax(args: Namespace) -> bool:
     local = args.transformer_impl == "local"
     taken = args.seq_length <= _FUSED_KEYS["local" if local else "transformer_engine"]
     return taken and (not local or bool(args.masked_softmax_fusion and args.context_parallel_size == 1))
+
+
+def _offloaded(args: Namespace) -> frozenset[str]:
+    """Under megatron-core's own schedules: ours leave it out. Attention that is made again has nothing to move."""
+    on = getattr(args, "fine_grained_activation_offloading", False) and args.recompute_granularity != "full"
+    again = ">core_attn" if args.recompute_granularity and "core_attn" in (args.recompute_modules or ("core_attn",)) else ""
+    names = args.offload_modules or () if on and args.pipeline.schedule == STOCK else ()
+    return frozenset(f">{name}" for name in names) - {again}
 
 
 def _deferred_logits(args: Namespace) -> int:

@@ -26,11 +26,21 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of identical nodes."""
+    """A cluster of identical nodes.
+
+    Attributes:
+        per_node: GPUs that NVLink or its like connects.
+    """
 
     device: Device
     gpus: int
     per_node: int
+
+    @property
+    def per_host(self) -> int:
+        """GPUs of a host, on which one launcher starts ranks: of a rack, equal parts of what it has of each."""
+        most = self.device.per_host if self.device.per_host < self.device.per_node else self.per_node
+        return max(size for size in range(1, min(most, self.per_node) + 1) if self.per_node % size == 0)
 
 
 @dataclass(frozen=True)

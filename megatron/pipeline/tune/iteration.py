@@ -146,7 +146,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
         beat: seconds of an iteration; a candidate that takes longer is not planned if that is known before.
     """
     args, placement, variant = candidate.args, candidate.placement, candidate.variant
-    fixed = fixed_memory(args, placement, candidate.layers, candidate.args.vocabulary.spread)
+    fixed = fixed_memory(args, placement, candidate.layers, candidate.args.vocabulary.spread, cluster.device)
     left = [cluster.device.memory - each.total for each in fixed]
     if min(left) <= 0:
         return _infeasible(candidate, fixed, 0.0)
