@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -26,6 +28,9 @@ BOTH = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 ON_A_GPU = (
     "--transformer-impl local --use-cpu-initialization --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion "
     "--no-gradient-accumulation-fusion "
+)
+PACKED = pytest.param(
+    "zb-v --pipeline-packing --sft --micro-batch-size 1 --calculate-per-token-loss --position-embedding-type none", id="packing"
 )
 FOUR = "--pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights --train-iters 4 "
 
@@ -65,9 +70,21 @@ def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: 
 
     pose()
     sys.modules["megatron.legacy.fused_kernels"] = SimpleNamespace(load=lambda _: None)  # type: ignore[assignment]
+    from megatron.pipeline.runtime import packing
     from megatron.pipeline.runtime.iteration import Iteration
 
-    run, found = Iteration.run, []
+    run, give, make, found = Iteration.run, packing._Packed.__next__, packing.Packing._make, []
+    keeps_waiting = set[str]()  # what stands before the passes of an iteration, or copies to the device while the host waits
+
+    def giving(items: packing._Packed) -> Any:
+        item = give(items)
+        keeps_waiting.update(f"{name} is not pinned" for name, part in item.items() if not part.is_pinned())
+        return item
+
+    def making(one: packing.Packing, *given: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            keeps_waiting.add("packs before its passes")
+        return make(one, *given)
 
     def counting(iteration: Iteration, call: object) -> object:
         device().syncs.clear()
@@ -75,19 +92,20 @@ def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: 
         found.append([Path(one.place.partition(":")[0]).name for one in device().syncs if one.stream in ("compute", "all")])
         return result
 
-    with patch.object(Iteration, "run", counting):
+    packs = patch.object(packing._Packed, "__next__", giving), patch.object(packing.Packing, "_make", making)
+    with patch.object(Iteration, "run", counting), packs[0], packs[1]:
         try:
             rank(number, ranks, port, output, arguments)
         finally:
-            output.with_name(f"rank-{number}.json").write_text(json.dumps(found))
+            output.with_name(f"rank-{number}.json").write_text(json.dumps([*found, sorted(keeps_waiting)]))
 
 
 @pytest.mark.rest  # on the device model
-@pytest.mark.parametrize("schedule", [whole("zb-h1"), "zb-v", "zb-v --vocab-parallel 2"])
+@pytest.mark.parametrize("schedule", [whole("zb-h1"), "zb-v", "zb-v --vocab-parallel 2", PACKED])
 def test_no_host_reads_the_device_within_an_iteration(tmp_path: Path, schedule: str) -> None:
     """But once at its end: losses and gradients, which Megatron-LM asks about one by one."""
     flags = f"{SIZES} {FOUR} {BOTH} {ON_A_GPU} --pipeline-schedule {schedule}"
     assert len(launch(tmp_path, STAND_IN, flags, 4, target=counting_reads)) == 4
     for number in range(4):
         found = json.loads((tmp_path / f"rank-{number}.json").read_text())
-        assert found[2:] == [["rerun_state_machine.py"]] * 2, (number, found)
+        assert found[2:] == [*[["rerun_state_machine.py"]] * 2, []], (number, found)
