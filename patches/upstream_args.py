@@ -14,6 +14,7 @@ _REASONS = {
     "pipeline_model_parallel_layout": _DIVIDES,
     "dist_ckpt_optim_fully_reshardable": "a checkpoint of buckets is for one placement",
     "barrier_with_L1_time": "timers would make all ranks wait for each other, which step ahead",
+    "exit_signal_handler": "without it SIGTERM loses what was trained since the last checkpoint",
     "rerun_mode": "else ranks agree after every backward whether to run it again",
     "virtual_pipeline_model_parallel_size": "upstream builds that many chunks",
     "masked_softmax_fusion": "the kernel has causal masks for as many keys as queries only, and slices have more keys",

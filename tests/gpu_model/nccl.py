@@ -61,7 +61,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
         self.timeout = timeout
         self.high_priority = False
-        self.max_ctas = 0
+        self.options = _Options()
         self.communicators: dict[tuple[Any, ...], Stream] = {}
         self._lines: defaultdict[Stream, Line] = defaultdict(Line)  # of each communicator's work
         self.places = _places()
@@ -78,7 +78,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     group_name = pg_name
 
     def _get_backend(self, _: Any) -> Any:
-        return SimpleNamespace(options=SimpleNamespace(_timeout=self.timeout), supports_coalescing=True)
+        return SimpleNamespace(options=self.options, supports_coalescing=True)
 
     # messages
 
@@ -323,7 +323,8 @@ def install() -> None:
         group = new_group(*args, backend=BACKEND, timeout=timeout or DEFAULT_TIMEOUT, **kwargs)
         if isinstance(group, Group):
             group.high_priority = bool(pg_options and pg_options.is_high_priority_stream)
-            group.max_ctas = pg_options.config.max_ctas if pg_options else 0
+            group.options = pg_options or group.options
+            group.options._timeout = group.timeout
         return group
 
     def destroy_process_group(group: Any = None) -> None:
@@ -371,7 +372,7 @@ class _Options:
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
-        self.config = SimpleNamespace(max_ctas=0, min_ctas=0, cga_cluster_size=0)
+        self.config = SimpleNamespace(max_ctas=0, min_ctas=0, cga_cluster_size=0, net_name=None)
         self._timeout = DEFAULT_TIMEOUT
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ def pose() -> None:
     _Watch().__enter__()
 
 
-class _Making:
+class _Making(threading.local):
     """Where the operations of this thread put what they make: None for where their inputs are."""
 
     where: torch.device | None = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from gpu_model.ranks import another_world
 from gpu_model.recorded import racing, recording
 from gpu_model.trace import Post
 from megatron.pipeline.distributed.groups import few_ctas
+from megatron.pipeline.runtime.later_plans import LaterPlans
+from megatron.pipeline.schedule.lower.posting import Posting
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
 
@@ -180,21 +184,55 @@ def test_no_pass_waits_for_the_host(gpus: Pool, data: str, flags: str) -> None:
         assert found and all(places == ["rerun_state_machine.py"] for places in found), found
 
 
-def thread_blocks(*flags: str) -> list[int]:
-    """Of every group that an iteration uses for messages and the vocabulary, where a node has 2 ranks."""
+def reads_while_a_plan_is_missing() -> list[str]:
+    """Where the host waits for the device, when ranks ask for the second time whether a search is over."""
+    later = LaterPlans(MagicMock(), Posting.SINGLE)
+    later._missing[4] = MagicMock(), Future() if torch.distributed.get_rank() == 0 else None
+    later.take()  # makes a group
+    device().syncs.clear()
+    later.take()
+    return [one.place for one in device().syncs]
+
+
+def test_nobody_reads_the_device_to_learn_that_a_plan_is_missing(gpus: Pool) -> None:
+    assert gpus.run(2, reads_while_a_plan_is_missing) == [[], []]
+
+
+def thread_blocks(file: str | None, *flags: str) -> list[tuple[int, int]]:
+    """Of every group that an iteration uses for messages and the vocabulary, where a node has 2 ranks; and how they are grouped.
+
+    Args:
+        file: Megatron-LM's --nccl-communicator-config-path.
+    """
     import tiny_gpt
+    from megatron.core import parallel_state
 
     before = len(nccl.groups())
-    with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+    given = partial(parallel_state.initialize_model_parallel, nccl_communicator_config_path=file)
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), patch.object(parallel_state, "initialize_model_parallel", given):
         tiny_gpt.train("zb-v", pp=2, iterations=1, flags=(*UNTIED, "--vocab-parallel", "2", *flags))
     own = [group for group in nccl.groups()[before:] if group.places & {"runtime/p2p.py", "runtime/vocabulary.py"}]
-    return [group.max_ctas for group in own]
+    return [(group.options.config.max_ctas, group.options.config.cga_cluster_size) for group in own]
 
 
-@pytest.mark.parametrize(("flags", "blocks"), [((), 4), (("--pipeline-max-ctas", "3"), 3)])
-def test_messages_take_no_more_of_a_gpu_than_the_flag_says(gpus: Pool, flags: tuple[str, ...], blocks: int) -> None:
-    for found in gpus.run(2, thread_blocks, *flags):
-        assert found == [blocks] * 3
+@pytest.mark.parametrize(
+    ("entry", "flags", "found"),
+    [
+        ("", (), (4, 0)),
+        ("", ("--pipeline-max-ctas", "3"), (3, 0)),
+        ("pp: {max_ctas: 16, cga_cluster_size: 2}", (), (16, 2)),
+        ("pp: {min_ctas: 6}", (), (6, 0)),
+        ("pp: {max_ctas: 16, cga_cluster_size: 2}", ("--pipeline-max-ctas", "3"), (3, 2)),
+        ("tp: {max_ctas: 16}", (), (4, 0)),
+    ],
+)
+def test_messages_take_no_more_of_a_gpu_than_was_said(
+    gpus: Pool, tmp_path: Path, entry: str, flags: tuple[str, ...], found: tuple[int, int]
+) -> None:
+    """By a flag, else by Megatron-LM's file of NCCL's settings, of which they keep the others."""
+    (file := tmp_path / "nccl.yaml").write_text(entry)
+    for rank in gpus.run(2, thread_blocks, str(file) if entry else None, *flags):
+        assert rank == [found] * 3
 
 
 def test_messages_between_nodes_have_more_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

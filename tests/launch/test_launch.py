@@ -81,6 +81,9 @@ def on_one_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], li
         ("--bf16", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
         ("--use-nccl-ub", {}, None),
         ("--cuda-graph-impl local", {}, None),
+        ("--config {tmp_path}/graphs.yaml --bf16", {}, None),
+        ("--config={tmp_path}/graphs.yaml", {}, None),
+        ("--config {tmp_path}/none.yaml", {}, "expandable_segments:True"),
     ],
 )
 def test_segments_grow_unless_a_user_or_a_flag_says_otherwise(
@@ -92,7 +95,8 @@ def test_segments_grow_unless_a_user_or_a_flag_says_otherwise(
     for name, value in variable.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "pretrain.py").touch()
-    prepare(["--nproc-per-node", "2"], [str(tmp_path / "pretrain.py"), *flags.split()])
+    (tmp_path / "graphs.yaml").write_text("bf16: true\ncuda_graph_impl: local\n")
+    prepare(["--nproc-per-node", "2"], [str(tmp_path / "pretrain.py"), *flags.format(tmp_path=tmp_path).split()])
     assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == found
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import cast
 
 import pytest
 from command import refusal
-from launch.launched import STAND_IN
+from launch.launched import SIZES, STAND_IN
 from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
 
 from megatron.pipeline.cli import main
@@ -112,3 +118,39 @@ def test_in_training_a_configuration_is_made_once() -> None:
     asked = run.configure(make, args)
     assert asked == built and run.configure(make, args) is asked
     assert run.configure(make, args, "another class") is not asked
+
+
+SAYS = "import os, sys, time; os.environ['RANK'] == '0' or time.sleep(60); {}"
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "says"),
+    [
+        ("sys.exit(print('one line', file=sys.stderr) or 2)", 2, r"one line\n"),
+        ("sys.exit(3)", 1, r"(?s).*closing signal SIGTERM.*Root Cause.*exitcode  : 3 .*"),
+        ("os.kill(os.getppid(), 15); time.sleep(60)", 128 + 15, r"(?s)(?!.*Traceback).*closing signal SIGTERM.*"),
+    ],
+)
+def test_how_ranks_end_is_how_their_start_ends(code: str, ends: int, says: str) -> None:
+    """A rank that ends with 2 has said what is wrong."""
+    ranks = ["--nproc-per-node", "2", "--no-python", sys.executable, "-c", SAYS.format(code)]
+    start = [sys.executable, "-c", "import sys; from megatron.pipeline.launch.script import _start; _start(sys.argv[1:])", *ranks]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(start, env=alone, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == ends and re.fullmatch(says, done.stderr), done
+
+
+def test_a_signal_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """The whole command; what starts the ranks gets SIGTERM and passes it on."""
+    flags = f"{SIZES} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --train-iters 100000 --save {tmp_path} "
+    flags += f"--metrics {tmp_path}/metrics.jsonl"
+    command = [sys.executable, "-m", "megatron.pipeline.cli", "launch", "--nproc-per-node", "2", str(STAND_IN), *flags.split()]
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True) as launched:
+        while launched.poll() is None and not (tmp_path / "metrics.jsonl").is_file():
+            time.sleep(0.1)
+        launched.terminate()
+        assert launched.stdout
+        output = launched.stdout.read()
+    assert output.count("--exit-signal-handler is on") == 1, output
+    assert len(names := [path.name for path in tmp_path.glob("*_of_rank_*.pt")]) == 2, (names, output)
+    assert launched.returncode == 128 + signal.SIGTERM

@@ -97,7 +97,7 @@ def logged(folder: Path) -> list[str]:
 def test_evaluations_checkpoints_and_signals_of_upstreams_own_script(tmp_path: Path, flags: str) -> None:
     common = ON_UPSTREAM.replace("--eval-iters 0 --eval-interval 100 --clip-grad 0 --train-iters 5", "")
     common = f"{SIZES} {common} {flags} --pipeline-model-parallel-size 4 --clip-grad 2.25 --train-iters 12 --eval-iters 1 "
-    common += "--eval-interval 5 --log-interval 1 --lr-warmup-iters 4 --exit-signal-handler --save-interval 4 "
+    common += "--eval-interval 5 --log-interval 1 --lr-warmup-iters 4 --save-interval 4 "
     launch(tmp_path / "plain", UPSTREAM, f"{common} --save {tmp_path}/alone", 4, "--core pip", patience=3000)
     cut = f"{common} {AHEAD} --save {tmp_path}/saved"
     launch(tmp_path / "cut", UPSTREAM, cut, 4, "--core pip", told_to_stop_in_iteration_7, patience=3000)

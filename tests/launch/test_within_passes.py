@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,9 @@ BOTH = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 ON_A_GPU = (
     "--transformer-impl local --use-cpu-initialization --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion "
     "--no-gradient-accumulation-fusion "
+)
+PACKED = pytest.param(
+    "zb-v --pipeline-packing --sft --micro-batch-size 1 --calculate-per-token-loss --position-embedding-type none", id="packing"
 )
 FOUR = "--pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights --train-iters 4 "
 
@@ -93,9 +97,21 @@ def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: 
     with posing(number, output) as found:
         from gpu_model import device
 
+        from megatron.pipeline.runtime import packing
         from megatron.pipeline.runtime.iteration import Iteration
 
-        run = Iteration.run
+        run, give, make = Iteration.run, packing._Packed.__next__, packing.Packing._make
+        keeps_waiting = set[str]()  # what stands before the passes of an iteration, or copies to the device while the host waits
+
+        def giving(items: packing._Packed) -> Any:
+            item = give(items)
+            keeps_waiting.update(f"{name} is not pinned" for name, part in item.items() if not part.is_pinned())
+            return item
+
+        def making(one: packing.Packing, *given: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                keeps_waiting.add("packs before its passes")
+            return make(one, *given)
 
         def counting(iteration: Iteration, call: object) -> object:
             device().syncs.clear()
@@ -104,8 +120,12 @@ def counting_reads(number: int, ranks: int, port: int, output: Path, arguments: 
             found.append([Path(one.place.partition(":")[0]).name for one in syncs])
             return result
 
-        with patch.object(Iteration, "run", counting):
-            rank(number, ranks, port, output, arguments)
+        packs = patch.object(packing._Packed, "__next__", giving), patch.object(packing.Packing, "_make", making)
+        with patch.object(Iteration, "run", counting), packs[0], packs[1]:
+            try:
+                rank(number, ranks, port, output, arguments)
+            finally:
+                found.append(sorted(keeps_waiting))
 
 
 def naming_collectives(number: int, ranks: int, port: int, output: Path, arguments: list[str]) -> None:
@@ -138,11 +158,11 @@ def test_all_ranks_of_a_group_call_the_same_collectives(tmp_path: Path, schedule
 
 
 @pytest.mark.rest  # on the device model
-@pytest.mark.parametrize("schedule", [whole("zb-h1"), "zb-v", "zb-v --vocab-parallel 2"])
+@pytest.mark.parametrize("schedule", [whole("zb-h1"), "zb-v", "zb-v --vocab-parallel 2", PACKED])
 def test_no_host_reads_the_device_within_an_iteration(tmp_path: Path, schedule: str) -> None:
     """But once at its end: losses and gradients, which Megatron-LM asks about one by one."""
     flags = f"{SIZES} {FOUR} {BOTH} {ON_A_GPU} --pipeline-schedule {schedule}"
     assert len(launch(tmp_path, STAND_IN, flags, 4, target=counting_reads)) == 4
     for number in range(4):
         found = json.loads((tmp_path / f"rank-{number}.json").read_text())
-        assert found[2:] == [["rerun_state_machine.py"]] * 2, (number, found)
+        assert found[2:] == [*[["rerun_state_machine.py"]] * 2, []], (number, found)

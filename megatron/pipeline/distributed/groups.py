@@ -15,6 +15,7 @@ from megatron.pipeline.distributed.device import this_device
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_OF_A_FILE = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")  # what upstream sets of NCCL's configuration
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> torch.distributed.ProcessGroup | None:
@@ -40,18 +41,26 @@ def new_group(ranks: Sequence[int], **options: Any) -> torch.distributed.Process
 
 
 def like(group: torch.distributed.ProcessGroup, high_priority: bool = False, max_ctas: int | None = None) -> dict[str, Any]:
-    """Options of a new group with the backend of another.
+    """Options of a new group with the backend of another, and what was given to that one for NCCL: by
+    ``--nccl-communicator-config-path``, or ``--high-priority-stream-groups``.
 
     Args:
         high_priority: with NCCL its kernels go before others.
-        max_ctas: with NCCL the most thread blocks of a kernel, which wait on as many SMs for other ranks; None: as
-            ``few_ctas`` says for the ranks of ``group``.
+        max_ctas: with NCCL the most thread blocks of a kernel, which wait on as many SMs for other ranks; None: as ``group``
+            has it, else as ``few_ctas`` says for its ranks.
     """
     backend = torch.distributed.get_backend(group)
     if backend != "nccl":
         return {"backend": backend}
-    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
-    options.config.max_ctas = few_ctas(torch.distributed.get_process_group_ranks(group)) if max_ctas is None else max_ctas
+    theirs: Any = group._get_backend(this_device()).options
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority or theirs.is_high_priority_stream)
+    found: dict[str, Any] = {name: getattr(theirs.config, name, None) for name in _OF_A_FILE}
+    given = {name: value for name, value in found.items() if value != getattr(options.config, name, None)}
+    few = max(few_ctas(torch.distributed.get_process_group_ranks(group)), given.get("min_ctas", 0))
+    for name, value in ({"max_ctas": few} | given | ({} if max_ctas is None else {"max_ctas": max_ctas})).items():
+        setattr(options.config, name, value)
+    if given and torch.distributed.get_rank() == 0:
+        _LOG.info("groups beside the pipeline's have the settings of NCCL that it was given: %s", given)
     return {"backend": backend, "pg_options": options}
 
 
@@ -75,14 +84,17 @@ def barrier() -> None:
     torch.distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
 
 
-def once_rank_0_has(answer: Future[_T] | None) -> _T | None:
+def once_rank_0_has(answer: Future[_T] | None, group: torch.distributed.ProcessGroup | None = None) -> _T | None:
     """The result of a future of rank 0's, on every rank; None, as soon as all ranks ask, while it is not there.
+
+    Args:
+        group: of gloo, with all ranks: until it is there the host does not wait for the device.
 
     Raises:
         Exception: on every rank the one that is in the future.
     """
-    there = torch.tensor(answer is not None and answer.done(), dtype=torch.int32, device=this_device())
-    torch.distributed.broadcast(there, src=0)
+    there = torch.tensor(answer is not None and answer.done(), dtype=torch.int32, device="cpu" if group else this_device())
+    torch.distributed.broadcast(there, src=0, group=group)
     return done_by_rank_0(lambda: answer.result() if answer else None) if there.item() else None
 
 

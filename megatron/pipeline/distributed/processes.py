@@ -25,9 +25,12 @@ def _wait_and_end(sentinel: int) -> None:
 
 
 def let_rank_0_speak() -> None:
-    """On other ranks, wait until rank 0 has printed the same error and torchrun has ended all ranks."""
+    """On other ranks, wait until rank 0 has printed the same error and what started them has ended all ranks.
+
+    On nodes without rank 0 those of torchrun wait for one another in the same way: the first prints it.
+    """
     if int(os.environ.get("RANK", "0")) > 0:
-        time.sleep(_FIRST_WORD)
+        time.sleep(_FIRST_WORD + int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def free_port() -> int:

@@ -136,6 +136,9 @@ class Run:
         if args.post_validation and not stock:  # stock's own refusal follows
             write(args, barrier_with_L1_time=False, rerun_mode="disabled")
             notes.append("--rerun-mode disabled is on: --post-validation runs no iteration again that has ended")
+        if not (stock or not args.save or args.exit_signal_handler or getattr(args, "exit_signal_handler_for_training", False)):
+            write(args, exit_signal_handler=True)
+            notes.append("--exit-signal-handler is on: after SIGTERM the running iteration ends, and a checkpoint is saved")
         self._say(notes)
         with nullcontext() if stock else hidden(args):
             result = original(args, *rest, **options)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from megatron.pipeline.distributed.processes import free_port
@@ -15,6 +17,7 @@ from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.launch import install
 
 PIP, CHECKOUT = "pip", "checkout"
+_REFUSED = 2  # exit code of what has said in one line what is wrong
 _FIXED_SEGMENTS = ("nccl-ub", "cuda-graph")
 
 
@@ -50,8 +53,7 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
         )
     if options:
         refuse_without_torch()
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
-        return partial(os.execv, sys.executable, [*torchrun, "-m", "megatron.pipeline.cli", "launch", "--core", core, *tokens])
+        return partial(_start, [*options, "-m", "megatron.pipeline.cli", "launch", "--core", core, *tokens])
     if "RANK" not in os.environ:
         world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
         os.environ |= world | {"MASTER_PORT": str(free_port())}
@@ -62,12 +64,47 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
     return partial(runpy.run_path, str(script), run_name="__main__")
 
 
+def _start(torchrun: Sequence[str]) -> None:
+    """Start ranks as torchrun does, and pass SIGTERM and SIGINT on to them as it does.
+
+    Args:
+        torchrun: its options, and what each rank runs.
+
+    Raises:
+        SystemExit: a rank has failed: with 2 one that has said in a line what is wrong, to which nothing is added; else with 1,
+            behind torchrun's report; or, as shells do, with 128 and the signal that has ended all.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException, logger
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    held: list[logging.LogRecord] = []  # which ranks are ended behind the first, until it is known how that one ended
+    logger.addFilter(held.append)  # type: ignore[arg-type]  # its None means that a record goes no further
+    try:
+        run.main(torchrun)
+    except ChildFailedError as failed:
+        if failed.get_first_failure()[1].exitcode == _REFUSED:
+            held.clear()
+            sys.exit(_REFUSED)
+        sys.exit(str(failed))  # printed, and the exit code is 1
+    except SignalException as ended:
+        sys.exit(128 + ended.sigval)
+    finally:
+        logger.removeFilter(held.append)  # type: ignore[arg-type]
+        for record in held:
+            logger.handle(record)
+
+
 def _let_segments_grow(flags: Sequence[str]) -> None:
-    """Have torch's allocator grow its segments, unless the user says how it works, or Megatron-LM refuses it with a flag.
+    """Have torch's allocator grow its segments, unless the user says how it works, or Megatron-LM refuses it with a flag, given
+    here or in a ``--config`` file.
 
     What W keeps of odd sizes lives between what F and B allocate; fixed segments would be torn into pieces.
     """
-    if not any(word in flag for flag in flags for word in _FIXED_SEGMENTS) and "PYTORCH_ALLOC_CONF" not in os.environ:
+    files = [flag.removeprefix("--config=") for before, flag in pairwise(["", *flags]) if "--config" in (before, flag[:8])]
+    read = [Path(file).read_text(errors="ignore") for file in files if Path(file).is_file()]
+    given = " ".join([*flags, *read]).replace("_", "-")
+    if not any(word in given for word in _FIXED_SEGMENTS) and "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch is imported
 
 

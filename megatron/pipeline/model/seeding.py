@@ -58,7 +58,8 @@ def seed_layer(base: int, layer: int, tensor_rank: int | None = None) -> None:
     for name, rank in ranks.items():
         if name in tracker.states_:
             generator.manual_seed(derive(base, layer, name, rank))
-            tracker.states_[name] = generator.get_state()
+            as_generator = isinstance(tracker.states_[name], torch.Generator)  # Transformer Engine's, for CUDA graphs
+            tracker.states_[name] = generator.clone_state() if as_generator else generator.get_state()
     seed = derive(base, layer)
     # torch.manual_seed looks for devices of every kind, each time.
     torch.default_generator.manual_seed(seed)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import torch
 
-from megatron.pipeline.distributed.groups import once_rank_0_has
+from megatron.pipeline.distributed.groups import new_group, once_rank_0_has
 from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Planned
@@ -30,6 +30,7 @@ class LaterPlans:
     def __init__(self, plans: PlanCache, posting: Posting) -> None:
         self._plans, self._posting = plans, posting
         self._process = PlanningProcess()
+        self._world: torch.distributed.ProcessGroup | None = None
         self._begun: set[int] = set()
         # By number of microbatches, in the order of their search: the quick plan, and on the first rank what will come.
         self._missing: dict[int, tuple[Planned, Future[bytes] | None]] = {}
@@ -48,7 +49,8 @@ class LaterPlans:
             return
         microbatches, (quick, coming) = next(iter(self._missing.items()))
         try:
-            message = once_rank_0_has(coming)
+            self._world = self._world or new_group(range(torch.distributed.get_world_size()), backend="gloo")
+            message = once_rank_0_has(coming, self._world)
         except (ValueError, ChildProcessError) as error:
             _LOG.warning("%d microbatches keep the plan that was made without a search: %s", microbatches, error)
         else:

@@ -4,8 +4,8 @@
     reports = get_forward_backward_func()(**packing.packed(keywords))
 
 Every replica reads the items that it would read anyway, takes their sequences apart, and learns how long those of the others are.
-All find the same packing, and send each sequence to the replica that trains it. That is done one batch ahead, so that
-``EveryBatch`` knows the lengths.
+All find the same packing, and send each sequence to the replica that trains it. That is done in a thread, two batches ahead, so
+that no pass waits for it and ``EveryBatch`` knows the lengths of the next one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
@@ -27,6 +28,7 @@ from megatron.pipeline.planning.every_batch import pack_at_once
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.every_batch import lengths_of
 
+_AHEAD = 2  # batches: the next one is announced, and the one behind it is made meanwhile
 Sequence_ = Mapping[str, torch.Tensor]  # tokens of one sequence, [s], and what else there is of each
 _MADE = ("cu_seqlens", "max_seqlen")
 _pack = lru_cache(maxsize=2)(pack_at_once)  # the iterators of a rank's chunks have the same data
@@ -53,6 +55,7 @@ class Packing:
         self._replicas: torch.distributed.ProcessGroup | None = None
         self._model: torch.distributed.ProcessGroup | None = None
         self._readers: dict[int, _Packed] = {}  # by the place of the chunk
+        self._aside = ThreadPoolExecutor(1, "packing")  # one thread: replicas exchange batches in one order
 
     def packed(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of an iteration with the packed microbatches, and how many there are; collective over the world at first,
@@ -77,7 +80,7 @@ class Packing:
         for place, items in enumerate(iterators):
             if items is not None and replayed is None:
                 iterators[place] = self._beneath(place, items)
-                count, made = self._readers[place].begin(lambda source: self._make(source, call))
+                count, made = self._readers[place].begin(lambda source: self._aside.submit(self._make, source, call))
         shared = torch.tensor([count])  # some ranks read no data
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self._model)
         for batch in filter(None, made if self._announce else ()):
@@ -97,7 +100,7 @@ class Packing:
         return rerun_state_machine.beneath(items, read)
 
     def _make(self, source: Iterator[Any], call: Call) -> list[dict[str, torch.Tensor]]:
-        """The packed items of the next batch; none where the data end within it."""
+        """The packed items of the next batch that is read; none where the data end within it. Runs in the thread."""
         items: list[Any] = []
         with suppress(StopIteration):  # upstream's have no __iter__
             while len(items) < call.num_microbatches:
@@ -143,26 +146,30 @@ class Packing:
 
 
 class _Packed:
-    """An iterator of packed items in place of a data set's own, one batch ahead."""
+    """An iterator of packed items in place of a data set's own, some batches ahead."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
         self._items: deque[Any] = deque()
-        self._next: list[Any] | None = None  # of the next batch
+        self._batches: deque[Future[list[Any]]] = deque()  # that have not begun
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return self._items.popleft() if self._items else next(self.source)
+        if self._items:
+            return self._items.popleft()
+        wait(self._batches)  # they read it, too
+        return next(self.source)
 
-    def begin(self, make: Callable[[Iterator[Any]], list[Any]]) -> tuple[int, list[list[Any]]]:
-        """Begin a batch, and make the one behind it; returns its number of items, and the batches that are made now."""
-        made = [make(self.source)] if self._next is None else []
-        batch = made[0] if self._next is None else self._next
+    def begin(self, make: Callable[[Iterator[Any]], Future[list[Any]]]) -> tuple[int, list[list[Any]]]:
+        """Begin a batch, and have one behind it made; returns its number of items, and the batches that are known from now on."""
+        first = not self._batches
+        while len(self._batches) <= _AHEAD:
+            self._batches.append(make(self.source))
+        batch, following = self._batches.popleft().result(), self._batches[0].result()
         self._items.extend(batch)
-        self._next = make(self.source)
-        return len(batch), [*made, self._next]
+        return len(batch), [batch, following] if first else [following]
 
 
 def _sequences(item: Any, step: int) -> Iterator[Sequence_]:
@@ -180,11 +187,12 @@ def _sequences(item: Any, step: int) -> Iterator[Sequence_]:
 
 
 def _item(sequences: Sequence[Sequence_], tokens: int) -> dict[str, torch.Tensor]:
-    """The item of a microbatch."""
+    """The item of a microbatch, in memory from which a GPU copies while the host goes on."""
     lengths = [len(one["tokens"]) for one in sequences]
     if padding := tokens - sum(lengths):
         sequences = [*sequences, {name: each.new_zeros(padding) for name, each in sequences[0].items()}]
         lengths.append(padding)
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     whole = {name: torch.cat([one[name] for one in sequences])[None] for name in sequences[0]}
-    return whole | {"cu_seqlens": bounds[None], "max_seqlen": torch.tensor([max(lengths)], dtype=torch.int32)}
+    whole |= {"cu_seqlens": bounds[None], "max_seqlen": torch.tensor([max(lengths)], dtype=torch.int32)}
+    return {name: each.pin_memory() for name, each in whole.items()} if torch.cuda.is_available() else whole

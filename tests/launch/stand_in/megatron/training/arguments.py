@@ -12,7 +12,7 @@ from megatron.training.global_vars import set_global_variables
 from megatron.pipeline.flags import flags
 
 SWITCHES = (
-    "--sft "
+    "--sft --exit-signal-handler "
     "--use-mup --delay-wgrad-compute --tp-comm-overlap --overlap-param-gather-with-optimizer-step --defer-embedding-wgrad-compute"
 ).split()
 

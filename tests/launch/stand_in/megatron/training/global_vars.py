@@ -1,13 +1,20 @@
 """What upstream keeps in globals."""
 
+import signal
 from types import SimpleNamespace
 
-_GLOBALS = SimpleNamespace(args=None)
+_GLOBALS = SimpleNamespace(args=None, told=False)
 
 
 def set_global_variables(args, build_tokenizer=True):
     _GLOBALS.args = args
+    if args.exit_signal_handler:
+        signal.signal(signal.SIGTERM, lambda *_: setattr(_GLOBALS, "told", True))
     args.padded_vocab_size = -(-args.vocab_size // args.make_vocab_size_divisible_by) * args.make_vocab_size_divisible_by
+
+
+def told_to_stop():
+    return _GLOBALS.told
 
 
 def get_args():
