@@ -1,5 +1,5 @@
 # make train    train a small GPT over 4 pipeline ranks, on the source code of Python's standard library
-# make compare  the same model under megatron-core's own 1F1B, interleaved, ZB-H1, ZB-V and V-Half, rehearsed: one table, one picture
+# make compare  a wider model under megatron-core's own 1F1B, interleaved, ZB-H1, ZB-V and V-Half, rehearsed: one table, one picture
 # make frameworks train in the loops of frameworks, with their own packages, which are fetched
 # make slurm    the batch scripts on a SLURM of two emulated nodes on this machine: needs root, installs SLURM by apt-get
 # make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules; ARGS=--tests: and test
@@ -49,9 +49,10 @@ train: $(ready) $(DATA_PATH).idx
 		--tensorboard-dir $(RUN)/tensorboard --pipeline-trace $(RUN)/trace $(ARGS)
 
 # The last bits of a gradient norm depend on the placement, and clipping would carry them into the weights.
+compare: CONFIG = configs/compare.yaml
 compare: $(ready) $(DATA_PATH).idx
-	$(venv) scripts/compare.py --ranks $(RANKS) --output runs/compare -- \
-		--config $(CONFIG) --data-path $(DATA_PATH) --clip-grad 0 $(ARGS)
+	$(venv) scripts/compare.py --ranks $(RANKS) --iterations 12 --output runs/compare -- \
+		--config $(CONFIG) --data-path $(DATA_PATH) --clip-grad 0 --pipeline-costs profile $(ARGS)
 
 docs: $(ready)
 	$(venv) -m pip install -q -e '.[docs]' -c constraints.txt

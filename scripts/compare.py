@@ -6,6 +6,9 @@ one at a time, and the seconds are those of an iteration with a device for every
 each, so that a machine that becomes slower or faster does so for all of them; and a stage of the same layers computes the same
 under all schedules, so that it takes the least that any of them measured. With ``--launcher``, for devices that the ranks have,
 they run one after another and the seconds are measured: those of each schedule's fastest iteration.
+
+With ``--pipeline-costs profile`` all but ``stock`` are planned from measured costs. On one machine a short training under the
+last schedule measures them, which should have the most chunks, and passes W.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from megatron.pipeline.flags.settings import PROFILE
+from megatron.pipeline.runtime.profiling import ITERATIONS
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.time.simulate import simulate
@@ -45,8 +51,8 @@ _WARM_UP = 2  # iterations that are slower than the rest
 class Training:
     """A schedule's training, started by torchrun on a free port unless there is a launcher; its output goes to a file."""
 
-    def __init__(self, schedule: str, args: argparse.Namespace) -> None:
-        self.schedule, self.folder = schedule, Path(args.output) / schedule.replace("/", "_")
+    def __init__(self, schedule: str, args: argparse.Namespace, folder: str = "") -> None:
+        self.schedule, self.folder = schedule, Path(args.output) / (folder or schedule.replace("/", "_"))
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in (*self.folder.glob("iteration_*"), self.folder / "metrics.jsonl", self.folder / RESULT):
             old.unlink(missing_ok=True)
@@ -104,6 +110,8 @@ class Training:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
         start = [*shlex.split(args.launcher), sys.executable] if args.launcher else torchrun
         command = [*start, str(PROGRAM), *args.flags, "--pipeline-schedule", self.schedule]
+        if args.costs and self.schedule != STOCK:
+            command += ["--pipeline-costs", args.costs]
         command += ["--metrics", str(self.folder / "metrics.jsonl")]
         if args.launcher:
             command += ["--pipeline-trace", str(self.folder)]
@@ -121,12 +129,14 @@ class Run(NamedTuple):
         metrics: one record per iteration.
         folder: has a trace of every iteration, or what a rehearsal found.
         costs: of a rehearsal, by which its passes are timed; None where the iterations themselves were measured.
+        step: of a rehearsal, seconds of the optimizer's step.
     """
 
     schedule: str
     metrics: list[dict[str, Any]]
     folder: Path
     costs: Costs | None = None
+    step: float = 0.0
 
     @property
     def fastest(self) -> dict[str, Any]:
@@ -148,8 +158,7 @@ class Run(NamedTuple):
         """Of an iteration: with a device for every rank, or the fastest one that was measured."""
         if self.costs is None:
             return float(self.fastest["iteration_seconds"])
-        found = self.rehearsal
-        return self.timeline.makespan + float(found["step_seconds"] + (found["replicas_seconds"] or 0.0))
+        return self.timeline.makespan + self.step + float(self.rehearsal["replicas_seconds"] or 0.0)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -175,10 +184,13 @@ def main(argv: Sequence[str]) -> int:
 def _alike(runs: list[Run]) -> list[Run]:
     """Rehearsed runs with the same seconds for the same computation: the least that any of them measured.
 
-    Stages compute the same where as many have the same layers, and their backwards where these are split, or are not.
+    Stages compute the same where as many have the same layers, and their backwards where these are split, or are not; optimizers
+    where ranks have the same stages.
     """
     names, least = ("forward", "backward", "weight"), dict[Any, float]()
-    rows = []  # of every run: its costs, and for each stage where its seconds are among the least
+    rows: list[
+        tuple[Costs, list[Any], str]
+    ] = []  # of every run: its costs, and where among the least the seconds of each stage and of the step are
     for run in runs:
         costs, found = Costs.from_json((run.folder / COSTS).read_text()), run.rehearsal
         split = any(row["kind"] == "W" for row in found["passes"])
@@ -186,7 +198,9 @@ def _alike(runs: list[Run]) -> list[Run]:
             [(*found["layers"], number, name, split or name == "forward") for name in names]
             for number in range(len(costs.stages))
         ]
-        rows.append((costs, places))
+        step = str((found["layers"], found["plan"]["placement"]))
+        rows.append((costs, places, step))
+        least[step] = min(found["step_seconds"], least.get(step, math.inf))
         for stage, own in zip(costs.stages, places, strict=True):
             for name, place in zip(names, own, strict=True):
                 least[place] = min(getattr(stage, name), least.get(place, math.inf))
@@ -195,7 +209,9 @@ def _alike(runs: list[Run]) -> list[Run]:
         seconds = [{name: least[place] for name, place in zip(names, own, strict=True)} for own in places]
         return replace(costs, stages=tuple(replace(stage, **own) for stage, own in zip(costs.stages, seconds, strict=True)))
 
-    return [run._replace(costs=alike(*row)) for run, row in zip(runs, rows, strict=True)]
+    return [
+        run._replace(costs=alike(costs, places), step=least[step]) for run, (costs, places, step) in zip(runs, rows, strict=True)
+    ]
 
 
 def difference(run: Run, reference: Run) -> str:
@@ -229,7 +245,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--output", default="runs/compare", metavar="DIR", help="metrics, logs, traces and the picture")
     args = parser.parse_args(argv[:end])
-    args.flags = list(argv[end + 1 :])
+    planned = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    planned.add_argument("--pipeline-costs", dest="costs")
+    _, args.flags = planned.parse_known_args(argv[end + 1 :], args)
     return args
 
 
@@ -249,6 +267,13 @@ def _in_turn(args: argparse.Namespace, console: Console) -> Generator[Training, 
     """The trainings when they have ended, the first one that fails before all others: no two of them run at a time."""
     trainings: list[Training] = []
     try:
+        if args.costs == PROFILE:
+            console.print(f"measuring the costs of passes under {args.schedules[-1]}", markup=False, highlight=False)
+            short = vars(args) | {"costs": None, "iterations": min(args.iterations, ITERATIONS)}
+            trainings = [Training(args.schedules[-1], argparse.Namespace(**short), "costs")]
+            if trainings[0].wait():
+                yield trainings[0]
+            args.costs = str(trainings.pop().folder / COSTS)
         for schedule in args.schedules:
             console.print(f"{schedule}: starting {args.ranks} ranks", markup=False, highlight=False)
             trainings.append(Training(schedule, args))

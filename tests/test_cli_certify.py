@@ -90,9 +90,40 @@ def test_swapped_messages_are_exit_code_1(capsys: pytest.CaptureFixture[str], tm
     assert "swapped: rank 1 receives the activation of microbatch 0" in out
 
 
+GROUPS = "--no-overlap-p2p-communication --transport batched"
+ONE = "0F0,(0SEND_F0;0RECV_B0)BATCH,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"  # torch's 1F1B with one microbatch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (f"interleaved --pp 4 --microbatches 4 {GROUPS} --variable-seq-lengths", 1, "Send of the shape of the gradient"),
+        (f"interleaved --pp 4 --microbatches 8 {GROUPS} --variable-seq-lengths", 0, "batched  does not hang"),
+        (f"interleaved --pp 4 --microbatches 4 {GROUPS}", 0, "batched  does not hang"),
+        ("interleaved --pp 4 --chunks 2 --microbatches 8 --transport pair --cold", 0, "pair  does not hang"),
+        (f"interleaved --pp 4 --chunks 2 --microbatches 8 {GROUPS} --cold", 0, "batched  does not hang"),
+        (f"interleaved --pp 2 --microbatches 4 {GROUPS}", 1, "swapped: rank 0 receives the activation of microbatch 2"),
+        ("ONE --transport batched --cold", 1, "connecting for the Receive of the gradient of microbatch 0"),
+        ("ONE --transport batched", 0, "batched  does not hang"),
+    ],
+    ids=["5100", "5100-more", "5100-no-lengths", "5240", "5240-groups", "1450", "775", "775-warm"],
+)
+def test_public_hangs_can_be_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: str, code: int, says: str
+) -> None:
+    """By the numbers of Megatron-LM's and torchtitan's issues; those of torch are in ``tests/schedule/test_certify_torch.py``."""
+    (tmp_path / "one.csv").write_text(ONE)
+    assert says in run(capsys, *arguments.replace("ONE", str(tmp_path / "one.csv")).split(), code=code)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["interleaved", "--pp", "4"], "interleaved needs --pp and --microbatches"),
+        (["interleaved", "--pp", "4", "--microbatches", "6"], "needs a multiple of 4 microbatches, the ranks; got 6"),
+        (["interleaved", "--pp", "4", "--microbatches", "4", "--chunks", "1"], "chunks"),
+        (["FILE", "--pp", "4"], "are for interleaved: leave them out"),
+        (["FILE", "--variable-seq-lengths"], "are for interleaved: leave them out"),
         (["/nowhere/at/all.csv"], "cannot read /nowhere/at/all.csv: No such file or directory"),
         (["FILE", "--transport", "pigeon"], "unknown transport 'pigeon'; they are rendezvous, shared, pair, direction, batched"),
         (["FILE", "-o", "x.png"], "cannot write x.png: the file name must end in .json or .txt"),
@@ -110,6 +141,16 @@ def test_bad_flags_are_one_line(capsys: pytest.CaptureFixture[str], head_on: str
             "a.csv",
             "\n".join(HEAD_ON).replace("1RECV_F1,", ""),
             "a.csv: line 2, cell 5: 1F1 needs 1RECV_F1 before it on this line",
+        ),
+        (
+            "a.csv",
+            "\n".join(HEAD_ON).replace("0F0,0F1", "(0F0;0F1)BATCH"),
+            "line 1, cell 1: BATCH joins messages, and 0F0 is none",
+        ),
+        (
+            "a.csv",
+            "\n".join(HEAD_ON).replace("0SEND_F0,0SEND_F1", "(0SEND_F0;0SEND_F1)OVERLAP_F_B"),
+            "a.csv: line 1, cell 3: OVERLAP_F_B joins passes, and 0SEND_F0 is none",
         ),
         ("a.csv", "0F0,0X0\n", "a.csv: line 1, cell 2: '0X0' is not a pass"),
         ("a.csv", "2F0,0F0,2B0,0B0\n1F0,3F0,3B0,1B0\n", "a.csv: rank 1 is stuck at F0.0: it needs F0.0 of rank 0"),

@@ -1,9 +1,10 @@
 """Which of the hangs that are reported of megatron-core's interleaved schedule are there: its own function runs here, one rank
-after another, with process groups and messages that record, and what it does is certified."""
+after another, with process groups and messages that record. ``mpipe certify interleaved`` has what it does."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import itertools
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from releases import CORE
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule.certify.certificate import Certificate, certify
+from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -150,10 +152,13 @@ class Recorder:
     def row(self) -> Row:
         """Steps with the names of messages; the shape of a tensor, in a group before it, has the name of that."""
         names, groups = dict(self.names), [step for step in self.steps if isinstance(step, list)]
-        for shapes, tensors in pairwise(groups):
+        for number, shapes in enumerate(groups):
             if shapes[0][1].dtype == torch.int64:
-                for (_, shape, _), (_, tensor, _) in zip(shapes, tensors, strict=True):
-                    names[id(shape)] = self.names[id(tensor)]._replace(flow="shape")
+                tensors = [*itertools.chain.from_iterable(groups[number + 1 :])][: len(shapes)]
+                of_kinds = (sorted(posts, key=itemgetter(0)) for posts in (shapes, tensors))  # with overlap in another order
+                for (_, shape, _), (_, tensor, _) in zip(*of_kinds, strict=True):
+                    name = self.names[id(tensor)]
+                    names[id(shape)] = name._replace(flow=f"shape of the {name.flow}")
         row: list[Any] = []
         for step in self.steps:
             if isinstance(step, list):
@@ -190,6 +195,23 @@ def test_its_order_is_that_of_our_interleaved(ranks: int, microbatches: int, chu
     for overlap in (True, False):
         rows = recorded(ranks, microbatches, chunks, group, overlap).rows
         assert ours == tuple(tuple(step.work for step in row if isinstance(step, Compute)) for row in rows)
+
+
+def order(row: Row) -> list[object]:
+    """Steps without those that change nothing: a wait for what has been waited for, and a start directly before a wait."""
+    steps = [step for at, step in enumerate(row) if not (isinstance(step, Wait) and step in row[:at])]
+    return [
+        step for step, after in zip(steps, [*steps[1:], None], strict=True) if not (step == Start() and isinstance(after, Wait))
+    ]
+
+
+@pytest.mark.parametrize("shapes", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(2, 2, 2), (2, 4, 2), (3, 3, 3), (3, 6, 2), (4, 4, 2), (4, 12, 3)])
+def test_certify_has_its_messages(ranks: int, microbatches: int, chunks: int, overlap: bool, shapes: bool) -> None:
+    core = recorded(ranks, microbatches, chunks, overlap=overlap, shapes=shapes)
+    ours = megatron_interleaved(planning.plan("interleaved", ranks, microbatches, chunks=chunks), overlap, shapes)
+    assert list(map(order, ours.rows)) == list(map(order, core.rows))
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [*((ranks, 2) for ranks in range(2, 9)), (2, 3), (3, 4), (4, 3)])

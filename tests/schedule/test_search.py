@@ -251,7 +251,8 @@ def test_passes_may_take_no_time() -> None:
 
 
 def test_stages_may_hold_nothing() -> None:
-    planning.plan("zb-auto", 2, 3, Costs((StageCosts(1, 1, 1, 0, 0),) * 2), memory_limit=0)
+    costs = Costs((StageCosts(1, 1, 1, 0, 0),) * 2)
+    verify(planning.plan("zb-auto", 2, 3, costs, memory_limit=0), costs, memory_limit=0)
 
 
 @pytest.mark.parametrize(

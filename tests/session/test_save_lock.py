@@ -150,7 +150,7 @@ def test_another_machines_run_that_ends_meanwhile_is_followed(tmp_path: Path, mo
     leaving = threading.Timer(0.2, (tmp_path / LOCK).unlink)
     leaving.start()
     check(str(tmp_path))
-    leaving.join()
+    assert not leaving.is_alive() and json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
     release(str(tmp_path))
 
 

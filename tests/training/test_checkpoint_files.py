@@ -237,8 +237,10 @@ def test_other_flags_are_refused(tmp_path: Path, given: str, message: str) -> No
 
 def test_another_schedule_of_the_learning_rate_can_be_chosen(tmp_path: Path) -> None:
     write(tmp_path, 10)
+    given = f"--load {tmp_path} --lr 2e-3"
+    assert "decide with --override-opt_param-scheduler" in refusal(given)
     for choice in ("--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", "--finetune", "--no-load-optim"):
-        check(flags(f"--load {tmp_path} --lr 2e-3 {choice}"))
+        check(flags(f"{given} {choice}"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import compare
@@ -43,6 +44,36 @@ def test_another_launcher_starts_the_ranks(tmp_path: Path) -> None:
     words = training.log.read_text()
     assert words.startswith(f"on all ranks: {sys.executable} {compare.PROGRAM} --mock-data --pipeline-schedule zb-v ")
     assert "--exit-interval 7 " in words
+
+
+@pytest.mark.parametrize("costs", ["profile", "given.json", None])
+def test_costs_are_measured_once_and_stock_takes_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, costs: str | None) -> None:
+    """``--pipeline-costs profile`` beside ``stock``."""
+    started: list[tuple[str, str, str | None]] = []
+
+    class Recorded(compare.Training):
+        def __init__(self, schedule: str, args: Namespace, folder: str = "") -> None:
+            self.schedule, self.folder = schedule, Path(args.output) / (folder or schedule)
+            command = self._command(args)
+            flag = "--pipeline-costs"
+            started.append((schedule, self.folder.name, command[command.index(flag) + 1] if flag in command else None))
+
+        def wait(self) -> int:
+            return 0
+
+        def runs(self) -> bool:
+            return False
+
+        def iterate(self) -> None: ...
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(compare, "Training", Recorded)
+    flags = [f"--pipeline-costs={costs}"] if costs else []
+    args = compare._parse(["--schedules", "stock", "zb-h1", "zb-v", "--output", str(tmp_path), "--", "--mock-data", *flags])
+    list(compare._in_turn(args, Console()))
+    measuring = [("zb-v", "costs", None)] if costs == "profile" else []
+    path = str(tmp_path / "costs" / "costs.json") if measuring else costs
+    assert started == [*measuring, ("stock", "stock", None), ("zb-h1", "zb-h1", path), ("zb-v", "zb-v", path)]
 
 
 RANK = """

@@ -173,10 +173,10 @@ def boundary_flags() -> Parser:
     return flags
 
 
-def size_flags() -> Parser:
+def size_flags(required: bool = True) -> Parser:
     flags = Parser(add_help=False)
-    flags.add_argument("--pp", required=True, type=positive_int, metavar="P", help="pipeline ranks")
-    flags.add_argument("--microbatches", required=True, type=positive_int, metavar="M", help="microbatches per iteration")
+    flags.add_argument("--pp", required=required, type=positive_int, metavar="P", help="pipeline ranks")
+    flags.add_argument("--microbatches", required=required, type=positive_int, metavar="M", help="microbatches per iteration")
     return flags
 
 

@@ -6,14 +6,21 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags, names, report_flags
+from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags, names, report_flags, size_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, write
+from megatron.pipeline.flags.flag_types import positive_int
+from megatron.pipeline.planning import plan
 from megatron.pipeline.planning.certify import TrafficSource, read_traffic
+from megatron.pipeline.planning.costs import costs_of
 from megatron.pipeline.schedule.certify.certificate import Certificate, TransportOutcome, certify
+from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
 from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.rules.deadlock import Hang
 from megatron.pipeline.schedule.rules.transports import TRANSPORTS, TransportModel
+
+MEGATRON = "interleaved"  # in place of a file: megatron-core's own
+_ITS_FLAGS = ("--no-overlap-p2p-communication", "--variable-seq-lengths")
 
 
 def add(commands: Commands) -> None:
@@ -27,14 +34,19 @@ def add(commands: Commands) -> None:
         run,
         "mpipe certify plan.json --cold",
         "mpipe certify torch.csv --transport pair,direction",
+        f"mpipe certify {MEGATRON} --pp 4 --chunks 2 --microbatches 8 --cold",
         description=f"{help}. Exit code: 0 if nothing hangs, 1 if something does, 2 for bad input.",
-        parents=[cost_flags(), report],
+        parents=[size_flags(required=False), cost_flags(), report],
     )
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="what mpipe plan --json wrote, or .csv of torch.distributed.pipelining, passes alone or with communication",
+        help="what mpipe plan --json wrote; .csv of torch.distributed.pipelining, passes alone or with communication; or "
+        f"{MEGATRON}: megatron-core's own, which alone takes sizes and Megatron-LM's two flags",
     )
+    parser.add_argument("--chunks", type=positive_int, metavar="V", help="chunks of a rank (default: 2)")
+    for flag in _ITS_FLAGS:
+        parser.add_argument(flag, action="store_true", help=f"messages of {MEGATRON} as with this flag of Megatron-LM")
     parser.add_argument("--transport", type=names, metavar="NAME,..", help=f"only these (default: all). {listed}")
     parser.add_argument(
         "--cold", action="store_true", help="as in a first iteration: communicators and connections are made at the first message"
@@ -45,10 +57,26 @@ def run(options: argparse.Namespace) -> int:
     """Returns 1 if anything hangs over one of the transports, or messages are swapped; else 0."""
     check_output(options)
     transports = _transports(options.transport)
-    source = read_traffic(options.file, changes(options).costs)
+    source = _source(options)
     certificate = certify(source.traffic, source.costs, transports, options.cold)
     write(_fields(source, certificate, options.cold), lambda: "\n".join(_text(source, certificate, options.cold)), options)
     return int(certificate.hangs)
+
+
+def _source(options: argparse.Namespace) -> TrafficSource:
+    flags, sizes = changes(options).costs, (options.pp, options.microbatches)
+    overlap, shapes = not options.no_overlap_p2p_communication, options.variable_seq_lengths
+    if options.file != MEGATRON:
+        if any((*sizes, options.chunks, shapes, not overlap)):
+            others = ", ".join(_ITS_FLAGS)
+            raise ValueError(
+                f"--pp, --microbatches, --chunks, {others} are for {MEGATRON}: leave them out, a file says it itself"
+            )
+        return read_traffic(options.file, flags)
+    if None in sizes:
+        raise ValueError(f"{MEGATRON} needs --pp and --microbatches; a file of that name is ./{MEGATRON}")
+    traffic = megatron_interleaved(plan(MEGATRON, *sizes, chunks=options.chunks), overlap, shapes)
+    return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages where megatron-core has them")
 
 
 def _transports(asked: list[str] | None) -> list[TransportModel]:

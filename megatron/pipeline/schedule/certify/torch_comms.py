@@ -5,6 +5,8 @@ it), ``SEND_B`` and ``RECV_B`` for gradients, and what FSDP does with weights (`
 ``WAIT_REDUCE_GRAD`` from 2.15 on), which takes part in no message between stages and is skipped. Torch's runtime posts each
 where it stands and by itself (``_batch_p2p`` for one action), and waits for a receive directly before the pass that needs it. It
 waits for a send at ``2WAIT_SEND_F0`` or ``WAIT_SEND_B``, which schedules of 2.15 may have, or at the end of the step.
+
+``(2SEND_F1;2RECV_B0)BATCH``, which torch's files do not have, is one ``batch_isend_irecv``, as its 1F1B posts them.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class _CommsReader:
         self._seen: set[str] = set()
 
     def steps(self, cells: list[Cell]) -> Iterator[Step]:
-        for cell in cells:
+        for cell, (following, *_) in zip(cells, [*cells[1:], ("",)], strict=True):
             where, stage, action, microbatch = cell
             text = f"{stage}{action}{microbatch}"
             if text in self._seen:
@@ -79,7 +81,8 @@ class _CommsReader:
                 yield Wait(Message(_FLOWS[action[-1]], microbatch, stage))
             else:
                 yield self._post(cell)
-                yield Start()
+                if following != where:
+                    yield Start()
             self._seen.add(text)
 
     def _passes(self, cell: Cell) -> Row:

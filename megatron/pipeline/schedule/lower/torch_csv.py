@@ -22,7 +22,8 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 _LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 _ACTION = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
-OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+_TOGETHER = re.compile(r"\((.*)\)(OVERLAP_F_B|BATCH)")
+_JOINED = {"OVERLAP_F_B": "passes", "BATCH": "messages"}
 _NOT_COMPUTED = re.compile(r"[0-9]+((WAIT_)?SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")
 
 
@@ -70,7 +71,7 @@ Cell = tuple[str, int, str, int]  # where it stands, stage, letter of the kind, 
 
 
 def read_cells(text: str, action: re.Pattern[str], refusal: Callable[[str], str | None]) -> list[list[Cell]]:
-    """Cells of every line that ``action`` matches; of an overlapped pair both, and no empty lines at the end.
+    """Cells of every line that ``action`` matches; of an overlapped pair both, of a batch all, and no empty lines at the end.
 
     Args:
         refusal: why a text that it does not match cannot be read; None where it is left out.
@@ -84,9 +85,11 @@ def read_cells(text: str, action: re.Pattern[str], refusal: Callable[[str], str 
         for row in reader:
             rows.append([])
             for number, each in enumerate(map(str.strip, row), 1):
-                where, overlapped = f"line {reader.line_num}, cell {number}", OVERLAPPED.fullmatch(each)
-                for part in overlapped[1].split(";") if overlapped else [each] if each else []:
+                where, together = f"line {reader.line_num}, cell {number}", _TOGETHER.fullmatch(each)
+                for part in together[1].split(";") if together else [each] if each else []:
                     if match := action.fullmatch(part.strip()):
+                        if together and (match[2] in KINDS) != (together[2] == "OVERLAP_F_B"):
+                            raise ValueError(f"{where}: {together[2]} joins {_JOINED[together[2]]}, and {part.strip()} is none")
                         rows[-1].append((where, int(match[1]), match[2], int(match[3])))
                     elif why := refusal(part):
                         raise ValueError(f"{where}: {why}")
