@@ -63,6 +63,9 @@ def test_seconds_and_bytes_are_numbers(shape: Shape, ranks: int, per_node: int, 
         assert all(math.isfinite(value) and value >= 0 for value in numbers), stage
         assert min(stage.forward, stage.backward, stage.weight) > 0
         assert 0 < stage.value("fused") <= stage.backward + stage.weight + 1e-12
+    for again in (costs, costs.with_recomputation(), costs.with_recomputation(weights=True)):
+        for made in (again, again.shielded(set(range(ranks))), again.hidden(), again.without_fused()):
+            made.of_depth(3 * ranks // 2)  # no part is more than its whole, or Costs refuse it
 
 
 @given(shapes())
