@@ -21,8 +21,8 @@ from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
-from megatron.pipeline.flags.flags import STOCK_1F1B, given, neutral
-from megatron.pipeline.flags.settings import Flags, Role, Settings
+from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
+from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.flags.upstream import settle
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule.core.names import OFF, STOCK
@@ -31,6 +31,7 @@ from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.hybrid import FLAGS
 from megatron.pipeline.view.table import plain_table
 
+_DEFAULT = {"pipeline_schedule": actions()["pipeline_schedule"].default}
 ENOUGH = 16  # microbatches for each rank, to plan for
 LOCAL = "local"  # of --transformer-impl: layers without Transformer Engine
 FUSED = "assumes Transformer Engine, whose attention is fused"
@@ -109,10 +110,9 @@ def run(options: argparse.Namespace) -> None:
     flags = options.flags
     prediction = predicted(flags, options.data_parallel_size, options.world_size)
     world = gpus_of(prediction.args)
-    try:
-        baseline = predicted(flags, world_size=world, changes=STOCK_1F1B)
-    except ValueError:
-        baseline = None  # the model cannot be cut for it
+    baseline = _compared(flags, world, STOCK_1F1B)
+    stock = prediction.args.pipeline.schedule == STOCK
+    ours = _compared(flags, world, neutral(Role.CHUNKS) | _DEFAULT) if stock else None
     from megatron.pipeline.session.memory import more_than_stock
 
     warning = more_than_stock(prediction.args, prediction.ranks, baseline.ranks if baseline else None)
@@ -125,10 +125,11 @@ def run(options: argparse.Namespace) -> None:
         "fits": fits,
         "not_modelled": prediction.args.not_modelled,
         "baseline": baseline and report(baseline),
+        "ours": ours and report(ours),
         "warning": warning,
         "remedies": [{"flags": remedy, "bytes": needed} for remedy, needed in remedies],
     }
-    write(contents, lambda: _text(prediction, baseline, warning, options.gpu_memory, remedies), options)
+    write(contents, lambda: _text(prediction, baseline, ours, warning, options.gpu_memory, remedies), options)
 
 
 def predicted(
@@ -179,6 +180,8 @@ def predicted(
 def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({})) -> Flags:
     """Flags of ``pretrain_gpt.py``, not validated yet, for a prediction: they need no data, and no file is written.
 
+    Without a schedule, or another flag of ours about one, they are a line of Megatron-LM's, which runs its own.
+
     Args:
         changes: values by the names of flags that count in place of those in ``flags``.
 
@@ -189,9 +192,10 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
 
     args = parse(flags, predicts=True)
     read, not_modelled = settle(args)
-    if not given(read, "pipeline_schedule"):
+    if read.pipeline_schedule is None:
         hybrid, stages = given(read, *FLAGS), given(read, *neutral(Role.CHUNKS))
-        read |= {"pipeline_schedule": STOCK} if hybrid or stages else {}
+        ours = OURS.intersection(given(read | _DEFAULT, *neutral(Role.SCHEDULE, Role.DETAILS)))
+        read |= _DEFAULT if ours and not (hybrid or stages) else {"pipeline_schedule": STOCK}
         if hybrid:
             not_modelled.append(f"{hybrid[0]}: our schedules do not place its layers: predicted under megatron-core's own")
     return read | neutral(Role.FILES) | {"not_modelled": not_modelled} | changes
@@ -259,6 +263,14 @@ def _likely(prediction: Prediction) -> tuple[float, float]:
     return (low + OVERHEAD) / GIB, (high + OVERHEAD) / GIB
 
 
+def _compared(flags: list[str], world: int, changes: Mapping[str, Any]) -> Prediction | None:
+    """The same training with other values; None where it cannot be cut for them."""
+    try:
+        return predicted(flags, world_size=world, changes=changes)
+    except ValueError:
+        return None
+
+
 def gpus_of(args: Namespace) -> int:
     sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     return int(args.data_parallel_size * sizes[0] * sizes[1] * sizes[2])
@@ -279,6 +291,7 @@ def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str,
 def _text(
     prediction: Prediction,
     baseline: Prediction | None,
+    ours: Prediction | None,
     warning: str | None,
     gpu_memory: float,
     remedies: list[tuple[str, float]],
@@ -296,6 +309,8 @@ def _text(
     parts = [f"{title}\n\n{_table(prediction)}"]
     if baseline and baseline.ranks != prediction.ranks:
         parts.append(f"for comparison, stock: megatron-core's own 1F1B, not interleaved\n\n{_table(baseline)}")
+    if ours:
+        parts.append(f"for comparison, {schedule_name(ours.args)}, this project's default\n\n{_table(ours)}")
     if warning:
         parts.append(warning)
     fullest, size = prediction.fullest.total / GIB, f"{gpu_memory:g} GB"
