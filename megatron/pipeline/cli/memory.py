@@ -110,12 +110,14 @@ def run(options: argparse.Namespace) -> None:
     flags = options.flags
     prediction = predicted(flags, options.data_parallel_size, options.world_size)
     world = gpus_of(prediction.args)
-    baseline = _compared(flags, world, STOCK_1F1B)
     stock = prediction.args.pipeline.schedule == STOCK
-    ours = _compared(flags, world, neutral(Role.CHUNKS) | _DEFAULT) if stock else None
+    try:
+        other = predicted(flags, world_size=world, changes=neutral(Role.CHUNKS) | _DEFAULT if stock else STOCK_1F1B)
+    except ValueError:
+        other = None  # the model cannot be cut for it
     from megatron.pipeline.session.memory import more_than_stock
 
-    warning = more_than_stock(prediction.args, prediction.ranks, baseline.ranks if baseline else None)
+    warning = more_than_stock(prediction.args, prediction.ranks, other.ranks if other and not stock else None)
     limit = options.gpu_memory * GIB
     fits = prediction.fullest.total <= usable(limit)
     remedies = [] if fits else list(_remedies(flags, world, usable(limit)))
@@ -124,12 +126,12 @@ def run(options: argparse.Namespace) -> None:
         "gpu_memory": limit,
         "fits": fits,
         "not_modelled": prediction.args.not_modelled,
-        "baseline": baseline and report(baseline),
-        "ours": ours and report(ours),
+        "baseline": None if stock else other and report(other),
+        "ours": other and report(other) if stock else None,
         "warning": warning,
         "remedies": [{"flags": remedy, "bytes": needed} for remedy, needed in remedies],
     }
-    write(contents, lambda: _text(prediction, baseline, ours, warning, options.gpu_memory, remedies), options)
+    write(contents, lambda: _text(prediction, other, warning, options.gpu_memory, remedies), options)
 
 
 def predicted(
@@ -263,14 +265,6 @@ def _likely(prediction: Prediction) -> tuple[float, float]:
     return (low + OVERHEAD) / GIB, (high + OVERHEAD) / GIB
 
 
-def _compared(flags: list[str], world: int, changes: Mapping[str, Any]) -> Prediction | None:
-    """The same training with other values; None where it cannot be cut for them."""
-    try:
-        return predicted(flags, world_size=world, changes=changes)
-    except ValueError:
-        return None
-
-
 def gpus_of(args: Namespace) -> int:
     sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     return int(args.data_parallel_size * sizes[0] * sizes[1] * sizes[2])
@@ -290,8 +284,7 @@ def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str,
 
 def _text(
     prediction: Prediction,
-    baseline: Prediction | None,
-    ours: Prediction | None,
+    other: Prediction | None,
     warning: str | None,
     gpu_memory: float,
     remedies: list[tuple[str, float]],
@@ -307,10 +300,10 @@ def _text(
         f"microbatches of {prediction.args.micro_batch_size} x {prediction.args.seq_length} tokens"
     )
     parts = [f"{title}\n\n{_table(prediction)}"]
-    if baseline and baseline.ranks != prediction.ranks:
-        parts.append(f"for comparison, stock: megatron-core's own 1F1B, not interleaved\n\n{_table(baseline)}")
-    if ours:
-        parts.append(f"for comparison, {schedule_name(ours.args)}, this project's default\n\n{_table(ours)}")
+    if other and other.ranks != prediction.ranks:
+        stock = other.args.pipeline.schedule == STOCK
+        what = "stock: megatron-core's own 1F1B, not interleaved" if stock else f"{schedule_name(other.args)}: our default"
+        parts.append(f"for comparison, {what}\n\n{_table(other)}")
     if warning:
         parts.append(warning)
     fullest, size = prediction.fullest.total / GIB, f"{gpu_memory:g} GB"

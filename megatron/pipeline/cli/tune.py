@@ -53,7 +53,6 @@ _WORTH_SAYING = 0.005  # of an iteration
 _LOST = {"between": "step", "imbalance": "unequal stages"}
 _FILES = ("best", "second", "third")
 _STOCKS = ", megatron-core's own schedule, and none of ours that was planned is predicted to be faster"
-_INTERRUPTED = 130  # an exit code
 _TRIED = 3  # of the best that --verify runs
 
 
@@ -129,13 +128,13 @@ def run(options: argparse.Namespace) -> int:
         print(f"\n{_how_to_run(cluster, directory)}")
     if options.verify and not found.interrupted:
         _verify(options, written, [*found.best(_TRIED), *stock.best(1)])
-    return _INTERRUPTED * found.interrupted
+    return 130 if found.interrupted else 0  # as after SIGINT
 
 
 def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResult, SearchResult]:
     """All that was found, and what megatron-core's own schedules can run: of a hybrid model the same, which ours do not place.
 
-    Stock's come first, in at most half of the time: whatever ends the search, nothing slower than those is called the best.
+    Stock's come first, in at most half of the time: where a search ends early, nothing slower than those is the best.
 
     Raises:
         ValueError: nothing fits, or nothing was found before the search had to end.
@@ -187,7 +186,7 @@ def report(base: Flags, cluster: Cluster, found: SearchResult, stock: SearchResu
         "failed": dict(found.failed),
         "left_out": found.left_out,
         "work": found.work,
-        "stopped": found.stopped,
+        "stopped": bool(found.stopped),
         "transformer_impl": base.transformer_impl,
         "best_is_stock": found.results[0].candidate.is_stock,
         "best": [row(result) for result in found.best()],
@@ -303,9 +302,8 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
         f"{contents['planned']} trainings planned, {contents['slower']} skipped as slower; {contents['misfits']} do not fit"
     )
     if found.left_out:
-        stopped = "it was stopped" if found.interrupted else "--seconds ended the search: another run may find others"
-        why = stopped if found.stopped else "--work was used up: raise it to plan them"
-        title += f"; {found.left_out} were skipped when {why}"
+        why = "--seconds ended the search: another run may find others" if found.stopped else "--work was used up: raise it"
+        title += f"; {found.left_out} were skipped when {'it was stopped' if found.interrupted else why}"
     if found.failed:
         title += f"; {found.failed.total()} could not be planned: {next(iter(found.failed))}"
     best, under = found.best(), stock.best(3)

@@ -32,12 +32,13 @@ def flags_in(content: Mapping[str, Any], path: Path, parser: argparse.ArgumentPa
     """
     if "modules" in content:
         return primus.flags_of(path, parser)
-    if "model_type" in content or TESTS not in content:
-        return of_model(content) if "model_type" in content else content
-    names = {name: "--" + name.lstrip("-").replace("_", "-") for name in content[TESTS]}
-    unknown = {flag for flag in names.values() if flag not in parser._option_string_actions}
-    upstream.leave_out(parser, unknown)
-    return {name: value for name, value in content[TESTS].items() if names[name] not in unknown}
+    own = of_model(content) if "model_type" in content else content.get(TESTS, content)
+    if own is content or not isinstance(own, dict):
+        return own
+    flags = {name: f"--{str(name).lstrip('-').replace('_', '-')}" for name in own}
+    unknown = {name: flag for name, flag in flags.items() if flag not in parser._option_string_actions}
+    upstream.leave_out(parser, unknown.values())
+    return {name: value for name, value in own.items() if name not in unknown}
 
 
 def of_model(config: Mapping[str, Any]) -> dict[str, Any]:

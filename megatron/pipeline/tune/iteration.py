@@ -159,7 +159,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
     """
     try:
         return _evaluate(cluster, candidate, beat)
-    except Exception as error:  # whatever it is: thousands of others may do
+    except Exception as error:  # of any kind: thousands of others may do
         return Failed(candidate, str(error) if isinstance(error, ValueError) else repr(error))
 
 

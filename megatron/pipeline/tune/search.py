@@ -15,7 +15,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron.pipeline.distributed.processes import end_with_parent
@@ -44,8 +44,8 @@ class SearchResult:
         tried, beaten, left_out: how many were planned, of how many it was clear that they are slower, and how many were not
             looked at.
         work: what planning took, as ``work`` counts it.
-        stopped: whether the time limit, or who runs it, has ended the search.
-        interrupted: whether that was who runs it.
+        stopped: how many searches the time limit, or who runs them, has ended.
+        interrupted: how many of these who runs them.
         refused: why flags contradict each other, with how often.
         failed: why candidates could not be planned, with how often.
     """
@@ -56,8 +56,8 @@ class SearchResult:
     beaten: int = 0
     left_out: int = 0
     work: float = 0.0
-    stopped: bool = False
-    interrupted: bool = False
+    stopped: int = 0
+    interrupted: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
 
@@ -73,11 +73,8 @@ class SearchResult:
 
     def joined(self, other: SearchResult) -> SearchResult:
         """This search and another one of the same layouts as one; of equal results, those of this one first."""
-        summed = ("results", "misfits", "tried", "beaten", "left_out", "work", "failed")
-        both: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in summed}
-        both["results"].sort(key=_rank)
-        either = {name: getattr(self, name) or getattr(other, name) for name in ("stopped", "interrupted", "refused")}
-        return SearchResult(**both, **either)
+        both: dict[str, Any] = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        return SearchResult(**both | {"results": sorted(both["results"], key=_rank)})
 
     def front(self) -> list[Result]:
         """The results that are not dominated in time and memory, the fastest first."""
@@ -208,7 +205,7 @@ def search(
                 progress(done, waiting.known, (done + found.work) / most)
         except (TimeoutError, KeyboardInterrupt) as stop:
             found.left_out += len(waiting) + len(running)
-            found.stopped, found.interrupted = True, isinstance(stop, KeyboardInterrupt)
+            found.stopped, found.interrupted = 1, isinstance(stop, KeyboardInterrupt)
             _give_up(pool)
     found.results.sort(key=_rank)
     return found
