@@ -79,7 +79,7 @@ def test_what_a_file_of_costs_may_leave_out() -> None:
             '{"stages": [{"forward": 1, "backward": 1, "weight": 1}], "beside_communication": 0}',
             "beside_communication must be a number of at least 1, got 0",
         ),
-        ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "checkpoint": 2}]}', "checkpoint must not be more"),
+        ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "checkpoint": 2}]}', "checkpoint takes 2, more than the 1 of"),
     ],
 )
 def test_bad_costs_name_the_file_and_the_stage(

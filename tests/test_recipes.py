@@ -14,6 +14,7 @@ import pytest
 import torch
 from command import refusal
 
+from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.arguments import parse
@@ -123,6 +124,32 @@ def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
     assert args.moe_layer_freq == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+MORE = """\
+case $1 in --mine) shift ;; --yours|--theirs) shift ;; esac
+LOADER=(--dataloader ${FILE} --allgather-cp)
+torchrun --nproc_per_node 8 --master-port 1 pretrain_gpt.py --tensor_model_parallel_size 8 --sequence_parallel true \\
+    --swiglu false --use_distributed_optimizer=true --load_safetensors true ${GPT_ARGS[@]} ${LOADER[@]} --dataloader again
+"""
+
+
+@pytest.mark.parametrize("command", ["memory", "costs", "tune"])
+def test_flags_of_others_are_read_with_underscores_and_what_is_unknown_is_listed_once(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not torchrun's, nor those that a script reads itself."""
+    file = tmp_path / "train.sh"
+    file.write_text(SCRIPT.replace("--tensor-model-parallel-size ${TP} ", "") + MORE)
+    args = of_file(file, "").args
+    assert (args.tensor_model_parallel_size, args.sequence_parallel, args.swiglu) == (8, True, False)
+    assert args.use_distributed_optimizer and args.pipeline.schedule == "stock"
+    own = {"costs": "--gpu H100-80GB", "tune": "--gpu H100-80GB --gpus 64 --tensor 8 --pipeline 8 --schedules 1f1b --processes 1"}
+    assert main([command, "--config", str(file), *own.get(command, "").split(), "-o", str(tmp_path / "report.txt")]) == 0
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("planning ")]
+    listed = "--dataloader, --allgather-cp, --load-safetensors"
+    assert errors == [f"mpipe: not in this prediction: left out, unknown to Megatron-LM 0.16 to 0.19: {listed}"]
+    assert "unknown flag --dataloader" in refusal(capsys, command, "--config", str(file), "--dataloader", own.get(command, ""))
+
+
 def test_a_value_that_needs_running_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "train.sh"
     file.write_text(SCRIPT.replace("TP=2", "TP=$(nproc)"))
@@ -180,6 +207,7 @@ def test_an_experiment_of_primus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setenv("PP", "2")
     args = of_file(experiment, "").args
+    assert args.not_modelled == ["left out, unknown to Megatron-LM 0.16 to 0.19: --enable-primus-turbo"]
     assert (args.hidden_size, args.pipeline_model_parallel_size, args.swiglu, args.add_bias_linear) == (512, 2, True, False)
     assert (args.recompute_granularity, args.bf16, args.offloading.mode) == (None, True, None)
     for wrong in ("", "  pre_trainer: 1\n", "  pre_trainer:\n    model: tiny.yaml\n"):

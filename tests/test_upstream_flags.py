@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from command import refusal
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.cli.memory import predicted, read_flags
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import actions
 from megatron.pipeline.flags.support import check_trained
@@ -135,10 +136,13 @@ def test_files_of_functional_tests(tmp_path: Path) -> None:
         "  --hidden-size: 512",
         "  --log-params-norm: true",
         '  --hierarchical-context-parallel-sizes: "[2 2]"',
+        "  --of-tomorrow: 1",
     ]
     file = tmp_path / "model_config.yaml"
     file.write_text("\n".join(["ENV_VARS:", "  NCCL_ALGO: Ring", "MODEL_ARGS:", *lines, "METRICS: [lm loss]"]))
     assert allocated(f"--config {file}") == allocated(LINE)
+    [note] = read_flags(["--config", str(file)]).not_modelled
+    assert note == "left out, unknown to Megatron-LM 0.16 to 0.19: --of-tomorrow"
 
 
 @pytest.mark.parametrize("flag", ["--log-params-norm", "--attention-backend unfused", "--cross-entropy-loss-fusion"])
@@ -148,11 +152,30 @@ def test_training_refuses_what_it_refused(flag: str) -> None:
     assert "mpipe launch" in str(refusal.value)
 
 
-def test_virtual_stages_are_those_of_megatron_cores_schedule() -> None:
-    """A line without a schedule of ours; without virtual stages it is one that our own is asked for."""
+@pytest.mark.parametrize(
+    ("more", "schedule"),
+    [
+        ("", "stock"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "stock"),
+        ("--metrics runs/metrics.json", "stock"),
+        ("--pipeline-schedule zb-h1", "zb-h1"),
+        ("--vocab-parallel 2", "zb-h1"),
+    ],
+)
+def test_a_line_of_megatron_lm_is_predicted_as_it_runs(more: str, schedule: str) -> None:
+    """Under megatron-core's own schedule, unless it has a flag of ours about another one."""
     line = LINE.replace(" --pipeline-schedule stock", "")
-    assert predicted(f"{line} --num-virtual-stages-per-pipeline-rank 2".split()).args.pipeline.schedule == "stock"
-    assert predicted(line.split()).args.pipeline.schedule == "zb-h1"
+    assert predicted(f"{line} {more}".split()).args.pipeline.schedule == schedule
+
+
+def test_ours_stands_beside_what_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    line = LINE.replace(" --pipeline-schedule stock", "").split()
+    assert main(["memory", *line]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("stock: ") and "\n\nfor comparison, zb-h1: our default\n\nrank" in text
+    assert main(["memory", *line, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schedule"], told["baseline"], told["ours"]["schedule"]) == ("stock", None, "zb-h1")
 
 
 def test_widths_of_latent_attention_that_upstream_has() -> None:

@@ -284,5 +284,5 @@ def test_parts_of_costs() -> None:
     assert costs.communicating == pytest.approx((0.8, 0.8))
     halves = costs.of_depth(4)
     assert halves.stages[0].layers == 2 and halves.stages[0].dispatch == 0.1
-    with pytest.raises(ValueError, match=r"dispatch, experts, combine take 1\.3, more than the 1 of forward"):
+    with pytest.raises(ValueError, match=r"dispatch, experts take 1\.3, more than the 1 of forward"):
         Costs((StageCosts(1.0, 1.0, 1.0, dispatch=1.0, experts=0.3),))

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, replace
+from functools import cache
+from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.costmodel.device import named
+from megatron.pipeline.cli.memory import quietly
+from megatron.pipeline.cli.tune import base_flags
+from megatron.pipeline.costmodel.device import named, shipped
 from megatron.pipeline.costmodel.estimate import estimate
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.parameters import parameters
+from megatron.pipeline.flags.settings import Flags
+from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.shape.experts import Experts
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.precision import RECIPES, Quantized
 from megatron.pipeline.shape.windows import Windows
+from megatron.pipeline.tune.candidate import SIZES, Cluster
+from megatron.pipeline.tune.iteration import Failed, evaluate
+from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, LayoutChoices, Layouts
 
 GPU = named("GB200")
+CONFIGS = sorted(map(str, Path(__file__).parents[2].glob("configs/**/*.yaml")))
 POWERS = st.sampled_from([1, 2, 4, 8])
 RECOMPUTED = st.frozensets(st.sampled_from(["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]))
 
@@ -63,6 +73,9 @@ def test_seconds_and_bytes_are_numbers(shape: Shape, ranks: int, per_node: int, 
         assert all(math.isfinite(value) and value >= 0 for value in numbers), stage
         assert min(stage.forward, stage.backward, stage.weight) > 0
         assert 0 < stage.value("fused") <= stage.backward + stage.weight + 1e-12
+    for again in (costs, costs.with_recomputation(), costs.with_recomputation(weights=True)):
+        for made in (again, again.shielded(set(range(ranks))), again.hidden(), again.without_fused()):
+            made.of_depth(3 * ranks // 2)  # no part is more than its whole, or Costs refuse it
 
 
 @given(shapes())
@@ -74,3 +87,34 @@ def test_more_tensor_parallel_ranks_never_have_more_weights_each(shape: Shape) -
     for few, many in zip(*(parameters(one, linear(2), layers) for one in (wider, shape)), strict=True):
         assert 0 < few.total <= many.total
         assert few.layers <= few.total
+
+
+@cache
+def base(path: str) -> Flags:
+    with quietly():
+        return base_flags(["--config", path])
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_every_candidate_of_the_shipped_models_can_be_planned(data: st.DataObject) -> None:
+    """All but the plan itself: costs, bounds and memory of any family, layout, batch and measure that saves memory."""
+    model = base(data.draw(st.sampled_from(CONFIGS)))
+    ranks = {name: data.draw(POWERS) if name != "ep" or model.num_experts else 1 for name in SIZES}
+    microbatch, gpu = data.draw(POWERS), replace(named(data.draw(st.sampled_from(shipped()))), memory=1e18)
+    batch = ranks["dp"] * microbatch * data.draw(st.integers(1, 40))
+    gpus = math.prod(ranks[name] for name in ("tp", "cp", "pp", "dp"))
+    schedules = (data.draw(st.sampled_from(sorted(families.FAMILIES))),)
+    on = Layouts(model | {"global_batch_size": batch}, Cluster(gpu, gpus, min(8, gpus)), LayoutChoices(schedules=schedules))
+    layout = {SIZES[name]: size for name, size in ranks.items() if name != "dp"}
+    layout |= {"micro_batch_size": microbatch, "sequence_parallel": ranks["tp"] > 1}
+    layout |= data.draw(st.sampled_from([{}, FULL_RECOMPUTE]))
+    try:
+        found = list(on.candidates(layout, stock=data.draw(st.booleans())))
+    except ValueError:
+        reject()
+    if found:
+        one = data.draw(st.sampled_from(found))
+        for each in (one, *on.remedies(one)):
+            outcome = evaluate(on.cluster, each, beat=0.0)
+            assert not isinstance(outcome, Failed), outcome

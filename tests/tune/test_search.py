@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -18,9 +19,9 @@ from tune.small import candidate, layouts, on_device, result
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import as_flags
-from megatron.pipeline.tune import relax, search, write
-from megatron.pipeline.tune.candidate import Candidate
-from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds
+from megatron.pipeline.tune import iteration, relax, search, write
+from megatron.pipeline.tune.candidate import Candidate, Cluster
+from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, costs_of, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
 from megatron.pipeline.tune.search import Place, place
 
@@ -197,9 +198,27 @@ def test_what_is_beyond_the_budget_or_the_time_is_counted(space: Layouts) -> Non
     assert late.left_out > 20 and not late.results and late.tried == 0 and late.stopped
     some = search.search(space, budget=0.1)
     assert some.results and some.left_out > 0 and some.work <= 0.1
-    reported: list[tuple[int, int]] = []
-    full = search.search(space, wanted=3, progress=lambda done, known: reported.append((done, known)))
-    assert full.left_out == 0 and reported[-1] == (full.tried + full.beaten, full.tried + full.beaten)
+    reported: list[tuple[int, int, float]] = []
+    full = search.search(space, wanted=3, progress=lambda *told: reported.append(told))
+    done = full.tried + full.beaten
+    assert full.left_out == 0 and reported[-1] == (done, done, pytest.approx(1))
+    assert all(0 <= share <= 1 + 1e-9 for *_, share in reported)
+
+
+@pytest.mark.usefixtures("here")
+def test_one_that_cannot_be_planned_does_not_end_a_search(space: Layouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(cluster: Cluster, one: Candidate) -> Any:
+        if one.variant.name == "zb-h1":
+            raise ZeroDivisionError("of nothing")
+        return costs_of(cluster, one)
+
+    monkeypatch.setattr(iteration, "costs_of", without)
+    found = search.search(space, wanted=3)
+    assert found.results and {each.candidate.variant.name for each in found.results} == {"1f1b"}
+    assert list(found.failed) == ["ZeroDivisionError('of nothing')"] and found.failed.total() > 3
+    both = search.SearchResult(tried=1, failed=Counter("a"), stopped=True).joined(found)
+    assert (both.tried, both.failed.total(), both.stopped) == (found.tried + 1, found.failed.total() + 1, True)
+    assert both.results == found.results and both.refused == found.refused
 
 
 # What saves memory.

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 from command import refusal
 from tune import forked_ranks
+from tune.test_search import Here
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.cli.progress import Progress
+from megatron.pipeline.tune import search
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 MODEL = (
@@ -123,6 +131,59 @@ def test_without_what_draws_all_is_said_but_the_picture(
     assert not (tmp_path / "throughput.png").exists() and (tmp_path / "best.yaml").exists()
 
 
+class Stops(Here):
+    """A pool in a process that is told to end while it plans: the first, of stock's, is done by then."""
+
+    pools = 0
+
+    def __init__(self, after: int, first: int) -> None:
+        Stops.pools += 1
+        self.left = after if Stops.pools >= first else 10**6
+
+    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().submit(function, *arguments)
+
+
+@pytest.mark.parametrize(("first", "planned"), [(2, True), (1, False)])
+def test_stopped_it_says_what_is_the_best_so_far(
+    first: int, planned: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGTERM, or Ctrl-C, which raises the same."""
+    monkeypatch.setattr(Stops, "pools", 0)
+    monkeypatch.setattr(search, "_pool", lambda processes: Stops(1, first))
+    few = "--pipeline 4 --tensor 1 --micro-batch-sizes 1 --schedules zb-h1".split()
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["tune", *MODEL, *BATCH, *FOUR, *few, "-o", str(tmp_path)]) == 130
+    text, line = capsys.readouterr()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert line == "mpipe: unfinished: stopped before all trainings were planned\n"
+    assert (tmp_path / "best.yaml").exists() == (tmp_path / "report.json").exists() == planned
+    if planned:
+        assert re.search(r" were skipped when it was stopped$", text, re.M)
+        assert "\nthe best is stock's, megatron-core's own schedule, and none of ours that was planned is" in text
+        assert yaml.safe_load((tmp_path / "best.yaml").read_text())["pipeline-schedule"] == "stock"
+
+
+def test_where_stock_is_the_best_all_say_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V-Min, where stages are equal and there is memory for others."""
+    monkeypatch.setattr(search, "_pool", lambda processes: Here())
+    few = "--pipeline 4 --tensor 1 --micro-batch-sizes 1 --schedules v-min".split()
+    equal = ["--vocab-size", "127", "--untie-embeddings-and-output-weights"]
+    assert main(["tune", *MODEL, *BATCH, *equal, *FOUR, *few, "-o", str(tmp_path)]) == 0
+    text, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+    assert report["best_is_stock"] and report["best"][0] == report["stock"][0]
+    faster = r"the best is stock's, megatron-core's own schedule, and none of ours that was planned is predicted to be faster"
+    assert re.search(rf"^{faster}; the best of ours is -\d+\.\d% against stock's$", text, re.M)
+    best, stock = ((tmp_path / f"{name}.yaml").read_text() for name in ("best", "stock"))
+    assert "and none of ours that was planned is predicted to be faster" in best.splitlines()[0]
+    assert best.split("\n\n")[1] == stock.split("\n\n")[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -156,7 +217,10 @@ def test_without_what_draws_all_is_said_but_the_picture(
             "there is no layout of .*: 4 GPUs are not a multiple of TP 2 x CP 1 x PP 3 or 4\n",
         ),
         (
-            [*BATCH, *FOUR, "--work", "1", "--pipeline", "4", "--schedules", "v-auto", "--processes", "1"],
+            (
+                "--global-batch-size 64 --num-layers 16 --gpus 16 --gpu A100-80GB --work 1 --processes 1 --pipeline 16 "
+                "--tensor 1 --micro-batch-sizes 1 --schedules v-auto"
+            ).split(),
             r"nothing that fits was found with --work 1, and \d+ trainings were not planned: raise it, or restrict the search",
         ),
         (
@@ -203,6 +267,18 @@ def test_progress_is_one_line_of_a_terminal_and_silent_elsewhere(
         progress(1, 2)
         progress(2, 2)
     assert capsys.readouterr().err.split("\r\x1b[K") == ["", "things: 1 of 2", "things: 2 of 2", ""]
+
+
+def test_progress_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is done, not of the time in which what there is to do was counted."""
+    clock = SimpleNamespace(monotonic=partial(next, iter([0.0, 100.0, 130.0, 180.0])))
+    monkeypatch.setattr("megatron.pipeline.cli.progress.time", clock)
+    with Progress("things") as progress:
+        progress(0, 50)
+        progress(10, 50, 0.1)
+        progress(20, 50)
+    lines = ["things: 0 of 50", "things: 10 of 50, about 4 min left", "things: 20 of 50, about 2 min left"]
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 @pytest.mark.rest

@@ -21,8 +21,8 @@ from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
-from megatron.pipeline.flags.flags import STOCK_1F1B, given, neutral
-from megatron.pipeline.flags.settings import Flags, Role, Settings
+from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
+from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.flags.upstream import settle
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule.core.names import OFF, STOCK
@@ -31,6 +31,7 @@ from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.hybrid import FLAGS
 from megatron.pipeline.view.table import plain_table
 
+_DEFAULT = {"pipeline_schedule": actions()["pipeline_schedule"].default}
 ENOUGH = 16  # microbatches for each rank, to plan for
 LOCAL = "local"  # of --transformer-impl: layers without Transformer Engine
 FUSED = "assumes Transformer Engine, whose attention is fused"
@@ -109,13 +110,14 @@ def run(options: argparse.Namespace) -> None:
     flags = options.flags
     prediction = predicted(flags, options.data_parallel_size, options.world_size)
     world = gpus_of(prediction.args)
+    stock = prediction.args.pipeline.schedule == STOCK
     try:
-        baseline = predicted(flags, world_size=world, changes=STOCK_1F1B)
+        other = predicted(flags, world_size=world, changes=neutral(Role.CHUNKS) | _DEFAULT if stock else STOCK_1F1B)
     except ValueError:
-        baseline = None  # the model cannot be cut for it
+        other = None  # the model cannot be cut for it
     from megatron.pipeline.session.memory import more_than_stock
 
-    warning = more_than_stock(prediction.args, prediction.ranks, baseline.ranks if baseline else None)
+    warning = more_than_stock(prediction.args, prediction.ranks, other.ranks if other and not stock else None)
     limit = options.gpu_memory * GIB
     fits = prediction.fullest.total <= usable(limit)
     remedies = [] if fits else list(_remedies(flags, world, usable(limit)))
@@ -124,11 +126,12 @@ def run(options: argparse.Namespace) -> None:
         "gpu_memory": limit,
         "fits": fits,
         "not_modelled": prediction.args.not_modelled,
-        "baseline": baseline and report(baseline),
+        "baseline": None if stock else other and report(other),
+        "ours": other and report(other) if stock else None,
         "warning": warning,
         "remedies": [{"flags": remedy, "bytes": needed} for remedy, needed in remedies],
     }
-    write(contents, lambda: _text(prediction, baseline, warning, options.gpu_memory, remedies), options)
+    write(contents, lambda: _text(prediction, other, warning, options.gpu_memory, remedies), options)
 
 
 def predicted(
@@ -179,6 +182,8 @@ def predicted(
 def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({})) -> Flags:
     """Flags of ``pretrain_gpt.py``, not validated yet, for a prediction: they need no data, and no file is written.
 
+    Without a schedule, or another flag of ours about one, they are a line of Megatron-LM's, which runs its own.
+
     Args:
         changes: values by the names of flags that count in place of those in ``flags``.
 
@@ -189,9 +194,10 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
 
     args = parse(flags, predicts=True)
     read, not_modelled = settle(args)
-    if not given(read, "pipeline_schedule"):
+    if read.pipeline_schedule is None:
         hybrid, stages = given(read, *FLAGS), given(read, *neutral(Role.CHUNKS))
-        read |= {"pipeline_schedule": STOCK} if hybrid or stages else {}
+        ours = OURS.intersection(given(read | _DEFAULT, *neutral(Role.SCHEDULE, Role.DETAILS)))
+        read |= _DEFAULT if ours and not (hybrid or stages) else {"pipeline_schedule": STOCK}
         if hybrid:
             not_modelled.append(f"{hybrid[0]}: our schedules do not place its layers: predicted under megatron-core's own")
     return read | neutral(Role.FILES) | {"not_modelled": not_modelled} | changes
@@ -278,7 +284,7 @@ def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str,
 
 def _text(
     prediction: Prediction,
-    baseline: Prediction | None,
+    other: Prediction | None,
     warning: str | None,
     gpu_memory: float,
     remedies: list[tuple[str, float]],
@@ -294,8 +300,10 @@ def _text(
         f"microbatches of {prediction.args.micro_batch_size} x {prediction.args.seq_length} tokens"
     )
     parts = [f"{title}\n\n{_table(prediction)}"]
-    if baseline and baseline.ranks != prediction.ranks:
-        parts.append(f"for comparison, stock: megatron-core's own 1F1B, not interleaved\n\n{_table(baseline)}")
+    if other and other.ranks != prediction.ranks:
+        stock = other.args.pipeline.schedule == STOCK
+        what = "stock: megatron-core's own 1F1B, not interleaved" if stock else f"{schedule_name(other.args)}: our default"
+        parts.append(f"for comparison, {what}\n\n{_table(other)}")
     if warning:
         parts.append(warning)
     fullest, size = prediction.fullest.total / GIB, f"{gpu_memory:g} GB"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import time
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,6 +52,7 @@ so try them (docs/tuning.md)."""
 _WORTH_SAYING = 0.005  # of an iteration
 _LOST = {"between": "step", "imbalance": "unequal stages"}
 _FILES = ("best", "second", "third")
+_STOCKS = ", megatron-core's own schedule, and none of ours that was planned is predicted to be faster"
 _TRIED = 3  # of the best that --verify runs
 
 
@@ -91,10 +94,10 @@ def add(commands: Commands) -> None:
     parser.set_defaults(takes_flags=True)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
     if options.measure:
         tune_measure.run(options)
-        return
+        return 0
     if options.rehearsed:
         raise ValueError("--rehearsed is for --measure -o FILE, which makes a file for --gpu of it: add --measure")
     directory = Path(options.output or "runs/tune")
@@ -112,49 +115,62 @@ def run(options: argparse.Namespace) -> None:
         sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
         layouts = Layouts(base, cluster, LayoutChoices(*sizes, options.schedules))
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
-        ours, stock = _searched(layouts, options)
-        written = _write(directory, flags, cluster, ours, stock)
-    contents = report(base, cluster, ours, stock) | {"files": [str(path) for path in written.values()]}
+        found, stock = _searched(layouts, options)
+        written = _write(directory, flags, cluster, found, stock)
+    contents = report(base, cluster, found, stock) | {"files": [str(path) for path in written.values()]}
     (directory / "report.json").write_text(json.dumps(contents) + "\n", encoding="utf-8")
-    print(json.dumps(contents) if options.json else _text(contents, cluster, ours, stock))
-    picture = _draw(directory / "throughput.png", cluster, ours, stock)
+    print(json.dumps(contents) if options.json else _text(contents, cluster, found, stock), flush=True)
+    picture = _draw(directory / "throughput.png", cluster, found, stock)
     if not options.json:
         print()
         for path in (*written.values(), *picture, directory / "report.json"):
             wrote(str(path))
         print(f"\n{_how_to_run(cluster, directory)}")
-    if options.verify:
-        _verify(options, written, [*ours.best(_TRIED), *stock.best(1)])
+    if options.verify and not found.interrupted:
+        _verify(options, written, [*found.best(_TRIED), *stock.best(1)])
+    return 130 if found.interrupted else 0  # as after SIGINT
 
 
 def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResult, SearchResult]:
-    """Ours, and those that megatron-core's own schedules can run: of a hybrid model, in both, which ours do not place.
+    """All that was found, and what megatron-core's own schedules can run: of a hybrid model the same, which ours do not place.
+
+    Stock's come first, in at most half of the time: where a search ends early, nothing slower than those is the best.
 
     Raises:
         ValueError: nothing fits, or nothing was found before the search had to end.
+        KeyboardInterrupt: it was ended before anything was found.
         SystemExit: a process died.
     """
     seconds, hybrid = options.seconds or float("inf"), bool(given(layouts.base, *FLAGS))
+    end, before = time.monotonic() + seconds, signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with Progress("planning schedules") as progress:
-            ours = search(layouts, hybrid, BEST, options.processes, options.work, seconds, progress)
-        if not ours.results and ours.left_out:
-            limit = f"--seconds {options.seconds}" if ours.stopped else f"--work {options.work}"
-            raise ValueError(
-                f"nothing that fits was found with {limit}, and {ours.left_out} trainings were not planned: raise it, "
-                "or restrict the search with --tensor, --pipeline, --micro-batch-sizes and --schedules"
-            )
-        if not ours.results:
-            raise ValueError(_fits_nowhere(layouts, ours))
-        if hybrid:
-            return ours, ours
         with Progress("planning stock's") as progress:
-            return ours, search(layouts, True, 3, options.processes, options.work, seconds, progress)
+            stock = found = ours = search(layouts, True, 3, options.processes, options.work, seconds / 2, progress)
+        if not (hybrid or stock.interrupted):
+            with Progress("planning schedules") as progress:
+                left = end - time.monotonic()
+                ours = search(layouts, False, BEST, options.processes, options.work, left, progress)
+            found = stock.joined(ours)
     except BrokenProcessPool:
         raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if found.interrupted:
+        print("mpipe: unfinished: stopped before all trainings were planned", file=sys.stderr)
+    if found.interrupted and not found.results:
+        raise KeyboardInterrupt
+    if not found.results and found.left_out:
+        limit = f"--seconds {options.seconds}" if found.stopped else f"--work {options.work}"
+        raise ValueError(
+            f"nothing that fits was found with {limit}, and {found.left_out} trainings were not planned: raise it, "
+            "or restrict the search with --tensor, --pipeline, --micro-batch-sizes and --schedules"
+        )
+    if not found.results:
+        raise ValueError(_fits_nowhere(layouts, ours))
+    return found, stock
 
 
-def report(base: Flags, cluster: Cluster, ours: SearchResult, stock: SearchResult) -> dict[str, Any]:
+def report(base: Flags, cluster: Cluster, found: SearchResult, stock: SearchResult) -> dict[str, Any]:
     """Content of ``--json``."""
     shape = Shape.of(Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({}))  # the same in any layout
     return {
@@ -165,16 +181,18 @@ def report(base: Flags, cluster: Cluster, ours: SearchResult, stock: SearchResul
         "global_batch_size": base.global_batch_size,
         "seq_length": base.seq_length,
         "parameters": total_parameters(shape, not base.untie_embeddings_and_output_weights),
-        "planned": ours.tried + stock.tried,
-        "slower": ours.beaten + stock.beaten,
-        "misfits": len(ours.misfits) + len(stock.misfits),
-        "left_out": ours.left_out + stock.left_out,
-        "work": ours.work + stock.work,
-        "stopped": ours.stopped or stock.stopped,
+        "planned": found.tried,
+        "slower": found.beaten,
+        "misfits": len(found.misfits),
+        "failed": dict(found.failed),
+        "left_out": found.left_out,
+        "work": found.work,
+        "stopped": bool(found.stopped),
         "transformer_impl": base.transformer_impl,
-        "best": [row(result) for result in ours.best()],
+        "best_is_stock": found.results[0].candidate.is_stock,
+        "best": [row(result) for result in found.best()],
         "stock": [row(result) for result in stock.best(3)],
-        "front": [row(result) for result in ours.front()],
+        "front": [row(result) for result in found.front()],
         "stock_front": [row(result) for result in stock.front()],
     }
 
@@ -240,13 +258,13 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     return Cluster(replace(gpu, memory=memory), gpus, per_node)
 
 
-def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResult, stock: SearchResult) -> dict[str, Path]:
+def _write(directory: Path, flags: list[str], cluster: Cluster, found: SearchResult, stock: SearchResult) -> dict[str, Path]:
     """The files of the best trainings, by what they are."""
-    results = dict(zip(_FILES, ours.best(), strict=False)) | dict(zip(("stock",), stock.best(1), strict=False))
+    results = dict(zip(_FILES, found.best(), strict=False)) | dict(zip(("stock",), stock.best(1), strict=False))
     written = {}
     for name, result in results.items():
         path = directory / f"{name}.yaml"
-        what = ", ".join([chosen(result), *extras(result)])
+        what = ", ".join([chosen(result), *extras(result)]) + _STOCKS * (result.candidate.is_stock and name == "best")
         head = (
             f"Found by mpipe tune for {_cluster_name(cluster)}: {what}.\n"
             f"Predicted: {result.tokens_per_second:.0f} tokens/s, {result.mfu:.1%} MFU, {result.fullest.total / GIB:.1f} GiB; "
@@ -257,9 +275,9 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResu
     return written
 
 
-def _draw(path: Path, cluster: Cluster, ours: SearchResult, stock: SearchResult) -> list[Path]:
+def _draw(path: Path, cluster: Cluster, found: SearchResult, stock: SearchResult) -> list[Path]:
     """The picture; none, and a line on stderr that says what to install, where what draws it is missing."""
-    groups = {"megatron.pipeline, stock included": [_training(each) for each in (*ours.results, *stock.results)]}
+    groups = {"megatron.pipeline, stock included": [_training(each) for each in found.results]}
     if stock.results:
         groups["stock Megatron"] = [_training(each) for each in stock.results]
     title = f"{cluster.gpus} x {cluster.device.name}: throughput against memory"
@@ -278,25 +296,30 @@ def _training(result: Result) -> PlottedTraining:
     return PlottedTraining(name, result.tokens_per_second, result.fullest.total / GIB)
 
 
-def _text(contents: dict[str, Any], cluster: Cluster, ours: SearchResult, stock: SearchResult) -> str:
+def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock: SearchResult) -> str:
     title = (
         f"{contents['parameters'] / 1e9:.3g} billion parameters on {_cluster_name(cluster)}; "
         f"{contents['global_batch_size']} samples of {contents['seq_length']} tokens per iteration\n"
         f"{contents['planned']} trainings planned, {contents['slower']} skipped as slower; {contents['misfits']} do not fit"
     )
-    if contents["left_out"]:
-        stopped = "--seconds ended the search: another run may find others"
-        why = stopped if contents["stopped"] else "--work was used up: raise it to plan them"
-        title += f"; {contents['left_out']} were skipped when {why}"
-    best, under = ours.best(), stock.best(3)
+    if found.left_out:
+        why = "--seconds ended the search: another run may find others" if found.stopped else "--work was used up: raise it"
+        title += f"; {found.left_out} were skipped when {'it was stopped' if found.interrupted else why}"
+    if found.failed:
+        title += f"; {found.failed.total()} could not be planned: {next(iter(found.failed))}"
+    best, under = found.best(), stock.best(3)
     sure = _range("throughput", best[0])
     least_most = ranges.in_words(*sure.of(best[0].tokens_per_second), "tokens/s")
     parts = [title, _table(best), f"the best: {least_most}, learnt from {sure.source}"]
     if under:
-        faster = best[0].tokens_per_second / under[0].tokens_per_second - 1
+        ours = (each.tokens_per_second for each in found.results if not each.candidate.is_stock)
+        gains = [f"is {fastest / under[0].tokens_per_second - 1:+.1%} against stock's" for fastest in ours][:1]
+        words = [f"the best {gain}" for gain in gains]
+        if best[0].candidate.is_stock:
+            words = [f"the best is stock's{_STOCKS}", *(f"the best of ours {gain}" for gain in gains)]
         parts += [
             f"the best under megatron-core's own schedules\n\n{_table(under)}",
-            f"the best is {faster:+.1%} against stock's{_not_interleaved(under[0].candidate)}",
+            "; ".join(words) + _not_interleaved(under[0].candidate),
         ]
     else:
         parts.append("nothing fits under megatron-core's own schedules")
@@ -372,8 +395,9 @@ def _fits_nowhere(layouts: Layouts, found: SearchResult) -> str:
     """Say how much memory is missing, and the smallest changes with which something fits."""
     cluster, base = layouts.cluster, layouts.base
     if not found.misfits:
-        reasons = "; ".join(f"{reason} ({times} times)" if times > 1 else reason for reason, times in found.refused[:3])
-        return f"there is no layout of this model for {cluster.gpus} GPUs and a batch of {base.global_batch_size}: {reasons}"
+        reasons = (found.failed + found.refused).most_common(3)
+        whys = "; ".join(f"{reason} ({times} times)" if times > 1 else reason for reason, times in reasons)
+        return f"there is no layout of this model for {cluster.gpus} GPUs and a batch of {base.global_batch_size}: {whys}"
     least = least_needed(layouts, found.misfits)
     sizes = least.candidate.sizes
     result = ", ".join(f"{name.upper()} {sizes[name]}" for name in ("tp", "cp", "pp", "dp") if sizes[name] != 1)

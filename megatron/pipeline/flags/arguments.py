@@ -35,7 +35,8 @@ def parse(argv: Sequence[str], predicts: bool = False) -> Flags:
     """Read the command line; ``--config FILE`` supplies values that the command line's own flags override.
 
     Args:
-        predicts: take all flags of Megatron-LM's releases, which ``upstream.settle`` then reads, and the files of ``recipes``.
+        predicts: take all flags of Megatron-LM's releases, which ``upstream.settle`` then reads, and the files of ``recipes``;
+            without ``--pipeline-schedule`` it is None.
 
     Raises:
         ValueError: an unknown flag or key (with the closest known one), a value of the wrong type, an unreadable file.
@@ -43,6 +44,7 @@ def parse(argv: Sequence[str], predicts: bool = False) -> Flags:
     parser = _parser()
     if predicts:
         upstream.add_upstream(parser)
+        parser.set_defaults(pipeline_schedule=None)  # Megatron-LM has no such flag
         argv = upstream.in_words(parser, argv)
     args, unknown = parser.parse_known_args(with_config(parser, argv, predicts))
     if unknown and predicts:

@@ -10,16 +10,18 @@ from typing import Any
 
 import yaml
 
+from megatron.pipeline.flags import upstream
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import actions, as_flags
-from megatron.pipeline.flags.settings import NEW
+from megatron.pipeline.flags.settings import OURS
 from megatron.pipeline.schedule.core.reading import read_text
 
 _CONFIGS = Path("primus") / "configs"
 
 
 def flags_of(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Flags without dashes that a parser knows, with their values; settings of Primus' own are left out.
+    """Flags without dashes that a parser knows, with their values; settings of Primus' own are left out, and those of the file
+    named.
 
     Raises:
         ValueError: the file is not in Primus' repository, which has the others, or a file cannot be read.
@@ -41,13 +43,15 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         settings["moe_token_dispatcher_type"] = "flex"
     if settings.get("tokenizer_model"):
         settings["tokenizer_type"] = "HuggingFaceTokenizer"  # of which the size is all that is read
-    ours = {option for flags in NEW.values() for options, *_ in flags for option in options}
     own = {}
     for name, action in actions().items():
-        if name in settings and action.option_strings[0] not in ours:
+        if name in settings and action.option_strings[0] not in OURS:
             own[name] = settings[name] or (None if action.type is positive_int else settings[name])  # a count of 0 is none
     others = {name.replace("_", "-"): value for name, value in settings.items() if value and name not in actions()}
-    return {name: value for name, value in others.items() if f"--{name}" in parser._option_string_actions} | as_flags(own)
+    known = {name for name in others if f"--{name}" in parser._option_string_actions}
+    named = {name.replace("_", "-") for name in trainer.get("overrides") or {}}
+    upstream.leave_out(parser, [f"--{name}" for name in others if name in named - known])
+    return {name: value for name, value in others.items() if name in known} | as_flags(own)
 
 
 def _extended(file: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:

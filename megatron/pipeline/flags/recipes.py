@@ -24,14 +24,21 @@ _USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
 
 
 def flags_in(content: Mapping[str, Any], path: Path, parser: argparse.ArgumentParser) -> Mapping[str, Any]:
-    """The flags in a file's content, which is returned as it is where it has nothing but flags.
+    """The flags in a file's content, which is returned as it is where it has nothing but flags. What Megatron-LM's tests have
+    beside them is ``upstream.leave_out``'s.
 
     Raises:
         ValueError: as ``of_model`` and ``primus.flags_of``.
     """
     if "modules" in content:
         return primus.flags_of(path, parser)
-    return of_model(content) if "model_type" in content else content.get(TESTS, content)
+    own = of_model(content) if "model_type" in content else content.get(TESTS, content)
+    if own is content or not isinstance(own, dict):
+        return own
+    flags = {name: f"--{str(name).lstrip('-').replace('_', '-')}" for name in own}
+    unknown = {name: flag for name, flag in flags.items() if flag not in parser._option_string_actions}
+    upstream.leave_out(parser, unknown.values())
+    return {name: value for name, value in own.items() if name not in unknown}
 
 
 def of_model(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +70,8 @@ def of_script(text: str, folder: Path, parser: argparse.ArgumentParser, given: C
     """The flags in a shell script that a parser knows, with the values of variables that the script, or the environment, sets.
 
     Nothing is run: what a command would print, or a loop would add, is unknown. The last value counts, as in a command line.
-    Scripts that it sources are read too.
+    Scripts that it sources are read too. ``--num_layers`` is ``--num-layers``, and a switch may have ``true`` or ``false``.
+    The other flags, but torchrun's, are ``upstream.leave_out``'s.
 
     Args:
         folder: of the script.
@@ -72,19 +80,27 @@ def of_script(text: str, folder: Path, parser: argparse.ArgumentParser, given: C
     Raises:
         ValueError: a flag that this project reads has a value that is unknown; or quotes do not match.
     """
+    from torch.distributed.run import get_args_parser as torchrun  # a second, with torch: scripts alone need it
+
     values: dict[str, str] = {}
     lexer = shlex.shlex(_sourced(text, folder, values), posix=True, punctuation_chars="()|&;<>")
     lexer.whitespace_split = True
     words = [part for word in lexer for part in _words(_filled(word, values))]
     found: list[str] = []
-    for index, word in enumerate(words):
+    open_ = 0  # parentheses: of an array, while a pattern of case ends with one that was not opened
+    for index, (word, behind) in enumerate(zip(words, [*words[1:], ""], strict=True)):
+        open_ = max(0, open_ + word.count("(") - word.count(")"))
         name, _, value = word.partition("=")
-        action = parser._option_string_actions.get(name) if name.startswith("--") and name not in given else None
-        if action is None or action.dest == "help":
+        known = parser._option_string_actions
+        name = name if name in known else name.replace("_", "-")
+        action = known.get(name) if name.startswith("--") else None
+        if action is None and re.fullmatch("--[A-Za-z][A-Za-z0-9-]*", name) and (open_ or behind[:1] not in (")", "|")):
+            upstream.leave_out(parser, {name} - torchrun()._option_string_actions.keys())
+        if action is None or action.dest == "help" or name in given or (action.nargs == 0 and "false" in (value, behind.lower())):
             continue
         number: Any = action.nargs  # which argparse's types take for a word
         most = {None: 1, "?": 1, "*": len(words), "+": len(words)}.get(number, number)
-        own = [value] if value else []
+        own = [value] if value and number != 0 else []
         for other in words[index + 1 : index + 1 + int(most or 0) - len(own)]:
             if other.startswith("--") or re.fullmatch(r"[()|&;<>]+", other):
                 break

@@ -233,6 +233,7 @@ NEW: dict[str, list[Flag]] = {
     title: [one.metadata["row"] for one in fields(topic) if one.metadata]
     for title, topic in zip(_TITLES, _TOPICS.values(), strict=True)
 }
+OURS = {name for flags in NEW.values() for names, *_ in flags for name in names}
 
 
 class Flags(Namespace):

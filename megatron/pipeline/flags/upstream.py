@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from megatron.pipeline.flags.flags import actions
 from megatron.pipeline.flags.settings import Flags
 
 _MARK = "upstream:"  # before the names of such flags in a namespace
+_LEFT_OUT = object()  # the value of a flag that no release has
 _OFF = {"none", "None", "0", "False"}
 
 
@@ -55,14 +56,23 @@ def words(text: str) -> list[str]:
     return re.sub(r"^\[(.*)\]$", r"\1", text.strip()).replace(",", " ").split() if re.match(r"\[|\S+\s", text) else [text]
 
 
+def leave_out(parser: argparse.ArgumentParser, flags: Iterable[str]) -> None:
+    """Name flags of a file that the parser does not know; ``settle`` says so."""
+    parser.set_defaults(**{_MARK + flag[2:]: _LEFT_OUT for flag in flags})
+
+
 def unknown(parser: argparse.ArgumentParser, name: str) -> str:
     """Words about a flag that no release has, with the nearest of those that one has."""
-    releases = sorted({row[end] for row in table("upstream") for end in ("since", "until")})
     near = difflib.get_close_matches(
         f"--{name.partition('=')[0].lstrip('-').replace('_', '-')}", parser._option_string_actions, n=1
     )
     meant = f"; did you mean {near[0]}?" if near else "; --help lists ours"
-    return f"unknown flag {name}: no Megatron-LM from {releases[0]} to {releases[-1]} has it{meant}"
+    return f"unknown flag {name}: no Megatron-LM from {_releases()} has it{meant}"
+
+
+def _releases() -> str:
+    releases = sorted({row[end] for row in table("upstream") for end in ("since", "until")})
+    return f"{releases[0]} to {releases[-1]}"
 
 
 def left(args: Namespace) -> list[str]:
@@ -74,13 +84,15 @@ def settle(args: Flags) -> tuple[Flags, list[str]]:
     """Read such flags as this project's own where they are alike.
 
     Returns:
-        This project's flags alone; and for every feature that matters and is not modelled, its flags, and how far off the
-        prediction is.
+        This project's flags alone; and the flags that were left out, and for every feature that matters and is not modelled, its
+        flags, and how far off the prediction is.
 
     Raises:
         ValueError: a value is none of the flag that it is read as.
     """
     given = {name.removeprefix(_MARK): value for name, value in vars(args).items() if name.startswith(_MARK)}
+    unknown = [f"--{name}" for name, value in given.items() if value is _LEFT_OUT]
+    given = {name: value for name, value in given.items() if value is not _LEFT_OUT}
     args = Flags(**{name: value for name, value in vars(args).items() if not name.startswith(_MARK)})
     for dest, action in actions().items():
         values = getattr(args, dest) if isinstance(getattr(args, dest), list) else [getattr(args, dest)]
@@ -101,7 +113,7 @@ def settle(args: Flags) -> tuple[Flags, list[str]]:
         args |= {dest: new[dest] for dest in free}
     given |= {action.option_strings[0][2:]: getattr(args, dest) for dest, action in actions().items()
               if getattr(args, dest) != action.default}  # fmt: skip
-    notes = []
+    notes = [f"left out, unknown to Megatron-LM {_releases()}: {', '.join(unknown)}"] if unknown else []
     for row in effects["differs"]:
         off = [*_OFF, *row.get("unless", ())]
         on = [name for name, value in given.items() if not any(fnmatch(str(value), pattern) for pattern in off)]

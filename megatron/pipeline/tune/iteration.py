@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
+from typing import TypeAlias
 
 from megatron.pipeline import planning
 from megatron.pipeline.costmodel.device import Device
@@ -139,12 +140,30 @@ class Dominated:
     planned: bool
 
 
-def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf")) -> Result | Infeasible | Dominated:
+@dataclass(frozen=True)
+class Failed:
+    """A candidate that could not be planned, and why: a fault of this project's, which is not to end a search."""
+
+    candidate: Candidate
+    reason: str
+
+
+Outcome: TypeAlias = Result | Infeasible | Dominated | Failed
+
+
+def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf")) -> Outcome:
     """The time and the memory of a candidate.
 
     Args:
         beat: seconds of an iteration; a candidate that takes longer is not planned if that is known before.
     """
+    try:
+        return _evaluate(cluster, candidate, beat)
+    except Exception as error:  # of any kind: thousands of others may do
+        return Failed(candidate, str(error) if isinstance(error, ValueError) else repr(error))
+
+
+def _evaluate(cluster: Cluster, candidate: Candidate, beat: float) -> Outcome:
     args, placement, variant = candidate.args, candidate.placement, candidate.variant
     fixed = fixed_memory(args, placement, candidate.layers, candidate.args.vocabulary.spread, cluster.device)
     left = [cluster.device.memory - each.total for each in fixed]
@@ -215,8 +234,14 @@ def _steady(cluster: Cluster, candidate: Candidate, costs: Costs, microbatches: 
 
 
 def least_seconds(cluster: Cluster, candidate: Candidate) -> float:
-    """A lower bound on the seconds of any schedule of this candidate, from the work of its busiest rank: known at once."""
-    costs = _fastest(candidate, costs_of(cluster, candidate))
+    """A lower bound on the seconds of any schedule of this candidate, from the work of its busiest rank: known at once.
+
+    0 where its costs cannot be known, as ``evaluate`` then says.
+    """
+    try:
+        costs = _fastest(candidate, costs_of(cluster, candidate))
+    except Exception:
+        return 0.0
     return max(_work(candidate, costs)) + candidate.microbatches * costs.vocabulary.total
 
 

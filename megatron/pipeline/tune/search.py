@@ -10,17 +10,18 @@ from __future__ import annotations
 import heapq
 import multiprocessing
 import os
+import signal
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron.pipeline.distributed.processes import end_with_parent
 from megatron.pipeline.schedule import families
 from megatron.pipeline.tune.candidate import Candidate
-from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds, work
+from megatron.pipeline.tune.iteration import Dominated, Failed, Infeasible, Outcome, Result, evaluate, least_seconds, work
 from megatron.pipeline.tune.layouts import Layouts
 from megatron.pipeline.view.plots import pareto
 
@@ -31,7 +32,6 @@ _AHEAD = 16  # candidates that are planned while others begin, for any number of
 _WORTH = 0.995  # costs are not known better: what could gain less than this over the best of its layout is not planned
 
 Place: TypeAlias = tuple[int, ...]
-Outcome: TypeAlias = Result | Infeasible | Dominated
 
 
 @dataclass
@@ -44,8 +44,10 @@ class SearchResult:
         tried, beaten, left_out: how many were planned, of how many it was clear that they are slower, and how many were not
             looked at.
         work: what planning took, as ``work`` counts it.
-        stopped: whether the time limit has ended the search.
+        stopped: how many searches the time limit, or who runs them, has ended.
+        interrupted: how many of these who runs them.
         refused: why flags contradict each other, with how often.
+        failed: why candidates could not be planned, with how often.
     """
 
     results: list[Result] = field(default_factory=list)
@@ -54,8 +56,10 @@ class SearchResult:
     beaten: int = 0
     left_out: int = 0
     work: float = 0.0
-    stopped: bool = False
-    refused: list[tuple[str, int]] = field(default_factory=list)
+    stopped: int = 0
+    interrupted: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
 
     def best(self, wanted: int = BEST) -> list[Result]:
         """The fastest of every layout, the fastest first; of layouts that are the same in time and memory, the simplest."""
@@ -66,6 +70,11 @@ class SearchResult:
         for result in fastest.values():
             different.setdefault((f"{result.seconds:.6g}", f"{result.fullest.total:.6g}"), result)
         return list(different.values())[:wanted]
+
+    def joined(self, other: SearchResult) -> SearchResult:
+        """This search and another one of the same layouts as one; of equal results, those of this one first."""
+        both: dict[str, Any] = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        return SearchResult(**both | {"results": sorted(both["results"], key=_rank)})
 
     def front(self) -> list[Result]:
         """The results that are not dominated in time and memory, the fastest first."""
@@ -89,13 +98,14 @@ class _QueueEntry(NamedTuple):
 
 @dataclass
 class _Waiting:
-    """The candidates in the queue: those that are planned at once, and by layout those that take longer."""
+    """The candidates in the queue: those that are planned at once, and by layout those that take longer; with their ``work``."""
 
     layouts: Layouts
     quick: list[_QueueEntry] = field(default_factory=list)
     slow: defaultdict[Place, list[_QueueEntry]] = field(default_factory=lambda: defaultdict(list))
     interlocked: set[Place] = field(default_factory=set)
     known: int = 0
+    work: float = 0.0
 
     def add(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
@@ -105,6 +115,7 @@ class _Waiting:
 
     def back(self, entry: _QueueEntry) -> None:
         """Put an entry into the queue, again."""
+        self.work += work(entry.candidate)
         heapq.heappush(self.slow[place(entry.candidate)] if entry.turn else self.quick, entry)
 
     def next(self, best: Sequence[Result], idle: bool) -> _QueueEntry | None:
@@ -140,7 +151,7 @@ def search(
     processes: int | None = None,
     budget: float = float("inf"),
     seconds: float = float("inf"),
-    progress: Callable[[int, int], None] = lambda done, known: None,
+    progress: Callable[[int, int, float], None] = lambda done, known, share: None,
 ) -> SearchResult:
     """Find the fastest trainings.
 
@@ -149,51 +160,62 @@ def search(
         wanted: how many layouts are to be ranked; slower ones are not planned.
         processes: that plan; by default as many as there are cores. They change how long it takes, and nothing else.
         budget: the most ``work`` that planning may take; what exceeds it is left out.
-        seconds: after which the search ends with what it has by then, which depends on the machine.
-        progress: called with the numbers of candidates that are finished and that are known.
+        seconds: after which the search ends with what it has by then, which depends on the machine; as at a KeyboardInterrupt.
+        progress: called with the numbers of candidates that are finished and that are known, and which share of the time that
+            may be: a unit of ``work`` and a candidate beside it take about the same.
 
     Raises:
         BrokenProcessPool: a process has died.
     """
-    found, waiting = SearchResult(), _Waiting(layouts)
+    layouts = replace(layouts, refused=Counter())
+    found, waiting = SearchResult(refused=layouts.refused), _Waiting(layouts)
     running: deque[tuple[Candidate, Future[Outcome]]] = deque()
     end = time.monotonic() + seconds
-    for layout in layouts:
-        waiting.add(layouts.candidates(layout, stock))
     with _pool(processes or os.cpu_count() or 1) as pool:
-        while True:
-            best = found.best(wanted)
-            while len(running) < _AHEAD and (entry := waiting.next(best, idle=not running)):
-                threshold = _threshold(best, entry.candidate, wanted)
-                if entry.least > threshold:
-                    found.beaten += 1
-                elif found.work + sum(work(candidate) for candidate, _ in running) + work(entry.candidate) <= budget:
-                    running.append((entry.candidate, pool.submit(evaluate, layouts.cluster, entry.candidate, threshold)))
-                elif running:  # some of which may turn out to be no work
-                    waiting.back(entry)
+        try:
+            for layout in layouts:
+                waiting.add(layouts.candidates(layout, stock))
+                progress(0, waiting.known, 0.0)
+            while True:
+                best = found.best(wanted)
+                while len(running) < _AHEAD and (entry := waiting.next(best, idle=not running)):
+                    waiting.work -= work(entry.candidate)
+                    threshold = _threshold(best, entry.candidate, wanted)
+                    if entry.least > threshold:
+                        found.beaten += 1
+                    elif found.work + sum(work(candidate) for candidate, _ in running) + work(entry.candidate) <= budget:
+                        running.append((entry.candidate, pool.submit(evaluate, layouts.cluster, entry.candidate, threshold)))
+                    elif running:  # some of which may turn out to be no work
+                        waiting.back(entry)
+                        break
+                    else:
+                        found.left_out += 1
+                if not running:
                     break
-                else:
-                    found.left_out += 1
-            if not running:
-                break
-            candidate, future = running.popleft()  # the first that began, whichever ends first: so no machine's pace matters
-            left = end - time.monotonic()
-            if left <= 0 or not wait([future], left if left < float("inf") else None).done:
-                found.left_out += len(waiting) + len(running) + 1
-                found.stopped = True
-                _give_up(pool)
-                break
-            outcome = future.result()
-            found.work += work(candidate) if _took_planning(outcome) else 0.0
-            waiting.add(_taken(found, outcome, layouts))
-            progress(found.tried + found.beaten, waiting.known)
+                candidate, future = running[0]  # the first that began, whichever ends first: so no machine's pace matters
+                left = end - time.monotonic()
+                if left <= 0 or not wait([future], left if left < float("inf") else None).done:
+                    raise TimeoutError
+                outcome = future.result()
+                running.popleft()
+                found.work += work(candidate) if _took_planning(outcome) else 0.0
+                waiting.add(_taken(found, outcome, layouts))
+                done = found.tried + found.beaten + found.failed.total()
+                most = waiting.known + min(budget, found.work + sum(work(each) for each, _ in running) + waiting.work)
+                progress(done, waiting.known, (done + found.work) / most)
+        except (TimeoutError, KeyboardInterrupt) as stop:
+            found.left_out += len(waiting) + len(running)
+            found.stopped, found.interrupted = 1, isinstance(stop, KeyboardInterrupt)
+            _give_up(pool)
     found.results.sort(key=_rank)
-    found.refused = layouts.refused.most_common()
     return found
 
 
 def _taken(found: SearchResult, outcome: Outcome, layouts: Layouts) -> Iterator[Candidate]:
     """Record the outcome of a candidate, and return the candidates to try because of it."""
+    if isinstance(outcome, Failed):
+        found.failed[outcome.reason] += 1
+        return
     if isinstance(outcome, Dominated):
         found.beaten += 1
     else:
@@ -236,7 +258,13 @@ def _rank(result: Result) -> tuple[float, float, Place]:
 
 def _pool(processes: int) -> ProcessPoolExecutor:
     """Processes that plan without torch, which takes long to import."""
-    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent)
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
+
+
+def _begin() -> None:
+    """End with the search, which hears of Ctrl-C alone, though a terminal tells all of its processes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
 
 
 def _give_up(pool: ProcessPoolExecutor) -> None:

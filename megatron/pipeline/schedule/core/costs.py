@@ -20,7 +20,7 @@ from megatron.pipeline.schedule.core.reading import parse_json
 from megatron.pipeline.schedule.core.stage_costs import (
     ALL_TO_ALL,
     PARTS,
-    PARTS_OF,
+    WITHIN,
     CopyCosts,
     MemoryUnit,
     StageCosts,
@@ -86,25 +86,13 @@ class Costs:
 
     def _check_parts_of_stages(self) -> None:
         for index, stage in enumerate(self.stages):
-            most = stage.activation
-            for name, amount, use in (
-                ("checkpoint", stage.checkpoint, f"keep {stage.checkpoint} for R, more than the {most} without R"),
-                ("movable", stage.movable, f"move {stage.movable} of the {most} that F allocated"),
-            ):
-                if amount is not None and amount > most:
-                    raise ValueError(f"stage {index} would {use}; {name} must not be more")
-            movable = stage.weight - stage.value("weight_experts")
-            for name, seconds, whole in (("behind", movable, "weight"), ("saved", stage.backward, "backward")):
-                if stage.value(name) > seconds * (1 + 1e-9):
-                    rest = f"more than the {seconds:g} of {whole}, whose part it is"
-                    raise ValueError(f"stage {index}: {name} takes {stage.value(name):g}, {rest}")
-            for whole, names in PARTS_OF.items():
-                together = sum(map(stage.value, names))
-                if together > stage.value(whole) * (1 + 1e-9):
-                    raise ValueError(
-                        f"stage {index}: {', '.join(names)} take {together:g}, more than the {stage.value(whole):g} of {whole}, "
-                        "whose parts they are"
-                    )
+            for whole, names in WITHIN:
+                together, most = sum(map(stage.value, names)), stage.value(whole)
+                if together > most * (1 + 1e-9):
+                    given = [name for name in names if stage.value(name)]
+                    take, are = ("takes", "part it is") if len(given) == 1 else ("take", "parts they are")
+                    most_of = f"more than the {most:g} of {whole}, whose {are}"
+                    raise ValueError(f"stage {index}: {', '.join(given)} {take} {together:g}, {most_of}")
 
     def check_placement(self, placement: Placement) -> None:
         """Raises:
@@ -270,7 +258,7 @@ class Costs:
             seconds = {name: stage.value(name) - hidden for name, hidden in less.items()}
             fused = None if stage.fused is None else min(stage.fused, seconds["backward"] + stage.weight)
             changed: dict[str, Any] = {"fused": fused, **seconds, **dict.fromkeys(PARTS)}
-            return replace(stage, **changed)
+            return replace(stage, **changed).bounded()
 
         return replace(self, stages=tuple(map(without, self.stages)))
 

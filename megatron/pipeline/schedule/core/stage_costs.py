@@ -32,6 +32,16 @@ NAMES = {
 # The parts of a forward, of a backward and of W, whose rest is attention.
 PARTS = tuple(name for name, short in NAMES.items() if "." in short)
 PARTS_OF = {whole: tuple(part for part in PARTS if NAMES[part][0] == NAMES[whole]) for whole in ("forward", "backward", "weight")}
+# What is part of what: no more together than the whole. What B and W save together is no more than either.
+WITHIN = (
+    ("activation", ("checkpoint",)),
+    ("activation", ("movable",)),
+    ("forward", PARTS_OF["forward"]),
+    ("backward", PARTS_OF["backward"]),
+    ("backward", ("saved",)),
+    ("weight", ("weight_experts", "behind")),
+    ("weight", ("saved",)),
+)
 # By field, which part of a load it grows with.
 _LOAD_OF = {
     **{part: whole for whole, parts in PARTS_OF.items() for part in (whole, *parts)},
@@ -168,14 +178,24 @@ class StageCosts:
         fused = self.value("fused") + self.recompute
         held: dict[str, Any] = {"activation": self.checkpoint, "checkpoint": 0.0, "recompute": 0.0, "movable": None}
         if weights:
-            experts = None if self.weight_experts is None else 0.0
-            return replace(self, backward=fused, weight=0.0, weight_experts=experts, fused=None, retained=0.0, **held)
+            return replace(self, backward=fused, weight=0.0, fused=None, retained=0.0, **held).bounded()
         return replace(self, backward=self.backward + self.recompute, fused=None if self.fused is None else fused, **held)
 
     def shielded(self) -> StageCosts:
         """The costs where B has weight gradients behind its collectives: see ``Schedule.shielded``."""
         behind, saved = self.value("behind"), self.value("saved")
-        return replace(self, backward=self.backward + behind - saved, weight=self.weight - behind, behind=None, saved=None)
+        shorter = replace(self, backward=self.backward + behind - saved, weight=self.weight - behind, behind=None, saved=None)
+        return shorter.bounded()
+
+    def bounded(self) -> StageCosts:
+        """With parts that are no more together than their whole (``WITHIN``): of what takes nothing, nothing."""
+        costs = self
+        for whole, parts in WITHIN:
+            most, together = costs.value(whole), sum(map(costs.value, parts))
+            if together > most:
+                less = {name: value * most / together for name in parts if (value := getattr(costs, name)) is not None}
+                costs = replace(costs, **less)
+        return costs
 
     @property
     def backward_allocates(self) -> float:
@@ -183,8 +203,8 @@ class StageCosts:
         return max(0.0, self.retained - self.activation)
 
     def capped(self, like: StageCosts) -> StageCosts:
-        """With no more kept for R than F allocates, nor held after B, unless the backwards of ``like`` make activations again."""
-        kept = replace(self, checkpoint=min(self.checkpoint, self.activation))
+        """``bounded``, with no more held after B than F allocates unless the backwards of ``like`` make activations again."""
+        kept = self.bounded()
         return kept if like.backward_allocates else replace(kept, retained=min(kept.retained, kept.activation))
 
     def times(self, load: Load) -> StageCosts:
