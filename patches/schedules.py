@@ -20,6 +20,8 @@ from typing import Any
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.pipeline.patches import compat
 
+from megatron.pipeline.combinations.rows import CALLS
+from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import interleaved
 
@@ -77,7 +79,9 @@ def restore() -> None:
 def _of_own_placement(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward_backward)
     def refusing(*given: Any, model: Any, **options: Any) -> Any:
-        config = get_model_config(model[0] if isinstance(model, list) else model)
+        chunks = model if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        refuse(Facts(vars(config), chunks=len(chunks)), CALLS)
         layout = getattr(config, "pipeline_model_parallel_layout", None)
         homes = getattr(layout, "homes", None)  # ``model/layout.py`` ``PlacementLayout``
         if homes and homes != interleaved(len(homes), len(homes[0])).stages:

@@ -97,6 +97,14 @@ def test_sinks_of_megatron_lms_own_script(monkeypatch: pytest.MonkeyPatch) -> No
     assert cautions(args | {"clip_grad": 0.0}) == []
 
 
+@pytest.mark.parametrize(("schedule", "warned"), [("stock", False), ("zb-h1", False), ("zb-v", True), ("interleaved", True)])
+def test_logits_drawn_by_rank(schedule: str, warned: bool) -> None:
+    args = parse(["--pipeline-schedule", schedule])
+    assert cautions(args) == []
+    found = cautions(args | {"moe_router_force_load_balancing": True})
+    assert len(found) == warned and all("with several chunks per rank layers get others" in text for text in found)
+
+
 def test_linear_attention_of_megatron_lms_own_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "version", lambda: NEWEST)
     args = parse(["--tensor-model-parallel-size", "2"]) | {"experimental_attention_variant": "gated_delta_net"}

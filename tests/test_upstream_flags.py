@@ -121,10 +121,17 @@ def test_vocabularies(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_unknown_to_all_releases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unknown flag --log-param-norms: no Megatron-LM from 0.16 to 0.19 has it; did you mean --log-params-norm?" in refusal(
-        capsys, "memory", LINE, "--log-param-norms"
-    )
+@pytest.mark.parametrize(
+    ("flag", "end"),
+    [
+        ("--log-param-norms", "; did you mean --log-params-norm?"),
+        ("--tp", "; did you mean --tensor-model-parallel-size?"),
+        ("--lora_rank", "; did you mean megatron.pipeline.install in a loop with adapters?"),
+        ("--allgather-cp", "; --help lists ours"),
+    ],
+)
+def test_unknown_to_all_releases(flag: str, end: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"unknown flag {flag}: no Megatron-LM from 0.16 to 0.19 has it{end}" in refusal(capsys, "memory", LINE, flag)
 
 
 def test_files_of_functional_tests(tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def test_what_a_user_gives_is_refused_and_what_upstream_fills_in_is_not(
         ({}, None),
         ({"hidden_dropout": 0.1}, "draw other dropout masks: give --att"),
         ({"moe_input_jitter_eps": 0.1}, "other jitter"),
+        ({"moe_router_force_load_balancing": True}, "other logits"),
     ],
 )
 def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: dict[str, float], words: str | None) -> None:

@@ -412,6 +412,16 @@ def chunks_planned(schedule: str, given: int) -> int:
     return loop.pipeline(2).placement.chunks
 
 
+def early_prediction(schedule: str) -> str:
+    """The refusal of a layer for a further token on a stage before the last."""
+    from megatron.core.transformer import TransformerConfig
+
+    install(schedule)
+    layout = {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Ett|tt|tm|L", "pipeline_dtype": torch.float32}
+    sizes = {"num_layers": 5, "hidden_size": 32, "num_attention_heads": 4, "mtp_num_layers": 1}
+    return refused(lambda: TransformerConfig(**sizes, **layout))
+
+
 def with_chunks(schedule: str, chunks: int | None) -> str:
     """The refusal of a model that has other chunks per rank than the schedule."""
     from megatron.core import parallel_state

@@ -190,6 +190,16 @@ def test_a_model_with_other_chunks_than_a_v_is_refused_on_every_rank(pool: Pool,
     assert set(messages) == {messages[0]} and f"2 chunks per rank, but the model has {chunks or 1}" in messages[0]
 
 
+def test_further_tokens_before_the_last_stage_are_stocks(pool: Pool) -> None:
+    assert "(stock trains them where they are)" in pool.run(1, own_loops.early_prediction, "zb-h1")[0]
+    assert pool.run(1, own_loops.early_prediction, "stock") == [""]
+
+
+def test_interleaved_messages_between_two_ranks_need_their_own_calls(pool: Pool) -> None:
+    """Without ``overlap_p2p_comm`` megatron-core's own function trains garbage on two."""
+    assert "on 2 pipeline ranks without overlap_p2p_comm: " in pool.run(2, own_loops.with_chunks, "stock", 2)[0]
+
+
 def test_a_model_that_was_built_before_is_refused(pool: Pool) -> None:
     [one, other] = pool.run(2, own_loops.built_before)
     assert one == other and "call install before the model is built" in one

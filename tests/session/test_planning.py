@@ -205,11 +205,19 @@ def test_layers_are_spread_over_the_stages_of_any_placement(flags: str, layers: 
         ("--pipeline-model-parallel-layout Ett|tt|tttL", "3 stages, which 2 pipeline ranks cannot share"),
         ("--pipeline-model-parallel-layout Ett|tttL", "zb-v has 2 chunk"),
         ("--pipeline-model-parallel-layout Ett|tt|tt|tt", "must be loss"),
-        (f"{SEVERAL_TOKENS} --pipeline-model-parallel-layout Ett|tt|ttttm|L", "(m) in stage 2: they belong into the last stage"),
+        (
+            f"{SEVERAL_TOKENS} --pipeline-model-parallel-layout Ett|tt|ttttm|L",
+            "(m) in stage 2: under schedules of ours they belong",
+        ),
         ("--pipeline-model-parallel-layout Ett|xx|tt|ttL", "Invalid layer character"),
         (
             f"--pipeline-model-parallel-layout Etttt|ttttL {TWO_CHUNKS}",
             "(2) and --pipeline-model-parallel-layout (1) each say how many chunks a rank has: give one",
+        ),
+        (
+            "--pipeline-model-parallel-layout Ett|tt|tt|ttL --num-layers-in-first-pipeline-stage 2 "
+            "--account-for-loss-in-pipeline-split",
+            "leave out --num-layers-in-first-pipeline-stage and --account-for-loss-in-pipeline-split",
         ),
         ("--num-layers-in-first-pipeline-stage 2 --account-for-loss-in-pipeline-split", "give one kind"),
         (

@@ -64,6 +64,14 @@ def test_the_log_predicts_the_memory_of_every_rank(flags: str) -> None:
     assert first_held * 2**30 > args.seq_length * args.micro_batch_size * args.hidden_size * 4 * args.num_layers / 2
 
 
+def test_the_log_leaves_out_a_split_that_stock_alone_trains() -> None:
+    """Layers for further tokens before the last stage, which our placements refuse."""
+    args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule stock".split(), world_size=2)
+    assert any("layers of the model" in line for line in plan_in_words(args, pipeline))
+    args |= {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Ettttttttm|L"}
+    assert not any("layers of the model" in line for line in plan_in_words(args, pipeline))
+
+
 def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     args, _, pipeline = program.prepare(MODEL.split(), world_size=2)
     assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "it is not expected without a GPU"

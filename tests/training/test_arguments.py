@@ -92,7 +92,8 @@ def test_config_file_is_overridden_by_the_command_line(tmp_path: Path) -> None:
         ("swiglu: 3", "--swiglu is on or off: expected true or false, got 3"),
         ("num-layers: true", "--num-layers takes one value, got True"),
         ("num-layers: [1, 2]", "--num-layers takes one value"),
-        ("num-layers: many", "--num-layers: expected a whole number of at least 1, got 'many'"),
+        ("num-layers: many", "--num-layers: expected a whole number from 1 to 10,000, got 'many'"),
+        ("num-layers: 1000000000", "--num-layers: expected a whole number from 1 to 10,000, got 1000000000"),
         ("- 1", "expected a mapping of flags to values"),
         ("a: b: c", "mapping values are not allowed here"),
         ("config: other.yaml", "unknown flag config"),
@@ -110,7 +111,7 @@ def test_bad_config_file(tmp_path: Path, content: str, message: str) -> None:
     ("flags_given", "message"),
     [
         ("--num-layer 4", "unknown flag --num-layer; did you mean --num-layers?"),
-        ("--num-layers 0", "--num-layers: expected a whole number of at least 1, got 0"),
+        ("--num-layers 0", "--num-layers: expected a whole number from 1 to 10,000, got 0"),
         ("--hidden-dropout 1.5", "--hidden-dropout: expected a number from 0 to 1, got 1.5"),
         ("--optimizer lion", "invalid choice: 'lion'"),
         ("--clip-grad nan", "--clip-grad: expected a number of at least 0, got nan"),

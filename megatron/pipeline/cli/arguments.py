@@ -263,7 +263,7 @@ def pass_flags() -> Parser:
         type=positive_int,
         metavar="LAYERS",
         help="plan the number of each stage's layers, of LAYERS in the model, by moving one layer at a time; costs are those of "
-        "an even split",
+        "an even split, of which what the first and the last stage have more stays there",
     )
     return flags
 

@@ -127,6 +127,10 @@ SCHEDULES = (
 )  # fmt: skip
 CALLS = (
     Row("adjust_tensor_shapes_fn", "chunks>1", "works with one chunk per rank only, as in megatron-core"),
+    # One batch of messages then has several between the same two ranks, which upstream's parser refuses and its core does not.
+    Row("chunks>1", "no overlap_p2p_comm",
+        "on 2 pipeline ranks without overlap_p2p_comm: megatron-core's own schedule mixes up messages, and trains garbage",
+        "set it, and batch_p2p_comm=False", lambda to: not to.ours and to.pipeline_model_parallel_size == 2),
     Row("collect_non_loss_data", "splits>1", "needs whole sequences", "choose a schedule without slices"),
     Row("collect_non_loss_data", "vocab_parallel", "needs logits of the whole vocabulary on one rank",
         "train without --vocab-parallel"),
@@ -287,7 +291,8 @@ LAUNCHED = (
     _ahead("use_precision_aware_optimizer", reason="keeps parameters in a form that no copy here rolls back"),
     _ahead("optimizer", reason="with --post-validation, which rolls back steps of adam and sgd",
            instead="take one of them, or leave --post-validation out", when=lambda to: to.optimizer not in ("adam", "sgd")),
-    Row("moe_input_jitter_eps", "reruns | splits>1", f"{_MASKS} jitter", "leave it out, or take another schedule"),
+    *(Row(flag, "reruns | splits>1", f"{_MASKS} {drawn}", "leave it out, or take another schedule")
+      for flag, drawn in (("moe_input_jitter_eps", "jitter"), ("moe_router_force_load_balancing", "logits"))),
     Row("hidden_dropout | attention_dropout", "reruns | splits>1", f"{_MASKS} dropout masks", "give --attention-dropout 0 "
         "--hidden-dropout 0, another schedule, or use the pretrain_gpt.py of megatron.pipeline"),
 )  # fmt: skip
@@ -362,6 +367,9 @@ CAUTIONS = (
         "multiply its coefficient by {micro_batch_size}",
         lambda to: to.num_experts and to.calculate_per_token_loss and " seq_aux_loss" in to.balancing,
         since="0.16", mended="0.19"),
+    Row("moe_router_force_load_balancing", "chunks>1",
+        "draws the router's logits by pipeline rank: with {other} layers get others than with one, and losses differ a little",
+        "compare losses without it", mended=_MEANT),
     Row("softmax_type=learnable", "tensor_model_parallel_size>1",
         "with {other}: the gradient norm, by which --clip-grad {clip_grad} clips, has the attention sinks of the first "
         "tensor-parallel rank alone", "", lambda to: to.clip_grad, mended=None),

@@ -7,7 +7,6 @@ Every flag here does something; a Megatron-LM flag that this program does not im
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,7 +83,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            name = _key(str(key.value))
+            name = upstream.key(str(key.value))
             if name in lines:
                 problem = f"{name} is in line {lines[name]} already: leave one of them out"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
@@ -145,11 +144,11 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, arg
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
-    _refuse_forks(f"--{_key(str(name))}" for name in content)
-    known = {_key(option): (option, action) for option, action in parser._option_string_actions.items()}
+    _refuse_forks(f"--{upstream.key(str(name))}" for name in content)
+    known = {upstream.key(option): (option, action) for option, action in parser._option_string_actions.items()}
     tokens: list[str] = []
     for name, value in content.items():
-        key = _key(str(name))
+        key = upstream.key(str(name))
         if key not in known or key == "config":
             words = upstream.unknown(parser, str(name)) if predicts else _unknown(str(name), parser)
             raise ValueError(f"--config {path}: {words}")
@@ -177,15 +176,11 @@ def _tokens(path: str, option: str, action: argparse.Action, value: Any) -> list
 
 
 def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
-    known, key = {_key(option): option for option in parser._option_string_actions}, _key(name.split("=", maxsplit=1)[0])
+    key = upstream.key(name.partition("=")[0])
     if key in _NOT_NEEDED:
         return f"{name} is not needed: {_NOT_NEEDED[key]}; leave it out"
-    if closest := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
-        return f"unknown flag {name}; did you mean {known[closest[0]]}?"
+    if meant := upstream.nearest(name, parser):
+        return f"unknown flag {name}; did you mean {meant}?"
     if not isinstance(parser, _FlagParser):
         return f"unknown flag {name}; --help lists all flags"
     return support.unsupported(name)
-
-
-def _key(name: str) -> str:
-    return name.lstrip("-").replace("_", "-")

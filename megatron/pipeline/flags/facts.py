@@ -28,6 +28,7 @@ def of_flags(args: Namespace, **known: Any) -> Facts:
     """
     values = flat(args)
     to = Facts(values | families.facts(values.get("pipeline_schedule", STOCK)))
+    to["chunks"] = to.chunks or getattr(families.FAMILIES.get(to.pipeline_schedule), "chunks", None)
     to |= {"core": compat.version(), "gpu": torch.cuda.is_available()}
     to |= {"engine": te_linear.release(), "oldest_engine": te_linear.OLDEST}
     tensor, context = to.tensor_model_parallel_size or 1, to.context_parallel_size or 1

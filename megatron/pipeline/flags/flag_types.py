@@ -31,6 +31,7 @@ _ABOVE_0 = math.nextafter(0, 1)
 _YEAR = 366 * 24 * 60  # minutes
 
 positive_int = _number(int, "a whole number of at least 1", 1)
+layers = _number(int, "a whole number from 1 to 10,000", 1, 10_000)  # planning takes time and memory by layer
 whole = _number(int, "a whole number of at least 0", 0)
 positive_float = _number(float, "a number above 0", _ABOVE_0)
 at_least_one = _number(float, "a number of at least 1", 1, sys.float_info.max)

@@ -12,6 +12,7 @@ from megatron.pipeline.combinations.rows import CHUNKS
 from megatron.pipeline.flags.flag_types import (
     at_least_one,
     layer_pattern,
+    layers,
     minutes,
     not_negative,
     positive_float,
@@ -81,7 +82,7 @@ def _plain(value: Any, action: argparse.Action) -> Any:
 # fmt: off
 MEGATRON = {
     "model": [
-        add("--num-layers", "transformer layers", positive_int),
+        add("--num-layers", "transformer layers", layers),
         add("--hidden-size", "width of the residual stream", positive_int),
         add("--ffn-hidden-size", "width of the MLP; 4*hidden, or 8/3*hidden rounded to 64 with --swiglu", positive_int),
         add("--num-attention-heads", "attention heads", positive_int),

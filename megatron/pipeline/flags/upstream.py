@@ -23,6 +23,13 @@ from megatron.pipeline.flags.settings import Flags
 _MARK = "upstream:"  # before the names of such flags in a namespace
 _LEFT_OUT = object()  # the value of a flag that no release has
 _OFF = {"none", "None", "0", "False"}
+_CALLED = {  # what people call flags whose spelling is another
+    "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size", "dp": "--data-parallel-size or --world-size of mpipe memory",
+    "mbs": "--micro-batch-size", "gbs": "--global-batch-size", "seq-len": "--seq-length", "fp8": "--fp8-format",
+    "zero": "--use-distributed-optimizer", "hf": "--config with the model's config.json",
+    "dry-run": "mpipe memory, which starts no training", "lora-rank": "megatron.pipeline.install in a loop with adapters",
+}  # fmt: skip
 
 
 def add_upstream(parser: argparse.ArgumentParser) -> None:
@@ -63,16 +70,27 @@ def leave_out(parser: argparse.ArgumentParser, flags: Iterable[str]) -> None:
 
 def unknown(parser: argparse.ArgumentParser, name: str) -> str:
     """Words about a flag that no release has, with the nearest of those that one has."""
-    near = difflib.get_close_matches(
-        f"--{name.partition('=')[0].lstrip('-').replace('_', '-')}", parser._option_string_actions, n=1
-    )
-    meant = f"; did you mean {near[0]}?" if near else "; --help lists ours"
-    return f"unknown flag {name}: no Megatron-LM from {_releases()} has it{meant}"
+    meant = nearest(name, parser)
+    end = f"; did you mean {meant}?" if meant else "; --help lists ours"
+    return f"unknown flag {name}: no Megatron-LM from {_releases()} has it{end}"
 
 
 def _releases() -> str:
     releases = sorted({row[end] for row in table("upstream") for end in ("since", "until")})
     return f"{releases[0]} to {releases[-1]}"
+
+
+def nearest(name: str, parser: argparse.ArgumentParser) -> str | None:
+    """The flag that is meant by a name, with dashes or without: by what people call it, or by its spelling."""
+    known = {key(option): option for option in parser._option_string_actions}
+    wanted = key(name.partition("=")[0])
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
+    return _CALLED.get(wanted) or (known[near[0]] if near else None)
+
+
+def key(name: str) -> str:
+    """A flag's name as a command line has it, without its first dashes."""
+    return name.lstrip("-").replace("_", "-")
 
 
 def left(args: Namespace) -> list[str]:

@@ -9,12 +9,21 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron.pipeline.combinations.table import flag_of
 from megatron.pipeline.model.adapter import GPT, ModelAdapter
 from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.shape.balance import balanced_layers
 
 __all__ = ["PlacementLayout", "stage_layers"]
+
+# Behind an earlier stage messages have another shape, and it has a third copy of the embedding.
+EARLY_PREDICTION = "under schedules of ours they belong into the last stage, before its L (stock trains them where they are)"
+
+_OF_STAGES = (
+    *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")),
+    *(f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")),
+)
 
 
 class PlacementLayout(PipelineParallelLayerLayout):
@@ -86,14 +95,8 @@ def last_stage_in_layers(args: Namespace, placement: Placement, adapter: ModelAd
 
 def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:
     text, stages = args.pipeline_model_parallel_layout, placement.ranks * placement.chunks
-    others = (
-        args.decoder_first_pipeline_num_layers,
-        args.decoder_last_pipeline_num_layers,
-        args.account_for_embedding_in_pipeline_split,
-        args.account_for_loss_in_pipeline_split,
-    )
-    if any(others):
-        raise ValueError("--pipeline-model-parallel-layout says where every layer goes: leave out the other flags about stages")
+    if others := [flag_of(name) for name in _OF_STAGES if getattr(args, name)]:
+        raise ValueError(f"--pipeline-model-parallel-layout says where every layer goes: leave out {' and '.join(others)}")
     try:
         rows = PipelineParallelLayerLayout.parse_str_to_list(text)
         if len(rows) == stages:
@@ -108,8 +111,7 @@ def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerTyp
     early = [stage for stage, row in enumerate(rows[:-1]) if LayerType.mtp in row]
     if early:
         raise ValueError(
-            f"--pipeline-model-parallel-layout {text} has layers of --mtp-num-layers (m) in stage {early[0]}: they belong into "
-            "the last stage, before its L"
+            f"--pipeline-model-parallel-layout {text} has layers of --mtp-num-layers (m) in stage {early[0]}: {EARLY_PREDICTION}"
         )
     return tuple(map(tuple, rows))
 

@@ -33,7 +33,7 @@ from megatron.pipeline.flags.settings import Settings, VocabularySettings
 from megatron.pipeline.model import chunk_marks, te_linear
 from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
-from megatron.pipeline.model.layout import PlacementLayout, stage_layers
+from megatron.pipeline.model.layout import EARLY_PREDICTION, PlacementLayout, stage_layers
 from megatron.pipeline.model.split_linear import split_chunks, trained_share
 from megatron.pipeline.planning.document import naming, read_costs
 from megatron.pipeline.planning.plan_cache import FILE
@@ -154,6 +154,10 @@ class OwnLoop:
         check(config)
         sizes = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
         self._take_chunks(*sizes)
+        if config.mtp_standalone and not isinstance(before, PlacementLayout):
+            raise ValueError(
+                f"pipeline_model_parallel_layout has layers of mtp_num_layers in an earlier stage: {EARLY_PREDICTION}"
+            )
         if (placement := self.placement(*sizes)) is None:
             return
         if not isinstance(before, PlacementLayout) or config.num_layers != before.layers:
@@ -295,7 +299,8 @@ class OwnLoop:
                 raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
         self._watch.start()  # of a loop that was installed when DDP had wrapped the chunks
         gathered = any(getattr(chunk, "parallel_output", True) is False for chunk in unwrap_model(list(call.chunks)))
-        self.warn(of_config(call.config, gathered_logits=gathered, replicas=parallel_state.get_data_parallel_world_size()))
+        replicas = parallel_state.get_data_parallel_world_size()
+        self.warn(of_config(call.config, gathered_logits=gathered, replicas=replicas, chunks=len(call.chunks)))
         if placement is not None:
             _check_tied(call, self.boundary(placement))
         if self._trained is None:

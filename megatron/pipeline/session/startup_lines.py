@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -73,7 +74,9 @@ def plan_in_words(args: Settings, pipeline: Pipeline, knows_memory: bool = True)
         knows_memory: whether the formulas of memory are for a model like this.
     """
     knows_memory = knows_memory and knows_sizes(args)
-    lines = [*pipeline.plans.notes, _plan(args, pipeline, knows_memory)]
+    lines = [*pipeline.plans.notes]
+    with suppress(ValueError) if pipeline.is_stock else nullcontext():  # it also trains what our schedules could not place
+        lines.append(_plan(args, pipeline, knows_memory))
     if knows_memory and not pipeline.is_stock:
         lines += _memory(args, pipeline)
     if torch.cuda.is_available() and not pipeline.is_stock and pipeline.placement.ranks > 1:
