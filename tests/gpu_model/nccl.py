@@ -78,6 +78,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     group_name = pg_name
 
     def _get_backend(self, _: Any) -> Any:
+        self.options._timeout = self.timeout
         return SimpleNamespace(options=self.options, supports_coalescing=True)
 
     # messages
@@ -324,7 +325,6 @@ def install() -> None:
         if isinstance(group, Group):
             group.high_priority = bool(pg_options and pg_options.is_high_priority_stream)
             group.options = pg_options or group.options
-            group.options._timeout = group.timeout
         return group
 
     def destroy_process_group(group: Any = None) -> None:

@@ -58,8 +58,8 @@ def seed_layer(base: int, layer: int, tensor_rank: int | None = None) -> None:
     for name, rank in ranks.items():
         if name in tracker.states_:
             generator.manual_seed(derive(base, layer, name, rank))
-            as_generator = isinstance(tracker.states_[name], torch.Generator)  # Transformer Engine's, for CUDA graphs
-            tracker.states_[name] = generator.clone_state() if as_generator else generator.get_state()
+            as_bytes = torch.is_tensor(tracker.states_[name])  # else a generator: Transformer Engine's, for CUDA graphs
+            tracker.states_[name] = generator.get_state() if as_bytes else generator.clone_state()
     seed = derive(base, layer)
     # torch.manual_seed looks for devices of every kind, each time.
     torch.default_generator.manual_seed(seed)
