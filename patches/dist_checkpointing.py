@@ -1,7 +1,7 @@
 """megatron.core.dist_checkpointing: how loops save and load checkpoints.
 
 ``save``, ``load``: a failure ends in an exception of torch's with a traceback for each rank, or with no reason on ranks other
-than the first. Loops are told in one line instead. Programs that say it themselves do without.
+than the first. Loops get one line instead. Programs that say it themselves do without.
 """
 
 from __future__ import annotations

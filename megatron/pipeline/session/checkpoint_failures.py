@@ -1,6 +1,6 @@
 """Checkpoints that cannot be written or read: one line says what failed, where, and which iteration is whole.
 
-``save_sharded`` and ``load_sharded`` stand around megatron-core's ``dist_checkpointing``, whatever loop calls it; ``writing`` and
+``save_sharded`` and ``load_sharded`` stand around megatron-core's ``dist_checkpointing``, in any loop; ``writing`` and
 ``reading`` around other ways to save and load.
 """
 
@@ -35,7 +35,7 @@ _FULL = 64 * 2**10  # bytes free below which a write has failed for lack of spac
 
 
 def install() -> None:
-    """Have loops that call ``dist_checkpointing`` told so."""
+    """Say so to loops that call ``dist_checkpointing``."""
     dist_checkpointing.install(save_sharded, load_sharded)
 
 
@@ -64,7 +64,7 @@ def writing(path: Path, needed: int = 0, meet: Callable[[], object] = bool) -> I
     has its own again.
 
     Args:
-        needed: bytes that all ranks write; 0 where nobody knows: as many as the one before.
+        needed: bytes that all ranks write; 0 where it is not known: as many as the one before.
         meet: called where this rank alone may have failed; returns when the others have written what they write.
 
     Raises:
