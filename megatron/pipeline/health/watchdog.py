@@ -97,9 +97,9 @@ class Watchdog:
             news, trace = self._blame(error), ""
             if news is None:
                 news = f"{name_rank(self._rank, self._situation())} failed in {self._situation().place}: {in_words(error)}"
-                in_words = isinstance(error, CheckpointError)
-                trace = f"Global rank {self._rank} failed{f': {error}' if in_words else '.'}\n"
-                trace += "" if in_words else "".join(traceback.format_exception(error))
+                is_worded = isinstance(error, CheckpointError)
+                trace = f"Global rank {self._rank} failed{f': {error}' if is_worded else '.'}\n"
+                trace += "" if is_worded else "".join(traceback.format_exception(error))
             self._end(news, trace)
         self._heartbeat.close(patience=self._silence)
 
