@@ -48,7 +48,7 @@ from megatron.pipeline.record.recorder import NullRecorder, Record, Recorder
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.model_stages import ModelStages
-from megatron.pipeline.runtime.offload import numa, probe
+from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.offloading import CopySettings, InFlight, Offloading
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.stage_passes import StagePasses
@@ -333,7 +333,6 @@ def main() -> None:
 
     if cuda:
         torch.cuda.set_device(0)
-    print(numa.bind(this_device()))
     one_rank()
     for hidden, seq in itertools.product(options.hidden, options.seq):
         # One after another: nothing of a configuration is left when the next one begins.

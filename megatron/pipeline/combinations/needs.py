@@ -51,7 +51,7 @@ EXPERTS = (
 )  # fmt: skip
 
 _OFFLOAD = "give --offload selective or full, or leave it out"
-_OF_OFFLOAD = "offload_profile | offload_host_memory | offload_min_size | offload_cpu_bandwidth | no offload_numa_binding"
+_OF_OFFLOAD = "offload_profile | offload_host_memory | offload_min_size | offload_cpu_bandwidth"
 DETAILS = (
     Combination(_OF_OFFLOAD, "no offload", ": there is nothing to offload",
                 "give --offload full or selective, or leave {flag} out",

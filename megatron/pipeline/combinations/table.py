@@ -46,7 +46,6 @@ _WORDS = {  # of what no flag says
     "gathered_logits": "parallel_output=False",
     "gpu": "a GPU",
     "launch": "mpipe launch",
-    "no offload_numa_binding": "--no-offload-numa-binding",
     "no searches": "a schedule that is not searched",
     "norm_costs": "--cost latency=.. or norm=..",
     "no grouped": "a schedule without groups of microbatches",

@@ -193,8 +193,6 @@ class OffloadSettings:
         "limit of host memory per rank, such as 64GiB", memory_size, metavar="SIZE")
     min_size: int | None = _detail("--offload-min-size",
         "keep smaller tensors on the device; 64KiB if not given", memory_size, metavar="SIZE")
-    binds: bool = _detail("--no-offload-numa-binding",
-        "leave every rank on all CPUs, instead of those next to its GPU", clears="offload_numa_binding")
     cpu_bandwidth: float | None = _schedule("--offload-cpu-bandwidth",
         "without a GPU: emulate copies at this speed in each direction", positive_float, metavar="GB/S")
 

@@ -18,7 +18,7 @@ from megatron.core.timers import Timers
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.distributed import rehearsal_groups
-from megatron.pipeline.distributed.device import local_device, this_device
+from megatron.pipeline.distributed.device import local_device
 from megatron.pipeline.distributed.groups import barrier
 from megatron.pipeline.distributed.processes import free_port, let_rank_0_speak
 from megatron.pipeline.flags.arguments import parse
@@ -28,7 +28,6 @@ from megatron.pipeline.flags.validation import batch_size_steps, validate
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.model.layout import stage_layers
-from megatron.pipeline.runtime.offload import numa
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.session import save_lock
@@ -69,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 def start(args: Settings, tokenizer: Any, pipeline: Pipeline, rank: int, world_size: int, **more: Any) -> None:
     """``run``, with ``more`` of its arguments, on this rank of a world that begins and ends here."""
     _configure_logging(args, rank)
-    with _world(args, rank, world_size, binds=pipeline.plans.offloads and args.offloading.binds):
+    with _world(args, rank, world_size):
         run(args, tokenizer, pipeline, **more)
 
 
@@ -164,17 +163,11 @@ def _configure_logging(args: Settings, rank: int) -> None:
 
 
 @contextmanager
-def _world(args: Settings, rank: int, world_size: int, binds: bool) -> Iterator[None]:
-    """All ranks, each on its device, for the time of the training.
-
-    Args:
-        binds: each to the CPUs next to its GPU.
-    """
+def _world(args: Settings, rank: int, world_size: int) -> Iterator[None]:
+    """All ranks, each on its device, for the time of the training."""
     device, shared = local_device(args.rehearsal.on)
     if torch.cuda.is_available():
         torch.cuda.set_device(device)
-        if binds:
-            logger.info("%s", numa.bind(this_device()))  # before any host memory is allocated
     else:
         torch.set_num_threads(1)  # the ranks of one machine share its cores
     if world_size == 1:  # started without torchrun

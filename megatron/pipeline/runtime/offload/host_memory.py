@@ -16,7 +16,7 @@ class Arena:
     """One piece of host memory.
 
     Pinning reads every page in, on the calling thread: memory lies on the NUMA node of the thread that allocates, which is
-    the one next to its GPU if ``numa.bind`` came first.
+    the one next to its GPU if the launcher binds ranks (docs/offload.md).
 
     Args:
         size: bytes, rounded up to whole pages.
