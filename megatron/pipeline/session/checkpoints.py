@@ -149,7 +149,7 @@ def newest(root: Path, besides: Path | None = None) -> Path | None:
 
 
 def fault(path: Path) -> str:
-    """What is wrong with a checkpoint, of any format, as far as it shows without its tensors; empty if nothing is."""
+    """Fault of a checkpoint of any format, as far as it shows without its tensors; empty if there is none."""
     if parts := sorted(path.glob("mp_rank_*/*.pt")):  # the format torch
         with suppress(OSError, ValueError):
             if (iteration_of(path) or 0) > int((path.parent / TRACKER).read_text()):  # which is written once all files are

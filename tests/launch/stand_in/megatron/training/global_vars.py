@@ -3,18 +3,18 @@
 import signal
 from types import SimpleNamespace
 
-_GLOBALS = SimpleNamespace(args=None, told=False)
+_GLOBALS = SimpleNamespace(args=None, _signal_received=False)
 
 
 def set_global_variables(args, build_tokenizer=True):
     _GLOBALS.args = args
     if args.exit_signal_handler:
-        signal.signal(signal.SIGTERM, lambda *_: setattr(_GLOBALS, "told", True))
+        signal.signal(signal.SIGTERM, lambda *_: setattr(_GLOBALS, "_signal_received", True))
     args.padded_vocab_size = -(-args.vocab_size // args.make_vocab_size_divisible_by) * args.make_vocab_size_divisible_by
 
 
-def told_to_stop():
-    return _GLOBALS.told
+def get_signal_handler():
+    return _GLOBALS
 
 
 def get_args():

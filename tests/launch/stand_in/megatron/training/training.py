@@ -15,7 +15,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
-from megatron.training.global_vars import get_args, told_to_stop
+from megatron.training.global_vars import get_args, get_signal_handler
 from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 from megatron.training.utils import logical_and_across_model_parallel_group, reduce_max_stat_across_model_parallel_group
@@ -95,7 +95,7 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, data_iterato
 
 def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration):
     args = get_args()
-    told = torch.tensor(int(args.exit_signal_handler and told_to_stop()))
+    told = torch.tensor(int(args.exit_signal_handler and get_signal_handler()._signal_received))
     torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
     if told:
         save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
