@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -11,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import reductions
 import torch
@@ -496,3 +498,38 @@ def built_too_early(schedule: str, installed: str = "stock") -> str:
     install(schedule)
     chunks = own.wrap(built)
     return refused(lambda: own.run(chunks, own.batches(4, seed=0), optimizer_of(chunks)))
+
+
+def checkpoints(folder: str) -> list[str]:
+    """What a loop under ``install`` meets at two checkpoints: the second one's disk is full, then the first one is damaged."""
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from torch.distributed.checkpoint.api import _wrap_exception
+
+    install("zb-h1")
+    own, root = example("own_training_loop"), Path(folder)
+    parallel_state.initialize_model_parallel(1, 2)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    [chunk] = own.wrap(own.build())
+    first, second = root / "iter_0000001", root / "iter_0000002"
+    if torch.distributed.get_rank() == 0:
+        first.mkdir(parents=True)
+        second.mkdir()
+    torch.distributed.barrier()
+    dist_checkpointing.save(chunk.sharded_state_dict(), str(first))
+    prepare = FileSystemWriterAsync.prepare_write_data
+
+    def full(writer: Any, *rest: Any) -> None:
+        prepare(writer, *rest)
+        failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        writer.retrieve_write_results = lambda: _wrap_exception(failure)
+
+    said = []
+    with patch.object(FileSystemWriterAsync, "prepare_write_data", full):
+        said.append(refused(lambda: dist_checkpointing.save(chunk.sharded_state_dict(), str(second))))
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        next(first.glob("*.distcp")).unlink()
+    torch.distributed.barrier()
+    said.append(refused(lambda: dist_checkpointing.load(chunk.sharded_state_dict(), str(first))))
+    return [*said, *sorted(path.name for path in root.iterdir())]

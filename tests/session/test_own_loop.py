@@ -267,3 +267,15 @@ def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls
     assert verdict.startswith("global rank 2 (pipeline rank 2 of 4, ")
     assert "is slow or stuck in its own code: it has not called forward_backward (at " in verdict and "own_loops.py" in verdict
     assert "global ranks 0, 1, 3 wait for it. No pass has finished for " in verdict
+
+
+def test_failures_at_checkpoints_are_one_line_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    words = (
+        rf"the checkpoint {saved}/iter_0000002 could not be written \(no space left on {saved}: [\d.,]+ MB free, the checkpoint "
+        rf"needs [\d.,]+ MB\); the checkpoint {saved}/iter_0000001 is complete and unchanged"
+    )
+    for full, damaged, *left in pool.run(2, own_loops.checkpoints, str(saved)):
+        assert re.fullmatch(words, full), full
+        assert damaged.startswith(f"the checkpoint {saved}/iter_0000001 is damaged: "), damaged
+        assert left == ["iter_0000001", "iter_0000002.incomplete"]
