@@ -44,7 +44,7 @@ PUBLISHED = {
 
 @cache
 def predictions(path: Path) -> tuple[Prediction, Prediction]:
-    """Under the file's own schedule, and under megatron-core's 1F1B.
+    """Under the file's own schedule, which is pretrain_gpt.py's where it has none, and under megatron-core's 1F1B.
 
     No iteration has more microbatches than two for every rank: longer ones take longer to plan and hold no more.
     """
@@ -53,6 +53,7 @@ def predictions(path: Path) -> tuple[Prediction, Prediction]:
     replicas = told.get("expert-model-parallel-size", 1)  # of all but experts
     samples = min(told["global-batch-size"], 2 * told["pipeline-model-parallel-size"] * unit * replicas)
     flags = ["--config", str(path), "--global-batch-size", str(samples)]
+    flags += ["--pipeline-schedule", told.get("pipeline-schedule", "zb-h1")]
     return predicted(flags, replicas), predicted(flags, replicas, changes=STOCK_1F1B)
 
 

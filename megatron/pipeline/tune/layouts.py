@@ -121,13 +121,11 @@ class Layouts:
         """All schedules of a layout, without measures that save memory: see ``remedies``.
 
         Args:
-            stock: those that megatron-core has, instead of ours.
+            stock: those that megatron-core has, instead of ours: all, and ``choices`` restrict ours alone.
         """
         ranks = layout["pipeline_model_parallel_size"]
         pipelined = ranks > 1
-        names = self.choices.schedules or (STOCKS if stock else OURS)
-        if stock:
-            names = [name for name in names if name in STOCKS] or STOCKS
+        names = STOCKS if stock else self.choices.schedules or OURS
         methods: list[dict[str, Any]] = [{}]
         if pipelined and stock:
             methods.append({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True})
