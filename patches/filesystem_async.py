@@ -2,7 +2,8 @@
 
 ``get_write_results_queue`` (``_get_write_results_queue`` up to 0.16): upstream keeps a process for a queue, from a rank's first
 save on. A rank that is killed would leave it behind, and with it the process that tracks multiprocessing's resources, which ends
-with the last that uses it. Here it ends with the rank.
+with the last that uses it. Here it ends with the rank, and not before: torchrun sends SIGTERM to all processes of a rank, which
+then saves a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.distributed.processes import end_with_parent
+from megatron.pipeline.distributed.processes import end_only_with_parent
 
 
 def install() -> None:
@@ -41,5 +42,5 @@ class _Results:
 @cache
 def _results_queue(mp_mode: str = "spawn") -> _Results:
     manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
-    manager.start(initializer=end_with_parent)
+    manager.start(initializer=end_only_with_parent)
     return _Results(manager.Queue())

@@ -22,6 +22,9 @@ def saving(connection: Connection) -> None:
 
     names = [name for name in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, name)]
     queue = getattr(filesystem_async, names[0])()
+    for child in multiprocessing.active_children():  # as torchrun does, whose rank saves a checkpoint then
+        os.kill(child.pid or 0, signal.SIGTERM)
+    time.sleep(0.5)
     queue.put([torch.Size([2, 3])])
     assert queue.get_nowait() == [torch.Size([2, 3])]
     connection.send([child.pid for child in multiprocessing.active_children()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import threading
 import time
@@ -17,6 +18,12 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_and_end, args=(parent.sentinel,), daemon=True).start()
+
+
+def end_only_with_parent() -> None:
+    """The same, and not by a SIGTERM, which torchrun sends to all processes of a rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
 
 
 def _wait_and_end(sentinel: int) -> None:

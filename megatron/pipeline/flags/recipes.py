@@ -96,7 +96,8 @@ def of_script(text: str, folder: Path, parser: argparse.ArgumentParser, given: C
         action = known.get(name) if name.startswith("--") else None
         if action is None and re.fullmatch("--[A-Za-z][A-Za-z0-9-]*", name) and (open_ or behind[:1] not in (")", "|")):
             upstream.leave_out(parser, {name} - torchrun()._option_string_actions.keys())
-        if action is None or action.dest == "help" or name in given or (action.nargs == 0 and "false" in (value, behind.lower())):
+        is_off = "false" in (value.lower(), behind.lower())
+        if action is None or action.dest == "help" or name in given or (action.nargs == 0 and is_off):
             continue
         number: Any = action.nargs  # which argparse's types take for a word
         most = {None: 1, "?": 1, "*": len(words), "+": len(words)}.get(number, number)

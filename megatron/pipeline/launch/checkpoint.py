@@ -25,8 +25,8 @@ from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule.core.names import STOCK, counted
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.session.atomic import UNFINISHED, write_text
-from megatron.pipeline.session.checkpoint_failures import reading, writing
-from megatron.pipeline.session.checkpoints import RESHARDABLE, TRACKER, name_of, replaced
+from megatron.pipeline.session.checkpoint_failures import is_whole, reading, writing
+from megatron.pipeline.session.checkpoints import RESHARDABLE, TRACKER, fault, name_of, replaced
 
 _FLAG = "--dist-ckpt-optim-fully-reshardable"
 _BY_PARAMETER = (RESHARDABLE, "fully_sharded_model_space")  # not by bucket
@@ -125,7 +125,10 @@ def replacing(path: Path, form: str) -> Iterator[None]:
 
     def begin() -> str | None:
         if path.is_dir() and any(path.iterdir()):
-            path.rename(replaced(path))
+            if replaced(path).exists():  # a run was killed while it wrote: which of the two is whole is kept
+                shutil.rmtree(path if fault(path) else replaced(path))
+            if path.is_dir():
+                path.rename(replaced(path))
         return tracker.read_text() if tracker.is_file() else None
 
     def meet() -> None:
@@ -137,7 +140,9 @@ def replacing(path: Path, form: str) -> Iterator[None]:
     try:
         with writing(path, meet=meet):
             yield
-    except BaseException:
+    except BaseException as error:
+        if is_whole(path, error):
+            raise
         shutil.rmtree(path.with_name(path.name + UNFINISHED), ignore_errors=True)
         with suppress(OSError):  # other ranks do so, too
             if named is None:

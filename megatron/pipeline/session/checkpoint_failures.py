@@ -76,6 +76,8 @@ def writing(path: Path, needed: int = 0, meet: Callable[[], object] = bool) -> I
     except CheckpointError:
         raise
     except BaseException as error:
+        if is_whole(path, error):  # what came behind it failed
+            raise
         of_all, settle = isinstance(error, CheckpointException), partial(_settle, error, path, needed, kept)
         if isinstance(error, Exception):  # neither torch's, which all ranks have, nor an end by the user
             meet()
@@ -84,6 +86,11 @@ def writing(path: Path, needed: int = 0, meet: Callable[[], object] = bool) -> I
             raise
         left = f"the checkpoint {usable} is complete and unchanged" if usable else "there is no earlier checkpoint"
         raise CheckpointError(f"the checkpoint {path} could not be written ({words}); {left}") from None
+
+
+def is_whole(path: Path, error: BaseException) -> bool:
+    """Tell whether a checkpoint was written before an error of something else, as of a program that is told about it."""
+    return not isinstance(error, CheckpointException) and getattr(error, "errno", None) != errno.ENOSPC and not fault(path)
 
 
 def _settle(error: BaseException, path: Path, needed: int, kept: bool) -> tuple[str, Path | None]:
