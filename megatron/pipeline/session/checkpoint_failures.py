@@ -89,7 +89,7 @@ def writing(path: Path, needed: int = 0, meet: Callable[[], object] = bool) -> I
 
 
 def is_whole(path: Path, error: BaseException) -> bool:
-    """Tell whether a checkpoint was written before an error of something else, as of a program that is told about it."""
+    """Tell whether a checkpoint was written before something else failed, as a log of checkpoints elsewhere."""
     return not isinstance(error, CheckpointException) and getattr(error, "errno", None) != errno.ENOSPC and not fault(path)
 
 
