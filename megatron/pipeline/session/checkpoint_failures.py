@@ -90,7 +90,8 @@ def writing(path: Path, needed: int = 0, meet: Callable[[], object] = bool) -> I
 
 def is_whole(path: Path, error: BaseException) -> bool:
     """Tell whether a checkpoint was written before something else failed, as a log of checkpoints elsewhere."""
-    return not isinstance(error, CheckpointException) and getattr(error, "errno", None) != errno.ENOSPC and not fault(path)
+    failed = isinstance(error, (CheckpointException, CheckpointError)) or getattr(error, "errno", None) == errno.ENOSPC
+    return not failed and not fault(path)
 
 
 def _settle(error: BaseException, path: Path, needed: int, kept: bool) -> tuple[str, Path | None]:
