@@ -150,6 +150,7 @@ def replacing(path: Path, form: str) -> Iterator[None]:
             elif tracker.read_text() != named:
                 write_text(tracker, named)
         raise
+    barrier()  # a rank that fails puts back what was kept
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(replaced(path), ignore_errors=True)
 
