@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import signal
 from functools import cache
 from multiprocessing.managers import SyncManager
 from typing import Any
 
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.distributed.processes import end_only_with_parent
+from megatron.pipeline.distributed.processes import end_with_parent
 
 
 def install() -> None:
@@ -42,5 +43,5 @@ class _Results:
 @cache
 def _results_queue(mp_mode: str = "spawn") -> _Results:
     manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
-    manager.start(initializer=end_only_with_parent)
+    manager.start(initializer=end_with_parent, initargs=(signal.SIGTERM,))
     return _Results(manager.Queue())

@@ -39,6 +39,7 @@ PARALLEL = {
 }
 NAMES = sorted({*FAMILIES, AUTO} - {"dualpipe", "chimera"})  # those are planned alone
 WITHOUT_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+TRAINING = f"{SIZES} {WITHOUT_DROPOUT} --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 --log-interval 1"
 needs_upstream = pytest.mark.skipif(find_spec("megatron.training") is None, reason="this megatron-core has no megatron.training")
 
 
@@ -106,10 +107,7 @@ def test_the_published_flags_of_a_release_leave_every_schedule_as_it_is(release:
 @needs_upstream
 @pytest.mark.slow
 def test_upstreams_loop_trains_as_its_own_schedule_does_and_its_checkpoints_go_both_ways(tmp_path: Path) -> None:
-    flags = (
-        f"{SIZES} --pipeline-model-parallel-size 4 --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 "
-        f"--log-interval 1 {WITHOUT_DROPOUT} --data-cache-path {tmp_path}/cache"
-    )
+    flags = f"{TRAINING} --pipeline-model-parallel-size 4 --data-cache-path {tmp_path}/cache"
 
     def losses(name: str, schedule: str, more: str) -> list[float]:
         steps = launch(tmp_path / name, SCRIPT, f"{flags} --pipeline-schedule {schedule} {more}", ranks=4)
@@ -128,17 +126,10 @@ def test_upstreams_loop_trains_as_its_own_schedule_does_and_its_checkpoints_go_b
 @needs_upstream
 @pytest.mark.slow
 def test_upstreams_loop_with_both_overlaps_and_timers_of_every_bucket(tmp_path: Path) -> None:
-    flags = (
-        f"{SIZES} {WITHOUT_DROPOUT} --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 --log-interval 1 --bf16 "
-        f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096 --timing-log-level 1 "
-        f"--data-cache-path {tmp_path}/cache --{{}} {tmp_path}/start"
-    )
-    launch(
-        tmp_path / "first",
-        SCRIPT,
-        flags.format("save") + " --save-interval 1 --exit-interval 1 --dist-ckpt-optim-fully-reshardable",
-        4,
-    )
+    flags = f"{TRAINING} {PARALLEL['bf16 and the distributed optimizer']} --ddp-bucket-size 4096 --timing-log-level 1 "
+    flags += f"--data-cache-path {tmp_path}/cache --{{}} {tmp_path}/start"
+    once = "--save-interval 1 --exit-interval 1 --dist-ckpt-optim-fully-reshardable"
+    launch(tmp_path / "first", SCRIPT, f"{flags.format('save')} {once}", ranks=4)
     stock, line, v = (
         launch(tmp_path / name, SCRIPT, flags.format("load") + f" --pipeline-schedule {name}", ranks=4)
         for name in ("stock", "zb-h1", "zb-v")

@@ -40,9 +40,8 @@ def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:
         return Held(0.0, 0.0, 0.0)
     if not held.recompute_layers:
         left = layer_checkpoint(shape)
-        kept = (
-            layers * left if held.recomputed or held.offloaded else input_
-        )  # a schedule's own R needs the input of the stage alone
+        # A schedule's own R needs the input of the stage alone.
+        kept = layers * left if held.recomputed or held.offloaded else input_
         whole = min(layers, 2 if held.offloaded else 1)  # of one the copies are under way
         most = (layers - whole) * max(left, retained) + whole * full
     elif held.recompute_first:

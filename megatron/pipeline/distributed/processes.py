@@ -13,17 +13,17 @@ from multiprocessing.connection import wait
 _FIRST_WORD = 10  # seconds
 
 
-def end_with_parent() -> None:
-    """End this process when its parent has ended or was killed: an initializer for a pool of processes."""
+def end_with_parent(*ignored: int) -> None:
+    """End this process when its parent has ended or was killed: an initializer for a pool of processes.
+
+    Args:
+        ignored: signals by which it does not end: a terminal sends SIGINT, and torchrun SIGTERM, to all processes of a program.
+    """
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_and_end, args=(parent.sentinel,), daemon=True).start()
-
-
-def end_only_with_parent() -> None:
-    """The same, and not by a SIGTERM, which torchrun sends to all processes of a rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with_parent()
 
 
 def _wait_and_end(sentinel: int) -> None:

@@ -258,13 +258,8 @@ def _rank(result: Result) -> tuple[float, float, Place]:
 
 def _pool(processes: int) -> ProcessPoolExecutor:
     """Processes that plan without torch, which takes long to import."""
-    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
-
-
-def _begin() -> None:
-    """End with the search, which hears of Ctrl-C alone, though a terminal tells all of its processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(processes, mp_context=spawn, initializer=end_with_parent, initargs=(signal.SIGINT,))
 
 
 def _give_up(pool: ProcessPoolExecutor) -> None:
