@@ -51,7 +51,7 @@ train: $(ready) $(DATA_PATH).idx
 # The last bits of a gradient norm depend on the placement, and clipping would carry them into the weights.
 compare: CONFIG = configs/compare.yaml
 compare: $(ready) $(DATA_PATH).idx
-	$(venv) scripts/compare.py --ranks $(RANKS) --iterations 8 --output runs/compare -- \
+	$(venv) scripts/compare.py --ranks $(RANKS) --iterations 12 --output runs/compare -- \
 		--config $(CONFIG) --data-path $(DATA_PATH) --clip-grad 0 --pipeline-costs profile $(ARGS)
 
 docs: $(ready)
