@@ -13,16 +13,16 @@ from common import command_line, markdown
 
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.memory import predicted
-from megatron.pipeline.costmodel import device
-from megatron.pipeline.planning.compose import solve
-from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.boundary import turns
-from megatron.pipeline.schedule.core.costs import Costs, uniform
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.time.cycle import Cycle
-from megatron.pipeline.schedule.transforms.boundary import NO_OVERLAP, megatron, waits_for_norm, with_boundary
+from megatron.pipeline.planner.costmodel import device
+from megatron.pipeline.planner.planning.compose import solve
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.boundary import turns
+from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.time.cycle import Cycle
+from megatron.pipeline.planner.schedule.transforms.boundary import NO_OVERLAP, megatron, waits_for_norm, with_boundary
 
 FAMILIES = (("zb-v", None), ("v-half", None), ("interleaved", 4), ("1f1b", None))
 RANKS, REPLICAS, SPEED = 8, 64, 45.0  # GB/s

@@ -22,21 +22,22 @@ from megatron.core.transformer import TransformerConfig
 from sleeping import HIDDEN, MegatronStage, Sleeper, TorchStage, bind_to_core
 from torch.distributed import pipelining
 
-from megatron.pipeline import patches, planning
+from megatron.pipeline import patches
 from megatron.pipeline.distributed.groups import new_group
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
+from megatron.pipeline.planner.schedule.core.loads import Load
+from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved, v
+from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.torch_csv import from_csv
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, uniform
-from megatron.pipeline.schedule.core.loads import Load
-from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.schedule.core.placement import Placement, interleaved, v
-from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.lower.torch_csv import from_csv
-from megatron.pipeline.schedule.time.simulate import simulate
 
 # Where megatron-core and we run passes; W is a call of ours.
 STEPS: tuple[Callable[..., Any], ...] = (schedules.forward_step, schedules.backward_step)

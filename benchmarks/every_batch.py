@@ -26,11 +26,11 @@ from common import add_flags, command_line, in_rounds, print_table
 from contenders import Contender, Microbatch, iteration, start
 from sleeping import Sleeper
 
-from megatron.pipeline.planning import loads_of
+from megatron.pipeline.planner.planning import loads_of
+from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
+from megatron.pipeline.planner.schedule.optimum.bound import own_bound
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 from megatron.pipeline.runtime.every_batch import EveryBatch
-from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.optimum.bound import own_bound
-from megatron.pipeline.schedule.time.simulate import simulate
 
 LENGTHS = json.loads((Path(__file__).parent / "lengths.json").read_text(encoding="utf-8"))
 ATTENTION = 0.1  # see planning.loads_of

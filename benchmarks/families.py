@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from common import command_line, markdown
 
-from megatron.pipeline.planning import Planned
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.planner.planning import Planned
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import uniform
 
 RANKS, MICROBATCHES = 8, 32
 COSTS = ((1, 1, 1, 0), (1, 1.2, 0.8, 0.05))  # F, B, W, hop

@@ -40,9 +40,17 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.pipeline.patches import schedules as schedules_patch
 from one_device import DEVICE, device_name, one_rank, synchronize, timed
 
-from megatron.pipeline import planning
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import Costs, uniform, with_equal_copies
+from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.program import Message, Program, Send
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
+from megatron.pipeline.planner.schedule.transforms.offload import moved, offload
 from megatron.pipeline.record.cost_profile import measured_costs
 from megatron.pipeline.record.recorder import NullRecorder, Record, Recorder
 from megatron.pipeline.record.report import Report
@@ -53,14 +61,6 @@ from megatron.pipeline.runtime.offload.offloading import CopySettings, InFlight,
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.wiring import wiring
-from megatron.pipeline.schedule.core.costs import Costs, uniform, with_equal_copies
-from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
-from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Message, Program, Send
-from megatron.pipeline.schedule.time.simulate import activation_peaks
-from megatron.pipeline.schedule.transforms.offload import moved, offload
 
 OFF = "off"
 MODES = (OFF, *map(str, Offload))

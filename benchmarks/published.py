@@ -20,21 +20,21 @@ from typing import NamedTuple
 from common import command_line, markdown, write_tables
 from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, Method, Source
 
-from megatron.pipeline import planning
 from megatron.pipeline.cli.memory import predicted
-from megatron.pipeline.costmodel.device import Device, named
-from megatron.pipeline.costmodel.estimate import computing_seconds, estimate
-from megatron.pipeline.costmodel.memory import GIB, predict
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.kinds import MOST_WAITING
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.simulate import simulate
-from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.balance import balanced_layers
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.costmodel.device import Device, named
+from megatron.pipeline.planner.costmodel.estimate import computing_seconds, estimate
+from megatron.pipeline.planner.costmodel.memory import GIB, predict
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.kinds import MOST_WAITING
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.time.simulate import simulate
+from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.balance import balanced_layers
+from megatron.pipeline.planner.shape.gpt import Shape
 
 DOCUMENTS = (ROOT / "docs" / "model.md", ROOT / "docs" / "vocabulary.md", ROOT / "benchmarks" / "README.md")
 DEVICES = ROOT / "megatron" / "pipeline" / "costmodel" / "devices"

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.pipeline.costmodel.memory import GIB
-from megatron.pipeline.schedule.core.passes import Vocabulary
-from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel.memory import GIB
+from megatron.pipeline.planner.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.gpt import Shape
 
 ROOT = Path(__file__).parents[1]
 A100, H100 = "A100-80GB", "H100-80GB"

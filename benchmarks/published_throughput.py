@@ -26,13 +26,13 @@ from published import DEVICES, ROOT
 
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.cli.tune import base_flags
-from megatron.pipeline.costmodel.device import NOT_FITTED, Device, named, shipped
-from megatron.pipeline.costmodel.ranges import FILE, WHOLE, Range, table
 from megatron.pipeline.flags.settings import Flags
-from megatron.pipeline.planning.request import Variant
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.shape.balance import balanced_layers
+from megatron.pipeline.planner.costmodel.device import NOT_FITTED, Device, named, shipped
+from megatron.pipeline.planner.costmodel.ranges import FILE, WHOLE, Range, table
+from megatron.pipeline.planner.planning.request import Variant
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.shape.balance import balanced_layers
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts

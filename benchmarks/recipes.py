@@ -22,9 +22,9 @@ from published import ROOT
 from published_throughput import Row, training
 
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.planning.request import Variant
-from megatron.pipeline.schedule import families
-from megatron.pipeline.shape.balance import balanced_layers
+from megatron.pipeline.planner.planning.request import Variant
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.shape.balance import balanced_layers
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts

@@ -30,15 +30,16 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import schedules
 from sleeping import HIDDEN, Sleeper
 
-from megatron.pipeline import install, planning
+from megatron.pipeline import install
 from megatron.pipeline.backward import weight_tasks
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, uniform
-from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.optimum.period import period_bound
-from megatron.pipeline.schedule.transforms.boundary import Rules
-from megatron.pipeline.schedule.transforms.boundary import megatron as by_megatron
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.optimum.period import period_bound
+from megatron.pipeline.planner.schedule.transforms.boundary import Rules
+from megatron.pipeline.planner.schedule.transforms.boundary import megatron as by_megatron
 
 LAYERS = 4  # of a chunk, and so its buckets
 STOCK = {

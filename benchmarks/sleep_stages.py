@@ -22,11 +22,11 @@ from common import add_flags, command_line, in_rounds, print_table
 from contenders import Contender, iteration, start
 from sleeping import Interval
 
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.time.simulate import activation_peaks, activation_profile
-from megatron.pipeline.view.picture import draw
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, activation_profile
+from megatron.pipeline.planner.view.picture import draw
 
 OURS = "1f1b interleaved gis gis-h zb-h1 zb-h2 zb-auto zb-v v-half v-min v-auto v-auto@2 1f1b-v dualpipe-v".split()
 TORCHS = "1F1B Interleaved1F1B InterleavedZeroBubble ZBVZeroBubble DualPipeV".split()

@@ -17,8 +17,8 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.pipeline.backward.weight_tasks import notify, register_hook, submit
 from megatron.pipeline.model.adapter import GPT
-from megatron.pipeline.schedule.core.costs import StageCosts
-from megatron.pipeline.schedule.core.loads import Load
+from megatron.pipeline.planner.schedule.core.costs import StageCosts
+from megatron.pipeline.planner.schedule.core.loads import Load
 
 HIDDEN = 64
 AWAKE = 0.0005  # seconds at the end of a pass that are not slept: a sleep ends up to that much too late

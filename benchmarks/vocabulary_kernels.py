@@ -30,7 +30,7 @@ from one_device import DEVICE, DTYPES, device_name, one_rank, synchronize, timed
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputShard
-from megatron.pipeline.shape.shards import Shards
+from megatron.pipeline.planner.shape.shards import Shards
 
 
 class Measured:

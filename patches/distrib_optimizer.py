@@ -32,8 +32,8 @@ from megatron.pipeline.patches.distributed_data_parallel import gathered
 from megatron.pipeline.patches.torch_checkpoint import CheckpointError
 from megatron.pipeline.patches.torch_optimizers import allocate_state, is_torch
 
-from megatron.pipeline.combinations.rows import AT_ONCE
-from megatron.pipeline.combinations.table import Facts, found
+from megatron.pipeline.planner.combinations.rows import AT_ONCE
+from megatron.pipeline.planner.combinations.table import Facts, found
 
 # Weights are rounded main parameters; another precision since then rounds once more. Anything saved wrong is farther off.
 _RELATIVE, _ABSOLUTE = 2**-6, 2**-20

@@ -20,10 +20,10 @@ from typing import Any
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.combinations.rows import CALLS
-from megatron.pipeline.combinations.table import Facts, refuse
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import interleaved
+from megatron.pipeline.planner.combinations.rows import CALLS
+from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import interleaved
 
 _FUNCTIONS = (
     "forward_backward_no_pipelining",

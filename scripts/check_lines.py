@@ -30,7 +30,8 @@ _NO_CODE = {
 def rooms() -> dict[str, Path]:
     """The folders that are counted, by name: every room of the package, and what lies beside it."""
     package = ROOT / "megatron" / "pipeline"
-    found = {folder.name: folder for folder in sorted(package.iterdir()) if any(folder.glob("**/*.py"))}
+    folders = [*sorted((package / "planner").iterdir()), *sorted(package.iterdir())]
+    found = {str(each.relative_to(package)): each for each in folders if any(each.glob("**/*.py")) and each.name != "planner"}
     return found | {name: ROOT / name for name in ("patches", "benchmarks", "scripts", "tests")}
 
 

@@ -34,15 +34,15 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.pipeline.flags.settings import PROFILE
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
+from megatron.pipeline.planner.schedule.time.simulate import simulate
+from megatron.pipeline.planner.view.picture import draw
 from megatron.pipeline.runtime.profiling import ITERATIONS
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.session.rehearsal import COSTS, RESULT
 from megatron.pipeline.session.trace import trace_of
-from megatron.pipeline.view.picture import draw
 
 PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
 _WARM_UP = 2  # iterations that are slower than the rest

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, uniform
-from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, uniform
+from megatron.pipeline.planner.schedule.core.passes import Pass
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 
 
 def timeline(name: str, ranks: int, microbatches: int) -> Timeline:

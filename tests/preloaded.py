@@ -9,6 +9,6 @@ import megatron.core.models.gpt.gpt_layer_specs
 import megatron.pipeline.cli.launch
 import megatron.pipeline.launch.run
 import megatron.pipeline.trainer.program  # noqa: F401
-from megatron.pipeline.planning import plan
+from megatron.pipeline.planner.planning import plan
 
 plan("v-half", 2, 2)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
 
 
 class Buckets(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
-from megatron.pipeline.schedule.core.kinds import BRAIDED
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import Placement, from_rows, interleaved, linear, wave
-from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.kinds import BRAIDED
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import Placement, from_rows, interleaved, linear, wave
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
 
 
 def exact(numerator: int, denominator: int = 1) -> Any:

@@ -11,8 +11,8 @@ import pytest
 from command import output, refusal
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
 
 ROOT = Path(__file__).parents[1]
 PLAN = ["plan", "--schedule", "zb-h1", "--pp", "4", "--microbatches", "8"]

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from command import output, refusal
 
-from megatron.pipeline import planning
 from megatron.pipeline.cli import main
-from megatron.pipeline.planning.choose import best
-from megatron.pipeline.planning.planned import Variant
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.planning.choose import best
+from megatron.pipeline.planner.planning.planned import Variant
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.rules.verify import verify
 
 AUTO = "plan --schedule auto --pp 3 --microbatches 6 --chunks 2"
 

@@ -10,7 +10,7 @@ import pytest
 from command import refusal
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.schedule.rules.transports import TRANSPORTS
+from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS
 
 PLAN = ["plan", "--schedule", "zb-h1", "--pp", "4", "--microbatches", "8", "--cost", "F=1,B=1,W=1,comm=0.25"]
 HEAD_ON = ["0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1", "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"]

@@ -10,8 +10,8 @@ import pytest
 from command import output, refusal
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
 
 COMPARE = "compare --pp 4 --microbatches 8 --cost F=1,B=1.2,W=0.8,comm=0.1"
 

@@ -13,9 +13,9 @@ from schedule_strategies import placements
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.arguments import StageList, cost_flags
 from megatron.pipeline.cli.request import cost_flags_of
-from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.placement import Placement, bidirectional, interleaved, linear, v
+from megatron.pipeline.planner.planning.costs import CostFlags, cost_fields, costs_of
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.placement import Placement, bidirectional, interleaved, linear, v
 
 numbers = st.floats(1e-6, 1e6) | st.just(0.0)
 

@@ -10,8 +10,8 @@ import pytest
 from command import output, refusal
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.costmodel import origin
-from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.planner.costmodel import origin
+from megatron.pipeline.planner.schedule.core.costs import Costs
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.rules.verify import verify
 
 NASTY = ["", "0", "-1", "nan", "inf", "-inf", "1e400", "9" * 30, "x", "1.5", "=", ",", "--", "ä\ud800", "\0", "1_0", "F=1", "all"]
 NUMBERS = ["0", "1", "0.3", "2.5", "1e-100", "1e100", "1e-9"]

@@ -6,16 +6,16 @@ import string
 
 import pytest
 
-from megatron.pipeline import planning
-from megatron.pipeline.combinations import rows
-from megatron.pipeline.combinations.table import Combination, Facts, found, refuse, sentences
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.validation import validate
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
-from megatron.pipeline.schedule.transforms.offload import offload
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.combinations import rows
+from megatron.pipeline.planner.combinations.table import Combination, Facts, found, refuse, sentences
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.planner.schedule.transforms.offload import offload
 
 TOPICS = {name: topic for name, topic in vars(rows).items() if name.isupper() and name[0] != "_" and name != "RECIPES"}
 GPT = (

@@ -20,10 +20,10 @@ from marked import rest, whole
 from pool import Pool
 
 from megatron.pipeline.cli.memory import Prediction, predicted, report
-from megatron.pipeline.costmodel.memory import GIB
-from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.flags import STOCK_1F1B
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel.memory import GIB
+from megatron.pipeline.planner.costmodel.parameters import total_parameters
+from megatron.pipeline.planner.shape.gpt import Shape
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name, len(path.name), path.name))

@@ -9,12 +9,12 @@ from unittest.mock import Mock
 import pytest
 from command import refusal
 
-from megatron.pipeline import planning
 from megatron.pipeline.cli import main
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.time.simulate import simulate
-from megatron.pipeline.view.consecutive import joined, recorded
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.planner.schedule.time.simulate import simulate
+from megatron.pipeline.planner.view.consecutive import joined, recorded
 
 EPOCH = 1_800_000_000.0
 

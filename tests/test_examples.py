@@ -16,9 +16,9 @@ from example_runs import EXAMPLES
 from pool import Pool
 from training import short_runs
 
-from megatron.pipeline.planning import plan
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.planner.planning import plan
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 
 RANKS = 4
 

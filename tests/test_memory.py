@@ -14,9 +14,9 @@ from pool import Pool
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
-from megatron.pipeline.costmodel import activations
-from megatron.pipeline.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel import activations
+from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.gpt import Shape
 
 # pp, tp, schedule and flags, on 4 ranks.
 UNTIED, EXPERTS = "--untie-embeddings-and-output-weights", "--num-experts 4 --expert-model-parallel-size 2"
@@ -44,9 +44,9 @@ def counted(pp: int, tp: int, schedule: str, flags: str) -> tuple[int, int]:
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import LayerType
 
-    from megatron.pipeline.costmodel.parameters import parameters
     from megatron.pipeline.model.layout import stage_layers
-    from megatron.pipeline.shape.gpt import Shape
+    from megatron.pipeline.planner.costmodel.parameters import parameters
+    from megatron.pipeline.planner.shape.gpt import Shape
 
     run = tiny_gpt.Run(schedule, pp=pp, tp=tp, flags=tuple(flags.split()))
     has = {id(one): one.numel() for chunk in run.chunks for one in chunk.parameters()}

@@ -12,8 +12,8 @@ from statistics import median
 import pytest
 
 from megatron.pipeline.cli.memory import predicted
-from megatron.pipeline.costmodel.device import named
-from megatron.pipeline.costmodel.memory import predict
+from megatron.pipeline.planner.costmodel.device import named
+from megatron.pipeline.planner.costmodel.memory import predict
 
 BASE = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 4 --global-batch-size 32 "

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from command import refusal
 
-from megatron.pipeline import planning
 from megatron.pipeline.cli import main
-from megatron.pipeline.costmodel import device, origin
-from megatron.pipeline.schedule.core import reading
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.costmodel import device, origin
+from megatron.pipeline.planner.schedule.core import reading
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
 
 READERS = [Costs.from_json, Schedule.from_json, Timeline.from_json, device.Device.from_json, origin.read]
 

@@ -16,9 +16,9 @@ from command import refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
-from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel.parameters import total_parameters
+from megatron.pipeline.planner.shape.gpt import Shape
 
 # Sizes of published models, and billions of parameters; DeepSeek-V3's with the layer of multi-token prediction.
 LLAMA = {

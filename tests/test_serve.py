@@ -26,9 +26,9 @@ from served import ask, command, get, serving, untimed
 
 from megatron.pipeline import cli
 from megatron.pipeline.cli.serve import requested
-from megatron.pipeline.serve import server, workers
-from megatron.pipeline.serve.answers import FLAGS, LONG, Answer, planned, work
-from megatron.pipeline.serve.workers import Late, Workers
+from megatron.pipeline.planner.serve import server, workers
+from megatron.pipeline.planner.serve.answers import FLAGS, LONG, Answer, planned, work
+from megatron.pipeline.planner.serve.workers import Late, Workers
 
 SMALL = {"pp": "4", "microbatches": "8"}
 ENDLESS = {"microbatches": "7000", "pp": "64", "schedule": "v-auto"}  # for a test

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from served import ask, command, get, untimed
 
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.serve.opened import MOST_BYTES, Opened
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.serve.opened import MOST_BYTES, Opened
 
 SMALL = {"pp": "4", "microbatches": "8"}
 BYTES = Costs(tuple(StageCosts(0.01 + 0.001 * stage, 0.02, 0.01, activation=3e8) for stage in range(8)), hop=1e-4).to_json()

@@ -15,8 +15,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from pool import PRELOADED
 
-from megatron.pipeline.serve import workers
-from megatron.pipeline.serve.workers import Busy, Late, Workers
+from megatron.pipeline.planner.serve import workers
+from megatron.pipeline.planner.serve.workers import Busy, Late, Workers
 
 
 def with_workers(count: int, use: Any) -> Any:

@@ -9,12 +9,12 @@ import pytest
 
 from megatron.pipeline import cli
 from megatron.pipeline.cli.support import markdown
-from megatron.pipeline.combinations.rows import EXCLUDED
-from megatron.pipeline.combinations.table import Facts, sentences
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import actions, neutral
 from megatron.pipeline.flags.settings import Role
 from megatron.pipeline.flags.support import FEATURES, Feature, Support, check_trained, of_flag, untested
+from megatron.pipeline.planner.combinations.rows import EXCLUDED
+from megatron.pipeline.planner.combinations.table import Facts, sentences
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 

@@ -10,16 +10,16 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import v
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.time.simulate import activation_profile, simulate
-from megatron.pipeline.view import draw, picture, render
-from megatron.pipeline.view.chrome_trace import to_trace
-from megatron.pipeline.view.style import COLOURS, ink, number, shade, with_whole_braids
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import v
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.planner.schedule.time.simulate import activation_profile, simulate
+from megatron.pipeline.planner.view import draw, picture, render
+from megatron.pipeline.planner.view.chrome_trace import to_trace
+from megatron.pipeline.planner.view.style import COLOURS, ink, number, shade, with_whole_braids
 
 
 def test_text_by_hand() -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from drawn import offloaded, timeline
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.time.simulate import activation_changes, activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.transform import recompute
-from megatron.pipeline.view import Entry, page, write_page
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.planner.schedule.time.simulate import activation_changes, activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.transform import recompute
+from megatron.pipeline.planner.view import Entry, page, write_page
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's scripts")
 

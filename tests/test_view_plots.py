@@ -10,8 +10,8 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.view import Point, draw_pareto, plots
-from megatron.pipeline.view.plots import label_places, pareto
+from megatron.pipeline.planner.view import Point, draw_pareto, plots
+from megatron.pipeline.planner.view.plots import label_places, pareto
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12))

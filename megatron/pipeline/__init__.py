@@ -7,7 +7,6 @@
 The rooms, from the top: each imports only those below it (docs/architecture.md).
 
 ``cli``        the command ``mpipe``
-``serve``      the page to play with schedules
 ``launch``     Megatron-LM's own scripts, unchanged, under our schedules
 ``tune``       the search for the fastest training
 ``trainer``    data, checkpoints and the loop of ``pretrain_gpt.py``
@@ -19,14 +18,9 @@ The rooms, from the top: each imports only those below it (docs/architecture.md)
 ``record``     times and bytes of passes
 ``model``      the GPT cut by a placement, with linears whose backward splits
 ``patches``    the short list of upstream symbols that are replaced, one file per upstream module
-``planning``   from a request to a verified plan
-``costmodel``  seconds and bytes of a GPT's passes
-``view``       pictures of planned schedules and of measured runs
-``shape``      the sizes of a model
-``schedule``   what runs when: passes, placements, families, simulation, proof, lowering; never imports torch
 ``backward``   backwards that leave weight gradients to W
 ``distributed`` devices, process groups, collectives
-``combinations``  what does not go with what
+``planner``    plans schedules and predicts time and memory; never imports torch
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.pipeline.planning.request import Request
+    from megatron.pipeline.planner.planning.request import Request
     from megatron.pipeline.runtime.every_batch import EveryBatch
     from megatron.pipeline.session.own_loop import OwnLoop
 
@@ -71,7 +65,7 @@ def install(schedule: str | Request = "zb-h1", costs: str | Path | None = None, 
         ValueError: there is no such schedule, or the file cannot be read.
         RuntimeError: this release of megatron-core lacks what is relied on.
     """
-    from megatron.pipeline.planning.request import Request
+    from megatron.pipeline.planner.planning.request import Request
     from megatron.pipeline.session.own_loop import OwnLoop  # which imports torch
 
     if not isinstance(schedule, str | Request):

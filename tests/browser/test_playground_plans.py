@@ -13,7 +13,7 @@ from browser.opened import SMALL, TIMEOUT, Opened, expect, needs_chromium, plann
 from served import command, untimed
 
 from megatron.pipeline import cli
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 
 pytestmark = needs_chromium
 

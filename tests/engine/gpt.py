@@ -13,8 +13,8 @@ from unittest.mock import patch
 import tiny_gpt
 import torch
 
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.names import STOCK
 
 
 class Weights(NamedTuple):

@@ -28,9 +28,9 @@ from engine.releases import fetched, ranks_with
 from pool import Pool
 from runtime.shielded import costs
 
-from megatron.pipeline.costmodel.activations import layer_retained
-from megatron.pipeline.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel.activations import layer_retained
+from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.gpt import Shape
 
 _SKIP = pytest.mark.skip(
     reason="build/ has no release of Transformer Engine: python scripts/fetch_transformer_engine.py fetches some"

@@ -25,7 +25,7 @@ from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 from gpu_model.trace import At, Bytes, Create, Follow, HostWait, Item, Kernels, Mark, Post
-from megatron.pipeline.schedule.time.network import NEVER, Network
+from megatron.pipeline.planner.schedule.time.network import NEVER, Network
 
 Traces: TypeAlias = Sequence[Sequence[Item]]
 

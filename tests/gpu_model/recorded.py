@@ -15,8 +15,8 @@ from gpu_model.trace import At, Item
 @contextmanager
 def recording(memory: bool = False) -> Iterator[list[Item]]:
     """This rank's trace, with the operations of its programs; and its memory."""
+    from megatron.pipeline.planner.schedule.lower.program import describe
     from megatron.pipeline.runtime.executor import Executor
-    from megatron.pipeline.schedule.lower.program import describe
 
     enter = Executor._at
 

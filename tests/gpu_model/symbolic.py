@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from gpu_model.trace import At, Follow, HostWait, Item, Kernels, Mark, Part, Post
-from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.lower.posting import LEAD, Posting, starts_posted
-from megatron.pipeline.schedule.lower.program import (
+from megatron.pipeline.planner.schedule.core.passes import Pass
+from megatron.pipeline.planner.schedule.lower.posting import LEAD, Posting, starts_posted
+from megatron.pipeline.planner.schedule.lower.program import (
     Collective,
     Compute,
     Copy,

@@ -15,7 +15,7 @@ from gpu_model.mutations import KEEPS_ALL_THAT_IS_SENT, UNTIED, Mutation, mutate
 from gpu_model.recorded import recording, stuck, trained
 from gpu_model.test_trainer import races_and_trace
 from gpu_model.trace import At, Item, Post
-from megatron.pipeline import planning
+from megatron.pipeline.planner import planning
 
 EXTRAS = {
     "plain": "",

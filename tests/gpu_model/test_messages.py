@@ -19,17 +19,17 @@ from gpu_model.ranks import another_world
 from gpu_model.recorded import racing, recording
 from gpu_model.trace import Post
 from megatron.pipeline.distributed.groups import few_ctas
+from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.runtime.later_plans import LaterPlans
-from megatron.pipeline.schedule.lower.posting import Posting
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
 
 
 def pinged(variable_lengths: bool) -> list[float]:
+    from megatron.pipeline.planner.schedule import families
+    from megatron.pipeline.planner.schedule.core.kinds import Flow
     from megatron.pipeline.runtime.p2p import Channels, Transport
     from megatron.pipeline.runtime.ping import ping
-    from megatron.pipeline.schedule import families
-    from megatron.pipeline.schedule.core.kinds import Flow
 
     channels = Channels.open(torch.distributed.group.WORLD, variable_lengths)  # type: ignore[arg-type]
     shapes = {Flow.ACTIVATION: [(4, 2)], Flow.GRADIENT: [(4, 2)]}

@@ -9,10 +9,10 @@ import pytest
 from gpu_model.judge import SETTINGS, judge
 from gpu_model.symbolic import traces
 from gpu_model.test_symbolic import planned, programs
-from megatron.pipeline.schedule.certify.certificate import certify
-from megatron.pipeline.schedule.core.passes import Vocabulary
-from megatron.pipeline.schedule.lower.program import Join, Operation, Program, Receive, Send, Wait, describe
-from megatron.pipeline.schedule.lower.traffic import of_programs
+from megatron.pipeline.planner.schedule.certify.certificate import certify
+from megatron.pipeline.planner.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner.schedule.lower.program import Join, Operation, Program, Receive, Send, Wait, describe
+from megatron.pipeline.planner.schedule.lower.traffic import of_programs
 
 Changed = tuple[str, tuple[Program, ...]]
 

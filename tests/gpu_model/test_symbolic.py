@@ -14,14 +14,14 @@ from gpu_model.judge import SETTINGS, judge
 from gpu_model.recorded import recording, stuck
 from gpu_model.symbolic import traces
 from gpu_model.trace import Item, Post
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform
-from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.lower.program import Program
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import EQUAL_SHARDS, Costs, uniform
+from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Program
 
 ALONE = ("dualpipe", "chimera")  # two replicas of the model, which no training runs
 SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1 and name not in ALONE]

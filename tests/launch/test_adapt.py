@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline.combinations.rows import EXCLUDED
-from megatron.pipeline.combinations.table import Combination, flag_of
 from megatron.pipeline.flags.flags import MEGATRON
 from megatron.pipeline.flags.settings import add_flags
 from megatron.pipeline.launch.adapt import adapt, exclusions, refusal
 from megatron.pipeline.launch.check import check_flags
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions
+from megatron.pipeline.planner.combinations.rows import EXCLUDED
+from megatron.pipeline.planner.combinations.table import Combination, flag_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
 PRICED = [row for row in EXCLUDED if row.price]

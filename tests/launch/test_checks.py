@@ -13,8 +13,6 @@ from megatron.pipeline.patches import compat
 from packaging.version import Version
 from releases import reduces_experts_wrong
 
-from megatron.pipeline.combinations.rows import FLAGS, MODELS, QUANTIZED, WRONG
-from megatron.pipeline.combinations.table import refuse, sentences
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.facts import cautions, of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
@@ -25,6 +23,8 @@ from megatron.pipeline.launch.check import check_flags, check_plan, untested
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
+from megatron.pipeline.planner.combinations.rows import FLAGS, MODELS, QUANTIZED, WRONG
+from megatron.pipeline.planner.combinations.table import refuse, sentences
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 SIZES_OF_RANKS = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}

@@ -23,7 +23,7 @@ from megatron.pipeline.flags.upstream import table
 from megatron.pipeline.launch.check import check_flags, untested
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions
-from megatron.pipeline.schedule.families import AUTO, FAMILIES
+from megatron.pipeline.planner.schedule.families import AUTO, FAMILIES
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_with_pip.py"
 SIZES = (

@@ -124,7 +124,7 @@ def train(schedule: str) -> tuple[list[float], dict[str, list[float]]]:
     from megatron.pipeline.flags.settings import Settings
     from megatron.pipeline.model.build import build_model
     from megatron.pipeline.model.layout import PlacementLayout, stage_layers
-    from megatron.pipeline.planning import Request
+    from megatron.pipeline.planner.planning import Request
     from megatron.pipeline.runtime.pipeline import Pipeline
 
     ranks = torch.distributed.get_world_size()

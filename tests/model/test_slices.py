@@ -12,8 +12,8 @@ import tiny_gpt
 import torch
 from pool import Pool
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 
 MICROBATCHES = 3
 LEARNED = "--attention-dropout 0"

@@ -12,8 +12,8 @@ import torch
 from model.backward_orders import run_backwards
 from pool import Pool
 
-from megatron.pipeline.costmodel.activations import layer_retained
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel.activations import layer_retained
+from megatron.pipeline.planner.shape.gpt import Shape
 
 SIZE, MICROBATCHES = 8, 3
 WIDTH, LENGTH = 32, 32  # of a GPT's layer

@@ -14,10 +14,10 @@ from packaging.version import Version
 from pool import Pool
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, check_no_gradient_is_lost, deferring
-from megatron.pipeline.combinations.rows import SCHEDULES
-from megatron.pipeline.combinations.table import of_config, refuse
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.planner.combinations.rows import SCHEDULES
+from megatron.pipeline.planner.combinations.table import of_config, refuse
 
 SIZE, MICROBATCHES = 8, 3
 OUTSIDE, IN_W, IN_B = "added outside of the module", "its gradient by W", "its gradient by B, as with FP8"

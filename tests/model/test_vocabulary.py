@@ -17,7 +17,7 @@ from pool import Pool
 from megatron.pipeline.model.vocabulary import output
 from megatron.pipeline.model.vocabulary.input import EmbeddingShard
 from megatron.pipeline.model.vocabulary.loss import LossSettings
-from megatron.pipeline.shape.shards import Shards
+from megatron.pipeline.planner.shape.shards import Shards
 
 
 def check(case: Case, tolerance: float = 1e-5) -> None:

@@ -27,7 +27,7 @@ def build(flags: str, v: bool = False, gpu_initialization: bool = False) -> tupl
     from megatron.pipeline.flags import config
     from megatron.pipeline.flags.arguments import parse
     from megatron.pipeline.flags.validation import validate
-    from megatron.pipeline.schedule.core import placement
+    from megatron.pipeline.planner.schedule.core import placement
     from megatron.pipeline.session.groups import initialize_model_parallel
     from megatron.pipeline.session.tokenizer import sizes_of_vocabulary
     from megatron.pipeline.trainer.state import build_training

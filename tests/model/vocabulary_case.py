@@ -9,7 +9,7 @@ import torch
 
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputShard
-from megatron.pipeline.shape.shards import Shards
+from megatron.pipeline.planner.shape.shards import Shards
 
 HIDDEN = 12
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from pool import Pool, forked
 
-from megatron.pipeline.combinations.rows import EXCLUDED
-from megatron.pipeline.combinations.table import of_config, refuse, sentences
+from megatron.pipeline.planner.combinations.rows import EXCLUDED
+from megatron.pipeline.planner.combinations.table import of_config, refuse, sentences
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 

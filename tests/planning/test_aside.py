@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from marked import rest
 
-from megatron.pipeline.planning import Request, loads_of
-from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess, plan_batch
-from megatron.pipeline.planning.plan_cache import PlanCache
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.loads import Extent, Load
-from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective
-from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.planning import Request, loads_of
+from megatron.pipeline.planner.planning.aside import PlannedBatch, PlanningProcess, plan_batch
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.loads import Extent, Load
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Objective
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
 
 def cache(schedule: str, limit: float | None = None, **options: Any) -> PlanCache:
@@ -143,10 +143,10 @@ def test_nothing_stays_behind_and_nothing_is_waited_for(ends: str) -> None:
     """A rank that ends while its process should plan, and is stopped."""
     program = f"""
 import os, signal, time
-from megatron.pipeline.planning import Request, loads_of
-from megatron.pipeline.planning.aside import PlanningProcess
-from megatron.pipeline.planning.plan_cache import PlanCache
-from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.planner.planning import Request, loads_of
+from megatron.pipeline.planner.planning.aside import PlanningProcess
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.schedule.lower.posting import Posting
 process, loads = PlanningProcess(), loads_of([[number % 7 + 1] for number in range(8)])
 request = PlanCache(Request("zb-auto", 4, 1)).of_batch(len(loads), loads)
 process.plan(request, Posting.SINGLE, False).result(timeout=100)

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.model.layout import stage_layers
-from megatron.pipeline.planning.balance import Model, layout
-from megatron.pipeline.planning.costs import CostFlags, costs_of
-from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.planning.request import CostsOf, Request
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.placement import interleaved
-from megatron.pipeline.schedule.core.problem import LimitTooLow
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.shape.balance import balanced_layers
+from megatron.pipeline.planner.planning.balance import Model, layout
+from megatron.pipeline.planner.planning.costs import CostFlags, costs_of
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.planning.request import CostsOf, Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.placement import interleaved
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.shape.balance import balanced_layers
 
 OUTPUT = {"F": 0.4, "B": 0.8, "activation": 0.1}
 

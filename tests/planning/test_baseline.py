@@ -7,10 +7,10 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.planning.choose import stock_at_its_best
-from megatron.pipeline.planning.costs import with_whole_vocabulary
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts, uniform
-from megatron.pipeline.schedule.core.placement import interleaved, linear
+from megatron.pipeline.planner.planning.choose import stock_at_its_best
+from megatron.pipeline.planner.planning.costs import with_whole_vocabulary
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.planner.schedule.core.placement import interleaved, linear
 
 STAGES = st.lists(
     st.builds(

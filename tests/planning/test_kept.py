@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from reductions import costs as boundary_costs
 
-from megatron.pipeline.planning import kept, request
-from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.passes import Order
-from megatron.pipeline.schedule.core.placement import v
-from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.families import FAMILIES
+from megatron.pipeline.planner.planning import kept, request
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.passes import Order
+from megatron.pipeline.planner.schedule.core.placement import v
+from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.families import FAMILIES
 
 ASKED = Request("v-auto", 4, 6, costs=uniform(v(4)), memory_limit=3, keep=True)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.pipeline.planning.choose import candidates
-from megatron.pipeline.planning.planned import Variant
-from megatron.pipeline.planning.refusals import (
+from megatron.pipeline.planner.planning.choose import candidates
+from megatron.pipeline.planner.planning.planned import Variant
+from megatron.pipeline.planner.planning.refusals import (
     COSTS_UNIT,
     HOST_MIB,
     MIB,
@@ -16,9 +16,9 @@ from megatron.pipeline.planning.refusals import (
     folded,
     nothing_fits,
 )
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.problem import LimitTooLow
-from megatron.pipeline.schedule.families import AUTO
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
+from megatron.pipeline.planner.schedule.families import AUTO
 
 
 @pytest.mark.parametrize(

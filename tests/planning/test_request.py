@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline import planning
-from megatron.pipeline.planning.choose import best, least_limit
-from megatron.pipeline.planning.document import Changes, choice_fields, read, report
-from megatron.pipeline.planning.limits import Beside, peak_of_1f1b
-from megatron.pipeline.planning.plan_cache import PlanCache
-from megatron.pipeline.planning.planned import Variant
-from megatron.pipeline.planning.request import MOST_RANKS, Request
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform, with_equal_copies
-from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.families import AUTO
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.planning.choose import best, least_limit
+from megatron.pipeline.planner.planning.document import Changes, choice_fields, read, report
+from megatron.pipeline.planner.planning.limits import Beside, peak_of_1f1b
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.planning.planned import Variant
+from megatron.pipeline.planner.planning.request import MOST_RANKS, Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform, with_equal_copies
+from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass, Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.families import AUTO
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 
 MIB = 2**20
 

@@ -9,17 +9,17 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.costmodel import device
-from megatron.pipeline.costmodel.estimate import estimate, saved_seconds, shielded_seconds
-from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.placement import Placement, linear
-from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel import device
+from megatron.pipeline.planner.costmodel.estimate import estimate, saved_seconds, shielded_seconds
+from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear
+from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.gpt import Shape
 
 
 def plan(name: str, ranks: int, microbatches: int, behind: float, saved: float, hides: bool = True, **options: object) -> Planned:

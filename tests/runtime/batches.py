@@ -14,7 +14,7 @@ import torch
 from example_runs import example, optimizer_of
 from megatron.core.utils import get_model_config
 
-from megatron.pipeline.planning.aside import PlanningProcess, plan_batch
+from megatron.pipeline.planner.planning.aside import PlanningProcess, plan_batch
 
 NUMBERS = (4, 4, 4, 4, 6, 6, 3, 4, 4)  # of microbatches, by iteration
 

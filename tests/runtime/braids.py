@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.schedule.core.passes import Pass
+from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.transforms import braid
 from megatron.pipeline.runtime import iteration
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.p2p import Tensors
-from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.transforms import braid
 
 
 def braided(schedule: Schedule) -> Schedule:

@@ -16,7 +16,7 @@ from megatron.pipeline.runtime.agreement import differences
 def with_one_that_differs(schedules: list[str], when: str) -> str:
     """What a rank says that planned its own entry of ``schedules``: at the start, in an iteration, or after planning again."""
     run = tiny_gpt.Run(schedules[0], pp=2)
-    from megatron.pipeline.planning.plan_cache import PlanCache
+    from megatron.pipeline.planner.planning.plan_cache import PlanCache
     from megatron.pipeline.runtime.agreement import RanksDiffer
 
     own = schedules[torch.distributed.get_rank()]

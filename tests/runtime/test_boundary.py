@@ -12,8 +12,8 @@ from marked import rest, whole
 from pool import Pool
 from reductions import costs, summed_in_order
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.problem import Objective
 
 GATHERS = "--overlap-param-gather"
 BOTH = f"--use-distributed-optimizer --overlap-grad-reduce {GATHERS} --ddp-bucket-size 4096"

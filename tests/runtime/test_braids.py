@@ -11,20 +11,20 @@ import tiny_gpt
 from marked import rest
 from pool import Pool
 
-from megatron.pipeline import planning
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.kinds import Kind
+from megatron.pipeline.planner.schedule.core.passes import Pass
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Send, Wait
+from megatron.pipeline.planner.schedule.transforms.braid import braid
 from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.wiring import wiring
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.kinds import Kind
-from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Compute, Message, Send, Wait
-from megatron.pipeline.schedule.transforms.braid import braid
 
 
 class Hiding(Costs):

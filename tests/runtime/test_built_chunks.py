@@ -9,7 +9,7 @@ import tiny_gpt
 import torch
 from pool import Pool
 
-from megatron.pipeline.schedule.core.placement import v
+from megatron.pipeline.planner.schedule.core.placement import v
 
 
 def train(schedule: str, built_for: str, pp: int, change: str = "", flags: str = "") -> str:
@@ -17,7 +17,7 @@ def train(schedule: str, built_for: str, pp: int, change: str = "", flags: str =
     run = tiny_gpt.Run(built_for, pp=pp, flags=("--num-layers", "8", *flags.split()))
     from megatron.core.utils import unwrap_model
 
-    from megatron.pipeline.planning.request import Request
+    from megatron.pipeline.planner.planning.request import Request
     from megatron.pipeline.runtime.pipeline import Pipeline
 
     if schedule != built_for:

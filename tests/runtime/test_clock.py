@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.record import clock
 from megatron.pipeline.record.recorder import Recorder
 from megatron.pipeline.runtime.device_lock import DeviceLock
-from megatron.pipeline.schedule.core.passes import Kind, Pass
 
 
 def test_waits_for_a_core_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,13 @@ from pool import Pool
 from runtime import batches
 
 from megatron.pipeline import install
-from megatron.pipeline.planning import Request
-from megatron.pipeline.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.planning import Request
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.schedule.core.loads import Extent
+from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, ReadAhead, lengths_of
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.loads import Extent
-from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
-from megatron.pipeline.schedule.lower.posting import Posting
 
 
 def losses(found: list[batches.Trained]) -> list[list[float]]:

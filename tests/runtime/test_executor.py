@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.pipeline import planning
-from megatron.pipeline.record.recorder import NullRecorder
-from megatron.pipeline.runtime.executor import Executor, Handlers
-from megatron.pipeline.runtime.p2p import Tensors, Transport
-from megatron.pipeline.runtime.wiring import wiring
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import (
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.program import (
     Collective,
     Compute,
     Exchange,
@@ -24,6 +20,10 @@ from megatron.pipeline.schedule.lower.program import (
     Send,
     Wait,
 )
+from megatron.pipeline.record.recorder import NullRecorder
+from megatron.pipeline.runtime.executor import Executor, Handlers
+from megatron.pipeline.runtime.p2p import Tensors, Transport
+from megatron.pipeline.runtime.wiring import wiring
 
 
 @pytest.mark.parametrize("name", [name for name in families.FAMILIES if families.placement(name, 4).replicas == 1])

@@ -24,14 +24,14 @@ from runtime import failing_ranks
 from runtime.failing_ranks import RANKS, rank_alone
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.pipeline import planning
 from megatron.pipeline.health.heartbeat import Heartbeat
 from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, list_ranks
 from megatron.pipeline.health.watchdog import Watchdog, in_words
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Compute, Operation, Wait
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.passes import Pass
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.program import Compute, Operation, Wait
 
 COMPUTES, OUTSIDE = Situation("Compute F0.0", in_iteration=True), Situation("the optimizer")
 

@@ -11,9 +11,9 @@ import tiny_gpt
 import torch
 from pool import Pool, RankFailed
 
-from megatron.pipeline import planning
-from megatron.pipeline.combinations.table import flag_of
-from megatron.pipeline.planning import Request
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.combinations.table import flag_of
+from megatron.pipeline.planner.planning import Request
 
 RANKS = 4
 DEEP = ("--num-layers", "8", "--clip-grad", "0")  # a layer for every stage of a V; norms have last digits of their own there

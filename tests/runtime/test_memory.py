@@ -15,18 +15,18 @@ import torch
 from marked import rest, whole
 from pool import Pool
 
-from megatron.pipeline import planning
 from megatron.pipeline.backward.weight_tasks import WeightTask
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.kinds import MOST_WAITING
+from megatron.pipeline.planner.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear, v
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
+from megatron.pipeline.planner.schedule.transforms.vocabulary import postponed
 from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.runtime.stage_passes import run_weights
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.kinds import MOST_WAITING
-from megatron.pipeline.schedule.core.passes import Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement, linear, v
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.simulate import activation_peaks
-from megatron.pipeline.schedule.transforms.vocabulary import postponed
 
 FLAGS = ("--num-layers", "8", "--seq-length", "64", "--hidden-size", "64", "--untie-embeddings-and-output-weights")
 

@@ -13,11 +13,11 @@ import tiny_gpt
 from marked import rest, whole
 from pool import Pool
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import with_equal_copies
-from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import with_equal_copies
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
 
 SMALL = "--offload-min-size 1KiB"
 FULL, SELECTIVE, ALL = "--offload full", "--offload selective", "all"
@@ -193,9 +193,9 @@ LARGE = "--num-layers 8 --hidden-size 64 --seq-length 64"
 
 def planned_and_measured(schedule: str, **sizes: Any) -> tuple[list[float], list[int], list[float]]:
     """Peaks in bytes of every rank: planned at what has been measured, and then measured again; and those of nothing copied."""
+    from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
+    from megatron.pipeline.planner.schedule.transforms.transform import without_copies
     from megatron.pipeline.record import cost_profile
-    from megatron.pipeline.schedule.time.simulate import activation_peaks
-    from megatron.pipeline.schedule.transforms.transform import without_copies
 
     trained = tiny_gpt.Run(schedule, flags=tuple(f"{LARGE} {FULL} {SMALL}".split()), **sizes)
     pipeline = trained.pipeline

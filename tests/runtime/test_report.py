@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
 
-from megatron.pipeline import planning
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timed
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.program import Compute, Program, Send, Wait
 from megatron.pipeline.record.recorder import Record, Waited
 from megatron.pipeline.record.report import RecordFormat
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timed
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Compute, Program, Send, Wait
 
 
 def record_of(program: Program, chance: random.Random) -> Record:

@@ -11,13 +11,13 @@ import torch
 from marked import rest
 from pool import Pool
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import v
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.torch_csv import from_csv, to_csv
-from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import v
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.torch_csv import from_csv, to_csv
+from megatron.pipeline.planner.schedule.rules.verify import verify
 
 MICROBATCHES, ROWS, WIDTH = 6, 3, 8
 BY_HAND = "v by hand"

@@ -9,15 +9,15 @@ from fractions import Fraction
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, stage_kinds
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.core.stage_costs import PARTS
-from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.kinds import STAGE_KINDS, stage_kinds
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpSolver, IntervalVar, IntVar, LinearExprT

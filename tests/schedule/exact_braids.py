@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from schedule.exact import Model
 
-from megatron.pipeline.schedule.core.kinds import BRAIDED
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.core.kinds import BRAIDED
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpSolver, IntervalVar, IntVar, LinearExprT

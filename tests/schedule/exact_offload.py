@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import Offload
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.offload import Rank, offload
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.passes import Offload
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.offload import Rank, offload
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import IntVar

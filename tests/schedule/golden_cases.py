@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from megatron.pipeline.schedule.core.costs import CopyCosts
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts
 
 STOCK = "stock"  # megatron-core's own schedules: no family, and nothing is planned but where its stages are
 

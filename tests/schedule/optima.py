@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from schedule.exact import optimum
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.problem import Problem
 
 STORED = Path(__file__).with_name("optima.json")
 SECONDS = 60  # of search for each

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from marked import rest
 from schedule_strategies import costs_of, exact, placements, schedules
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import Placement, bidirectional, interleaved, linear, v
-from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.optimum import bound
-from megatron.pipeline.schedule.rules.verify import per_rank, verify
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import Placement, bidirectional, interleaved, linear, v
+from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.optimum import bound
+from megatron.pipeline.planner.schedule.rules.verify import per_rank, verify
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
 
 def lower_bound(placement: Placement, microbatches: int, costs: Costs, memory_limit: Any = None) -> float:

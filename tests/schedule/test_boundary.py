@@ -12,19 +12,19 @@ from examples import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.boundary import Turn, completes, turn, turns, with_turns, within
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.kinds import Kind, Lane
-from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.optimum.period import period_bound
-from megatron.pipeline.schedule.rules.boundary import verify_boundary
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.cycle import Cycle
-from megatron.pipeline.schedule.time.simulate import activation_peaks
-from megatron.pipeline.schedule.transforms.boundary import (
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.boundary import Turn, completes, turn, turns, with_turns, within
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.kinds import Kind, Lane
+from megatron.pipeline.planner.schedule.core.passes import Pass
+from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.planner.schedule.optimum.period import period_bound
+from megatron.pipeline.planner.schedule.rules.boundary import verify_boundary
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.time.cycle import Cycle
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
+from megatron.pipeline.planner.schedule.transforms.boundary import (
     MEGATRON,
     NO_OVERLAP,
     Rules,

@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, schedules, unbraided, with_parts_of
 
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.braids import Parts, braid_seconds
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.kinds import BRAIDED
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Compute, Flow, Message, Send, Wait, pass_of
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.rules.verify_programs import verify_programs
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.braid import braid
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.braids import Parts, braid_seconds
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.kinds import BRAIDED
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.program import Compute, Flow, Message, Send, Wait, pass_of
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.rules.verify_programs import verify_programs
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.braid import braid
 
 
 def schedule_of(*rows: str, microbatches: int = 2) -> Schedule:

@@ -16,21 +16,21 @@ from marked import rest
 from schedule.exact import optimum
 from schedule_strategies import with_parts_of
 
-from megatron.pipeline.planning.compose import solve
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.certify.certificate import certify
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
-from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear, wave
-from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.traffic import of_programs
-from megatron.pipeline.schedule.optimum.bound import lower_bound, own_bound
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.search.overlapped import list_schedule_overlapped
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.braid import combined
+from megatron.pipeline.planner.planning.compose import solve
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.certify.certificate import certify
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass, Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved, linear, wave
+from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.traffic import of_programs
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound, own_bound
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.search.overlapped import list_schedule_overlapped
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.braid import combined
 
 
 @pytest.mark.parametrize("name", ["zb-v", rest("v-half"), "dualpipe-v", "interleaved", rest("v-auto"), "gis", "1f1b", "zb-auto"])

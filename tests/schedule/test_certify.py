@@ -14,20 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.certify.certificate import Certificate, TransportOutcome, certify
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.kinds import Flow
-from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import interleaved, linear
-from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.lower.lower import lower, messages
-from megatron.pipeline.schedule.lower.program import Compute, Message, Operation, Program, Receive, Send, Wait
-from megatron.pipeline.schedule.lower.traffic import Row, Start, Step, Traffic, of_programs, with_waits_of_batches
-from megatron.pipeline.schedule.rules.deadlock import Blocked, End, TrafficNetwork, nothing_deadlocks
-from megatron.pipeline.schedule.rules.transports import TRANSPORTS, TransportModel
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.certify.certificate import Certificate, TransportOutcome, certify
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.kinds import Flow
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import interleaved, linear
+from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.planner.schedule.lower.lower import lower, messages
+from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.planner.schedule.lower.traffic import Row, Start, Step, Traffic, of_programs, with_waits_of_batches
+from megatron.pipeline.planner.schedule.rules.deadlock import Blocked, End, TrafficNetwork, nothing_deadlocks
+from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS, TransportModel
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 
 IN_ORDER = ("rendezvous", "shared", "pair", "direction")
 

@@ -14,16 +14,16 @@ from megatron.core import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from releases import CORE
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule.certify.certificate import Certificate, certify
-from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.kinds import Flow
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import interleaved
-from megatron.pipeline.schedule.lower.program import Compute, Message, Receive, Send, Wait
-from megatron.pipeline.schedule.lower.traffic import Row, Start, Sync, Traffic
-from megatron.pipeline.schedule.rules.transports import TRANSPORTS
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.certify.certificate import Certificate, certify
+from megatron.pipeline.planner.schedule.certify.megatron import megatron_interleaved
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.kinds import Flow
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import interleaved
+from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Receive, Send, Wait
+from megatron.pipeline.planner.schedule.lower.traffic import Row, Start, Sync, Traffic
+from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS
 
 pytestmark = pytest.mark.skipif(CORE != (0, 16), reason="the rows are those of megatron-core 0.16")
 

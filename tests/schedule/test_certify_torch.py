@@ -11,12 +11,12 @@ from marked import rest, whole
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from megatron.pipeline.planning.certify import read_traffic
-from megatron.pipeline.planning.costs import CostFlags
-from megatron.pipeline.schedule.certify.certificate import Certificate, certify
-from megatron.pipeline.schedule.certify.torch_comms import from_comms_csv
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.rules.transports import TRANSPORTS
+from megatron.pipeline.planner.planning.certify import read_traffic
+from megatron.pipeline.planner.planning.costs import CostFlags
+from megatron.pipeline.planner.schedule.certify.certificate import Certificate, certify
+from megatron.pipeline.planner.schedule.certify.torch_comms import from_comms_csv
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS
 
 SINGLE = ("GPipe", "1F1B")
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -7,17 +7,17 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.planning.choose import candidates, choose
-from megatron.pipeline.planning.planned import Planned, Variant
-from megatron.pipeline.planning.request import Request, variants
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.families import AUTO
-from megatron.pipeline.schedule.optimum.bound import least_limit
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.planning.choose import candidates, choose
+from megatron.pipeline.planner.planning.planned import Planned, Variant
+from megatron.pipeline.planner.planning.request import Request, variants
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.families import AUTO
+from megatron.pipeline.planner.schedule.optimum.bound import least_limit
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
 FIXED = [name for name, family in families.FAMILIES.items() if family.memory is None]  # those that do not search
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from megatron.pipeline.schedule.core import compiled as module
-from megatron.pipeline.schedule.core.compiled import Compiled, compiled
+from megatron.pipeline.planner.schedule.core import compiled as module
+from megatron.pipeline.planner.schedule.core.compiled import Compiled, compiled
 
 FACTOR = 3
 

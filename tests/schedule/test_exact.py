@@ -8,15 +8,15 @@ import pytest
 from schedule import exact
 from schedule.exact import optimum
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import Placement, bidirectional, linear, v
-from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import Placement, bidirectional, linear, v
+from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
 
 def unit_problem(placement: Placement, microbatches: int, limit: float | None = None, **options: Any) -> Problem:

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import bidirectional, linear, v
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.lower.lower import messages
-from megatron.pipeline.schedule.lower.torch_csv import from_csv, to_csv
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.transform import recompute
-from megatron.pipeline.view.chrome_trace import to_trace
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import bidirectional, linear, v
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.planner.schedule.lower.lower import messages
+from megatron.pipeline.planner.schedule.lower.torch_csv import from_csv, to_csv
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.transform import recompute
+from megatron.pipeline.planner.view.chrome_trace import to_trace
 
 V = Schedule("by hand", v(2), 1, parse("F0.0 F0.1 B0.1 W0.1 BW0.0", "F0.0 F0.1 BW0.1 B0.0 W0.0"))
 V_CSV = "0F0,3F0,3I0,3W0,0B0\n1F0,2F0,2B0,1I0,1W0\n"

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact
 
-from megatron.pipeline import planning
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.rules.verify import verify, verify_programs
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Objective
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.rules.verify import verify, verify_programs
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
 
 @examples(250)

@@ -9,7 +9,7 @@ import pytest
 from schedule.golden import difference, digests, read
 from schedule.golden_cases import SHAPES, Case, cases, part
 
-from megatron.pipeline.schedule import families
+from megatron.pipeline.planner.schedule import families
 
 
 def _check(chosen: Mapping[str, Case]) -> None:

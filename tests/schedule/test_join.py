@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from marked import rest
 from schedule.exact import optimum
 
-from megatron.pipeline import planning
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.passes import Kind
-from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.orders import Orders, can_be_compiled
-from megatron.pipeline.schedule.time.replay import Stuck
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.join import join, saves, split
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.passes import Kind
+from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.time.orders import Orders, can_be_compiled
+from megatron.pipeline.planner.schedule.time.replay import Stuck
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.join import join, saves, split
 
 SLACK = 1 + 1e-9
 

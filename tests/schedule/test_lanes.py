@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import parse
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.schedule.time.clock import Clock
-from megatron.pipeline.schedule.time.lanes import switches
-from megatron.pipeline.schedule.time.links import PassLink, Rows
-from megatron.pipeline.schedule.time.simulate import simulate
-from megatron.pipeline.schedule.transforms.offload import offload
-from megatron.pipeline.schedule.transforms.transform import without_copies
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
+from megatron.pipeline.planner.schedule.time.clock import Clock
+from megatron.pipeline.planner.schedule.time.lanes import switches
+from megatron.pipeline.planner.schedule.time.links import PassLink, Rows
+from megatron.pipeline.planner.schedule.time.simulate import simulate
+from megatron.pipeline.planner.schedule.transforms.offload import offload
+from megatron.pipeline.planner.schedule.transforms.transform import without_copies
 
 STEP = 1 / 128
 

@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from schedule.exact import optimum
 from schedule_strategies import with_parts_of
 
-from megatron.pipeline.planning import Request, solve
-from megatron.pipeline.planning.every_batch import ordered, pack, pack_at_once
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.loads import Load, loads_of
-from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.program import Compute
-from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.rules.verify import verify, verify_programs
-from megatron.pipeline.schedule.time.orders import Orders, Reordered
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.view import render
+from megatron.pipeline.planner.planning import Request, solve
+from megatron.pipeline.planner.planning.every_batch import ordered, pack, pack_at_once
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.loads import Load, loads_of
+from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass, Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Objective, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.program import Compute
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.rules.verify import verify, verify_programs
+from megatron.pipeline.planner.schedule.time.orders import Orders, Reordered
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.view import render
 
 SLACK = 1 + 1e-9
 

@@ -9,20 +9,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, schedules
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timed
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.lower.program import Compute, Flow, Message, Operation, Program, Receive, Send, Validate, Wait
-from megatron.pipeline.schedule.lower.traffic import of_programs
-from megatron.pipeline.schedule.rules.deadlock import nothing_deadlocks
-from megatron.pipeline.schedule.rules.transports import TRANSPORTS
-from megatron.pipeline.schedule.rules.verify import ScheduleError, verify_programs
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timed
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import (
+    Compute,
+    Flow,
+    Message,
+    Operation,
+    Program,
+    Receive,
+    Send,
+    Validate,
+    Wait,
+)
+from megatron.pipeline.planner.schedule.lower.traffic import of_programs
+from megatron.pipeline.planner.schedule.rules.deadlock import nothing_deadlocks
+from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS
+from megatron.pipeline.planner.schedule.rules.verify import ScheduleError, verify_programs
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 
 
 @examples(200)

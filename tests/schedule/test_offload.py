@@ -15,24 +15,24 @@ from hypothesis import strategies as st
 from schedule.exact_offload import least_peak
 from schedule_strategies import costs_of, one_rank, parse, schedules, unbraided, with_parts_of
 
-from megatron.pipeline import planning
-from megatron.pipeline.planning.compose import adapted
-from megatron.pipeline.planning.costs import with_shards
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
-from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.rules.verify import verify, verify_programs
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.braid import braid
-from megatron.pipeline.schedule.transforms.offload import host_peaks, moved, offload
-from megatron.pipeline.schedule.transforms.transform import recompute, without_copies
-from megatron.pipeline.schedule.transforms.vocabulary import shard_vocabulary
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.planning.compose import adapted
+from megatron.pipeline.planner.planning.costs import with_shards
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass, Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.rules.verify import verify, verify_programs
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.braid import braid
+from megatron.pipeline.planner.schedule.transforms.offload import host_peaks, moved, offload
+from megatron.pipeline.planner.schedule.transforms.transform import recompute, without_copies
+from megatron.pipeline.planner.schedule.transforms.vocabulary import shard_vocabulary
 
 FULL, SELECTIVE = Offload.FULL, Offload.SELECTIVE
 

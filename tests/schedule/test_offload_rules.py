@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 from schedule_strategies import one_rank, parse
 
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Compute, Copy, Operation, Program, Wait
-from megatron.pipeline.schedule.rules.verify import ScheduleError, verify, verify_programs
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.program import Compute, Copy, Operation, Program, Wait
+from megatron.pipeline.planner.schedule.rules.verify import ScheduleError, verify, verify_programs
 
 
 def offloaded() -> tuple[Schedule, Costs]:

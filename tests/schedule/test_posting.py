@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 from marked import rest
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement, linear
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.posting import Posting, starts_posted
-from megatron.pipeline.schedule.lower.program import (
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import EQUAL_SHARDS, uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.posting import Posting, starts_posted
+from megatron.pipeline.planner.schedule.lower.program import (
     Compute,
     Flow,
     Message,
@@ -27,10 +27,10 @@ from megatron.pipeline.schedule.lower.program import (
     Validate,
     Wait,
 )
-from megatron.pipeline.schedule.lower.traffic import Traffic, with_waits_of_batches
-from megatron.pipeline.schedule.rules.deadlock import nothing_deadlocks
-from megatron.pipeline.schedule.rules.transports import TRANSPORTS
-from megatron.pipeline.schedule.rules.verify import ScheduleError, verify_programs
+from megatron.pipeline.planner.schedule.lower.traffic import Traffic, with_waits_of_batches
+from megatron.pipeline.planner.schedule.rules.deadlock import nothing_deadlocks
+from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS
+from megatron.pipeline.planner.schedule.rules.verify import ScheduleError, verify_programs
 
 SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1 and name not in ("dualpipe", "chimera")]
 

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from marked import rest, whole
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.search.instance import Instance
-from megatron.pipeline.schedule.search.rounds import can_be_in_rounds, rounds
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.search.instance import Instance
+from megatron.pipeline.planner.schedule.search.rounds import can_be_in_rounds, rounds
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 
 SLACK = 1 + 1e-9
 TIMES = st.sampled_from([0.0, 0.5, 1.0, 1.0, 1.3, 2.0, 3.7])

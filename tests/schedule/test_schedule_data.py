@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from schedule_strategies import placements, schedules
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import Placement, from_rows, interleaved, linear, v, wave
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import Placement, from_rows, interleaved, linear, v, wave
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 
 
 @pytest.mark.parametrize("text", ["F0.0", "B12.1", "W3.2", "BW7.0"])

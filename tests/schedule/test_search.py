@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 from marked import rest
 from schedule import optima
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.passes import Kind
-from megatron.pipeline.schedule.core.placement import linear, v
-from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.rules.verify import rounded_up, verify, verify_programs
-from megatron.pipeline.schedule.search import search
-from megatron.pipeline.schedule.search.instance import Array, Instance, Plan
-from megatron.pipeline.schedule.search.search import _begin, _extended
-from megatron.pipeline.schedule.search.seeds import starts
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.join import saves
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind
+from megatron.pipeline.planner.schedule.core.placement import linear, v
+from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.rules.verify import rounded_up, verify, verify_programs
+from megatron.pipeline.planner.schedule.search import search
+from megatron.pipeline.planner.schedule.search.instance import Array, Instance, Plan
+from megatron.pipeline.planner.schedule.search.search import _begin, _extended
+from megatron.pipeline.planner.schedule.search.seeds import starts
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.join import saves
 
 SEARCHED = ("zb-auto", "zb-v", "v-half", "v-min", "v-auto", "1f1b-v")
 FREE = ("zb-auto", "v-auto")  # take any limit

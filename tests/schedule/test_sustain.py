@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from schedule.exact import optimum
 
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.placement import bidirectional, linear, v
-from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.optimum.sustain import period, smallest_sustaining_limit, sustaining_limits
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.placement import bidirectional, linear, v
+from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.optimum.sustain import period, smallest_sustaining_limit, sustaining_limits
 
 
 def problem(ranks: int, backward: float = 1, weight: float = 1, limit: float | None = None) -> Problem:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from marked import rest
 from schedule_strategies import exact, parse
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
 times = st.integers(1, 9)
 

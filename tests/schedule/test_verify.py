@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from schedule_strategies import parse, schedules
 
-from megatron.pipeline import planning
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.placement import linear, v
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.rules.verify import ScheduleError, verify
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.placement import linear, v
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.rules.verify import ScheduleError, verify
 
 
 @given(schedules())

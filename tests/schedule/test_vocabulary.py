@@ -13,27 +13,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact, parse, schedules
 
-from megatron.pipeline import planning
-from megatron.pipeline.planning.choose import candidates
-from megatron.pipeline.planning.request import Request, variants
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, VocabularyCosts, uniform
-from megatron.pipeline.schedule.core.kinds import MOST_WAITING
-from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.problem import LimitTooLow
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.families import AUTO
-from megatron.pipeline.schedule.lower.lower import gatherings, lower
-from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.lower.program import Collective, Compute, Exchange, Join, Operation, Program, Send, Validate, Wait
-from megatron.pipeline.schedule.lower.traffic import of_programs
-from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.rules.deadlock import nothing_deadlocks
-from megatron.pipeline.schedule.rules.transports import TRANSPORTS
-from megatron.pipeline.schedule.rules.verify import ScheduleError, verify, verify_programs
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.vocabulary import _backwards_behind, delay_backwards, shard_vocabulary
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.planning.choose import candidates
+from megatron.pipeline.planner.planning.request import Request, variants
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, VocabularyCosts, uniform
+from megatron.pipeline.planner.schedule.core.kinds import MOST_WAITING
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.families import AUTO
+from megatron.pipeline.planner.schedule.lower.lower import gatherings, lower
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import (
+    Collective,
+    Compute,
+    Exchange,
+    Join,
+    Operation,
+    Program,
+    Send,
+    Validate,
+    Wait,
+)
+from megatron.pipeline.planner.schedule.lower.traffic import of_programs
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.rules.deadlock import nothing_deadlocks
+from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS
+from megatron.pipeline.planner.schedule.rules.verify import ScheduleError, verify, verify_programs
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.vocabulary import _backwards_behind, delay_backwards, shard_vocabulary
 
 ONE, TWO, INTERLACED = Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS, Vocabulary.INTERLACED
 SHARDS = VocabularyCosts(S=0.5, T=0.5, IF=0.02, IB=0.02)

@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 from schedule.exact import optimum
 
-from megatron.pipeline import planning
-from megatron.pipeline.planning.request import Request
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.passes import Kind
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.record.cost_profile import _stage as measured
 from megatron.pipeline.runtime.profiling import in_words
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.passes import Kind
-from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.stage_costs import PARTS
-from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 SLACK = 1 + 1e-9
 STAGE = StageCosts(1.0, 1.2, 0.8, 1.0, 0.9, recompute=1.0, checkpoint=0.1)

@@ -21,9 +21,9 @@ from megatron.core.pipeline_parallel.schedules import (
 from runtime import batches
 
 from megatron.pipeline import install
-from megatron.pipeline.planning.aside import PlanningProcess
-from megatron.pipeline.planning.plan_cache import PlanCache
-from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planner.planning.aside import PlanningProcess
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.planning.planned import Planned
 
 
 class Trained(NamedTuple):

@@ -72,7 +72,7 @@ def taken_over() -> tuple[str, str]:
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
     from megatron.pipeline.patches import loops
 
-    from megatron.pipeline.planning import Request
+    from megatron.pipeline.planner.planning import Request
 
     install("zb-h1")
     Pipeline(Request("stock", 4, 4)).install()

@@ -16,13 +16,13 @@ from reductions import costs
 from session import own_loops, refused_loops
 
 from megatron.pipeline import install
-from megatron.pipeline.combinations.table import Facts
 from megatron.pipeline.flags.facts import cautions_of
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.planner.combinations.table import Facts
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 from megatron.pipeline.session.own_loop import OwnLoop
 
 

@@ -12,14 +12,14 @@ from marked import rest, whole
 from pool import Pool
 from training.short_runs import metrics, train
 
-from megatron.pipeline.costmodel import origin
-from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_rehearsal import MEASURED
+from megatron.pipeline.planner.costmodel import origin
+from megatron.pipeline.planner.costmodel.device import Link, named
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.runtime.profiling import ITERATIONS
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.session import memory as session_memory
 from megatron.pipeline.trainer.program import prepare
 

@@ -12,13 +12,13 @@ from pool import Pool
 from session.test_rehearsal import FLAGS as REHEARSED
 from training.short_runs import train_for_all
 
-from megatron.pipeline.costmodel.device import Link, named
-from megatron.pipeline.costmodel.links import Links, collective_seconds
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.planner.costmodel.device import Link, named
+from megatron.pipeline.planner.costmodel.links import Links, collective_seconds
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.session import rehearsal
 
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

@@ -15,10 +15,10 @@ from pool import Pool
 from training.short_runs import MODEL, metrics, train
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.trainer import program
 
 MIB = 2**20
@@ -65,7 +65,7 @@ def train_profiled(flags: str, breaks: bool = False, own: tuple[str, ...] = (), 
     """
     import torch
 
-    from megatron.pipeline.planning.plan_cache import PlanCache
+    from megatron.pipeline.planner.planning.plan_cache import PlanCache
 
     planning = patch.object(PlanCache, "plan_again", lambda *_: 1 / 0) if breaks else nullcontext()
     with planning:

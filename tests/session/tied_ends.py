@@ -19,7 +19,7 @@ def brought(forms: list[list[Any]]) -> list[list[Any]]:
     """What this rank has of reports that the rank with the last stage of a V gives, one after the other."""
     from megatron.core import parallel_state
 
-    from megatron.pipeline.schedule.core.placement import v
+    from megatron.pipeline.planner.schedule.core.placement import v
     from megatron.pipeline.session.last_rank import LastRank
 
     parallel_state.initialize_model_parallel(1, 4, 2)
@@ -74,7 +74,7 @@ def ends(schedule: str, layout: str | None = None) -> tuple[list[tuple[bool, boo
 
 def turned() -> Any:
     """An interleaved schedule whose last two ranks have changed places."""
-    from megatron.pipeline.planning import plan
+    from megatron.pipeline.planner.planning import plan
 
     schedule = plan("interleaved", 4, 8)
     order = [0, 1, 3, 2]

@@ -17,7 +17,7 @@ from megatron.pipeline.flags.arguments import parse, with_config
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, actions, neutral
 from megatron.pipeline.flags.settings import Role, Settings, StepSettings, VocabularySettings, flat
 from megatron.pipeline.flags.validation import batch_size_steps, batch_sizes, validate
-from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.session.planning import plan_pipeline
 
 BASE = (

@@ -13,11 +13,11 @@ import compare
 import pytest
 from rich.console import Console
 
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from session.test_replanning import logged
 from training.short_runs import MODEL, metrics, train
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts
 from megatron.pipeline.session.startup_lines import offload_in_words
 from megatron.pipeline.trainer import program
 

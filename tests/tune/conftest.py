@@ -8,8 +8,8 @@ import pytest
 from tune.measured_ranks import MODEL
 
 from megatron.pipeline.cli import tune_measure
-from megatron.pipeline.costmodel import device
-from megatron.pipeline.costmodel.device import Device
+from megatron.pipeline.planner.costmodel import device
+from megatron.pipeline.planner.costmodel.device import Device
 
 
 @pytest.fixture

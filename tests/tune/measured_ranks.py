@@ -42,7 +42,7 @@ def layer_of(flags: list[str], tensor: int, microbatch: int) -> Any:
 
     patches.install()
     from megatron.pipeline.cli import tune_measure
-    from megatron.pipeline.schedule import families
+    from megatron.pipeline.planner.schedule import families
     from megatron.pipeline.session.groups import initialize_model_parallel
     from megatron.pipeline.tune.measure.layers import Layer
     from megatron.pipeline.tune.measure.sizes import Size, dense, layer_flags

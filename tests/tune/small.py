@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron.pipeline.cli import tune
 from megatron.pipeline.cli.memory import quietly
-from megatron.pipeline.costmodel import device
-from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.planning.planned import Variant
-from megatron.pipeline.schedule import families
+from megatron.pipeline.planner.costmodel import device
+from megatron.pipeline.planner.costmodel.device import Device
+from megatron.pipeline.planner.planning.planned import Variant
+from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result, evaluate
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.pipeline.costmodel.device import Device, Link, MeasuredLayer, named, read, shipped
+from megatron.pipeline.planner.costmodel.device import Device, Link, MeasuredLayer, named, read, shipped
 
 LAYER = MeasuredLayer(1024, 1024.0, 2048.0, 4096.0, False, 512, 1, 2, True, 0.1, 0.2, 0.3)
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.pipeline.costmodel import activations, traffic
-from megatron.pipeline.costmodel.device import Device, MeasuredLayer, named
-from megatron.pipeline.costmodel.estimate import estimate, layer_seconds, layer_size
-from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.parameters import parameters
-from megatron.pipeline.schedule.core.passes import Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear, v
-from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.shape.balance import balanced_layers, heaviest
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel import activations, traffic
+from megatron.pipeline.planner.costmodel.device import Device, MeasuredLayer, named
+from megatron.pipeline.planner.costmodel.estimate import estimate, layer_seconds, layer_size
+from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner.costmodel.parameters import parameters
+from megatron.pipeline.planner.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved, linear, v
+from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.balance import balanced_layers, heaviest
+from megatron.pipeline.planner.shape.gpt import Shape
 
 K = 1024
 DEVICE = named("A100-80GB")

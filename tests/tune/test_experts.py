@@ -11,27 +11,27 @@ import yaml
 from tune.small import A100, FLAGS, candidate, layouts, result
 
 from megatron.pipeline.cli.memory import predicted, quietly
-from megatron.pipeline.costmodel import activations, traffic
-from megatron.pipeline.costmodel.device import Link
-from megatron.pipeline.costmodel.estimate import LAYER, PRODUCT, estimate, launch_seconds, layer_parts, layer_seconds
-from megatron.pipeline.costmodel.links import Links, exchange_seconds
-from megatron.pipeline.costmodel.memory import expert_copies
-from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_hybrid import check_latent
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.passes import Kind
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.stage_costs import PARTS
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.transform import recompute
-from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.shape.experts import Experts
-from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.latent import Latent
+from megatron.pipeline.planner.costmodel import activations, traffic
+from megatron.pipeline.planner.costmodel.device import Link
+from megatron.pipeline.planner.costmodel.estimate import LAYER, PRODUCT, estimate, launch_seconds, layer_parts, layer_seconds
+from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds
+from megatron.pipeline.planner.costmodel.memory import expert_copies
+from megatron.pipeline.planner.costmodel.parameters import layer_parameters, total_parameters
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.passes import Kind
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
+from megatron.pipeline.planner.schedule.rules.verify import verify
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.transform import recompute
+from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.experts import Experts
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.latent import Latent
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.iteration import Result, between_pipelines, costs_of, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import OVERLAP, Layouts

@@ -11,17 +11,17 @@ from command import refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
-from megatron.pipeline.costmodel.activations import exchanged_bytes, layer_activation, layer_retained
-from megatron.pipeline.costmodel.device import named
-from megatron.pipeline.costmodel.estimate import computing_seconds
-from megatron.pipeline.costmodel.parameters import layer_parameters, total_parameters
-from megatron.pipeline.shape import gated_delta
-from megatron.pipeline.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.shape.experts import Experts
-from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.hybrid import Hybrid
-from megatron.pipeline.shape.latent import Indexer
-from megatron.pipeline.shape.mamba import mixer
+from megatron.pipeline.planner.costmodel.activations import exchanged_bytes, layer_activation, layer_retained
+from megatron.pipeline.planner.costmodel.device import named
+from megatron.pipeline.planner.costmodel.estimate import computing_seconds
+from megatron.pipeline.planner.costmodel.parameters import layer_parameters, total_parameters
+from megatron.pipeline.planner.shape import gated_delta
+from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.experts import Experts
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.hybrid import Hybrid
+from megatron.pipeline.planner.shape.latent import Indexer
+from megatron.pipeline.planner.shape.mamba import mixer
 
 H100 = named("H100-80GB")
 MAMBA = mixer(Namespace(mamba_num_heads=128, mamba_head_dim=64, mamba_num_groups=8, mamba_state_dim=128))

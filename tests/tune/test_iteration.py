@@ -9,12 +9,12 @@ import pytest
 from tune.small import A100, candidate, layouts, on_device, result
 
 from megatron.pipeline.cli import costs as command
-from megatron.pipeline.costmodel.device import Link
-from megatron.pipeline.costmodel.estimate import layer_seconds
-from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel.device import Link
+from megatron.pipeline.planner.costmodel.estimate import layer_seconds
+from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.tune import iteration, relax
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, between_pipelines, costs_of, evaluate, least_seconds

@@ -10,18 +10,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.cli.memory import Prediction, predicted
-from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.device import named, shipped
-from megatron.pipeline.costmodel.estimate import LAYER, PRODUCT, layer_seconds
-from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.memory import state_bytes
-from megatron.pipeline.costmodel.parameters import parameters
-from megatron.pipeline.costmodel.traffic import cast_traffic, layer_traffic
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.experts import Experts
-from megatron.pipeline.shape.gpt import Shape, Work
-from megatron.pipeline.shape.precision import RECIPES, Quantized
+from megatron.pipeline.planner.costmodel.activations import hidden_bytes
+from megatron.pipeline.planner.costmodel.device import named, shipped
+from megatron.pipeline.planner.costmodel.estimate import LAYER, PRODUCT, layer_seconds
+from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner.costmodel.memory import state_bytes
+from megatron.pipeline.planner.costmodel.parameters import parameters
+from megatron.pipeline.planner.costmodel.traffic import cast_traffic, layer_traffic
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.experts import Experts
+from megatron.pipeline.planner.shape.gpt import Shape, Work
+from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
 
 GB200 = named("GB200")
 FLAGS = (

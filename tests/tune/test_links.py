@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.pipeline.costmodel.device import Link, named
-from megatron.pipeline.costmodel.links import Links, Spread, exchange_seconds, hop_seconds, layer_communication
-from megatron.pipeline.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.shape.experts import Experts
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel.device import Link, named
+from megatron.pipeline.planner.costmodel.links import Links, Spread, exchange_seconds, hop_seconds, layer_communication
+from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.experts import Experts
+from megatron.pipeline.planner.shape.gpt import Shape
 
 A100 = replace(named("A100-80GB"), beside_communication=1.0)
 DEVICE = replace(A100, within=Link(1e-6, 200e9), hop=Link(2e-6, 50e9), between=Link(3e-6, 20e9))

@@ -22,12 +22,12 @@ from tune.test_measured_numbers import found
 
 from megatron.pipeline.cli import tune_measure
 from megatron.pipeline.cli.arguments import whole_numbers
-from megatron.pipeline.costmodel import activations, device, estimate
-from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel import activations, device, estimate
+from megatron.pipeline.planner.costmodel.device import Device
+from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.tune.measure import outcome, processes
 from megatron.pipeline.tune.measure.clock import MeasureClock, repeated
 from megatron.pipeline.tune.measure.rank import Measurements

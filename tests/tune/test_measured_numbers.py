@@ -15,11 +15,11 @@ import torch
 from tune.measured_ranks import MODEL
 
 from megatron.pipeline.cli import tune_measure
-from megatron.pipeline.costmodel import estimate
-from megatron.pipeline.costmodel.device import Device, Link, MeasuredLayer
-from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.shape.gpt import Shape, Work
+from megatron.pipeline.planner.costmodel import estimate
+from megatron.pipeline.planner.costmodel.device import Device, Link, MeasuredLayer
+from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner.shape.gpt import Shape, Work
 from megatron.pipeline.tune.measure import fit, links, outcome, rank
 from megatron.pipeline.tune.measure.clock import MeasureClock, repeated
 from megatron.pipeline.tune.measure.fit import SendingFit

@@ -10,21 +10,21 @@ import pytest
 
 from megatron.pipeline.cli import tune
 from megatron.pipeline.cli.memory import Prediction, predicted
-from megatron.pipeline.costmodel import activations, ranges
-from megatron.pipeline.costmodel.device import NOT_FITTED, named, shipped
-from megatron.pipeline.costmodel.estimate import computing_seconds, output_costs
-from megatron.pipeline.costmodel.links import Links, Spread, exchange_seconds
-from megatron.pipeline.costmodel.memory import gathered_bytes, state_bytes
-from megatron.pipeline.costmodel.parameters import parameters
-from megatron.pipeline.costmodel.traffic import cast_traffic
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.support import check_trained
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.shape.experts import Experts
-from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.precision import RECIPES, Quantized
+from megatron.pipeline.planner.costmodel import activations, ranges
+from megatron.pipeline.planner.costmodel.device import NOT_FITTED, named, shipped
+from megatron.pipeline.planner.costmodel.estimate import computing_seconds, output_costs
+from megatron.pipeline.planner.costmodel.links import Links, Spread, exchange_seconds
+from megatron.pipeline.planner.costmodel.memory import gathered_bytes, state_bytes
+from megatron.pipeline.planner.costmodel.parameters import parameters
+from megatron.pipeline.planner.costmodel.traffic import cast_traffic
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.experts import Experts
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
 from megatron.pipeline.tune.candidate import Cluster
 
 GB200 = named("GB200")

@@ -11,7 +11,7 @@ import pytest
 from published_figures import A100, H100
 from published_throughput import SHARE, narrowest
 
-from megatron.pipeline.costmodel.device import named
+from megatron.pipeline.planner.costmodel.device import named
 
 pytestmark = pytest.mark.rest  # 64 plans at published sizes
 

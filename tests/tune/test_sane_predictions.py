@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.cli.tune import base_flags
-from megatron.pipeline.costmodel.device import named, shipped
-from megatron.pipeline.costmodel.estimate import estimate
-from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.flags.settings import Flags
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.shape.experts import Experts
-from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.precision import RECIPES, Quantized
-from megatron.pipeline.shape.windows import Windows
+from megatron.pipeline.planner.costmodel.device import named, shipped
+from megatron.pipeline.planner.costmodel.estimate import estimate
+from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner.costmodel.parameters import parameters
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.experts import Experts
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
+from megatron.pipeline.planner.shape.windows import Windows
 from megatron.pipeline.tune.candidate import SIZES, Cluster
 from megatron.pipeline.tune.iteration import Failed, evaluate
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, LayoutChoices, Layouts

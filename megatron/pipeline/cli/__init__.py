@@ -14,8 +14,8 @@ from importlib import import_module
 from megatron.pipeline.cli.arguments import Parser, complain
 from megatron.pipeline.cli.versions import Completion, Version
 from megatron.pipeline.flags.packages import missing
-from megatron.pipeline.planning.no_gc import without_gc
-from megatron.pipeline.schedule.families import meant
+from megatron.pipeline.planner.planning.no_gc import without_gc
+from megatron.pipeline.planner.schedule.families import meant
 
 COMMANDS = tuple("plan simulate verify certify draw compare check export memory costs tune rehearse serve launch support".split())
 _OWN_FLAGS = ("check", "launch", "rehearse")  # most of their command line is for others

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS, memory_size, positive_int
-from megatron.pipeline.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.planning.document import GOAL, read_costs
-from megatron.pipeline.planning.every_batch import read_lengths
-from megatron.pipeline.planning.refusals import Bytes
-from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
-from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.planner.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
+from megatron.pipeline.planner.planning.document import GOAL, read_costs
+from megatron.pipeline.planner.planning.every_batch import read_lengths
+from megatron.pipeline.planner.planning.refusals import Bytes
+from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.planner.schedule.core.problem import Objective
 
 T = TypeVar("T")
 

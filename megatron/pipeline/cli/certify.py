@@ -10,14 +10,14 @@ from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags, n
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import positive_int
-from megatron.pipeline.planning import plan
-from megatron.pipeline.planning.certify import TrafficSource, read_traffic
-from megatron.pipeline.planning.costs import costs_of
-from megatron.pipeline.schedule.certify.certificate import Certificate, TransportOutcome, certify
-from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
-from megatron.pipeline.schedule.core.names import counted
-from megatron.pipeline.schedule.rules.deadlock import Hang
-from megatron.pipeline.schedule.rules.transports import TRANSPORTS, TransportModel
+from megatron.pipeline.planner.planning import plan
+from megatron.pipeline.planner.planning.certify import TrafficSource, read_traffic
+from megatron.pipeline.planner.planning.costs import costs_of
+from megatron.pipeline.planner.schedule.certify.certificate import Certificate, TransportOutcome, certify
+from megatron.pipeline.planner.schedule.certify.megatron import megatron_interleaved
+from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.rules.deadlock import Hang
+from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS, TransportModel
 
 MEGATRON = "interleaved"  # in place of a file: megatron-core's own
 _ITS_FLAGS = ("--no-overlap-p2p-communication", "--variable-seq-lengths")

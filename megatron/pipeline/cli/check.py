@@ -22,8 +22,8 @@ from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import given, neutral
 from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.flags.settings import Flags, Role
-from megatron.pipeline.schedule.core.names import STOCK, counted
-from megatron.pipeline.view.table import plain_table
+from megatron.pipeline.planner.schedule.core.names import STOCK, counted
+from megatron.pipeline.planner.view.table import plain_table
 
 NAME = "check"
 _HELP = "train a few iterations in two layouts or under two schedules, and say where the first difference is"

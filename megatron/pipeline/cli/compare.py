@@ -26,19 +26,19 @@ from megatron.pipeline.cli.draw import page
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.request import cost_flags_of, requested
 from megatron.pipeline.cli.summary import above_bound, check_suffix, wrote
-from megatron.pipeline.planning.choose import candidates
-from megatron.pipeline.planning.costs import costs_of
-from megatron.pipeline.planning.document import gain, row
-from megatron.pipeline.planning.limits import peak_of_1f1b
-from megatron.pipeline.planning.planned import Planned, above
-from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, folded, nothing_fits
-from megatron.pipeline.planning.request import Request, variants
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.names import counted
-from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.families import AUTO
-from megatron.pipeline.view import Point, draw_pareto
-from megatron.pipeline.view.table import plain_table
+from megatron.pipeline.planner.planning.choose import candidates
+from megatron.pipeline.planner.planning.costs import costs_of
+from megatron.pipeline.planner.planning.document import gain, row
+from megatron.pipeline.planner.planning.limits import peak_of_1f1b
+from megatron.pipeline.planner.planning.planned import Planned, above
+from megatron.pipeline.planner.planning.refusals import MIB, Refusal, Unit, folded, nothing_fits
+from megatron.pipeline.planner.planning.request import Request, variants
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.families import AUTO
+from megatron.pipeline.planner.view import Point, draw_pareto
+from megatron.pipeline.planner.view.table import plain_table
 
 _SUFFIXES = (".json", ".html", ".png", ".svg")
 

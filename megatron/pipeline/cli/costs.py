@@ -10,19 +10,19 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.memory import gpus_of, predicted, read_gpu, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
-from megatron.pipeline.costmodel import device, ranges
-from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.costmodel.estimate import estimate
-from megatron.pipeline.costmodel.links import links_of
-from megatron.pipeline.costmodel.memory import makes_weights_again
-from megatron.pipeline.costmodel.origin import described, shares_layers
-from megatron.pipeline.costmodel.replicas import with_replicas
-from megatron.pipeline.planning.refusals import MIB
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.stage_costs import BETWEEN
-from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.view.table import plain_table
+from megatron.pipeline.planner.costmodel import device, ranges
+from megatron.pipeline.planner.costmodel.device import Device
+from megatron.pipeline.planner.costmodel.estimate import estimate
+from megatron.pipeline.planner.costmodel.links import links_of
+from megatron.pipeline.planner.costmodel.memory import makes_weights_again
+from megatron.pipeline.planner.costmodel.origin import described, shares_layers
+from megatron.pipeline.planner.costmodel.replicas import with_replicas
+from megatron.pipeline.planner.planning.refusals import MIB
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.stage_costs import BETWEEN
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.view.table import plain_table
 
 HOW = "docs/model.md has the formulas and how far they are off; mpipe rehearse and --pipeline-costs profile measure instead."
 

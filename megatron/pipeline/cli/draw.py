@@ -9,11 +9,11 @@ from pathlib import Path
 from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
-from megatron.pipeline.planning.document import curves, naming, read_recorded_plan, read_timeline
-from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.view import Entry, draw, write_page
-from megatron.pipeline.view.consecutive import joined, recorded
+from megatron.pipeline.planner.planning.document import curves, naming, read_recorded_plan, read_timeline
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
+from megatron.pipeline.planner.view import Entry, draw, write_page
+from megatron.pipeline.planner.view.consecutive import joined, recorded
 
 _SUFFIXES = (".png", ".svg", ".html")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, wrote
-from megatron.pipeline.planning.document import read, read_timeline, report
+from megatron.pipeline.planner.planning.document import read, read_timeline, report
 
 _SUFFIXES = (".trace.json", ".json", ".csv")
 
@@ -34,14 +34,14 @@ def run(options: argparse.Namespace) -> None:
     check_suffix(options.output, _SUFFIXES)
     path = Path(options.output)
     if path.name.endswith(".trace.json"):
-        from megatron.pipeline.view.chrome_trace import to_trace
+        from megatron.pipeline.planner.view.chrome_trace import to_trace
 
         timeline, planned = read_timeline(options.file, changes(options))
         known = {"schedule": planned.schedule, "costs": planned.problem.costs} if planned else {"name": Path(options.file).stem}
         trace = to_trace(timeline, **known)
         text = json.dumps(trace)
     elif path.name.endswith(".csv"):
-        from megatron.pipeline.schedule.lower.torch_csv import to_csv
+        from megatron.pipeline.planner.schedule.lower.torch_csv import to_csv
 
         text = to_csv(read(options.file, changes(options)).schedule)
     else:

@@ -16,20 +16,20 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
-from megatron.pipeline.costmodel import device, ranges
-from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
-from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.flags.upstream import settle
-from megatron.pipeline.planning.request import MOST_RANKS
-from megatron.pipeline.schedule.core.names import OFF, STOCK
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.hybrid import FLAGS
-from megatron.pipeline.view.table import plain_table
+from megatron.pipeline.planner.costmodel import device, ranges
+from megatron.pipeline.planner.costmodel.activations import hidden_bytes
+from megatron.pipeline.planner.costmodel.device import Device
+from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
+from megatron.pipeline.planner.costmodel.parameters import total_parameters
+from megatron.pipeline.planner.planning.request import MOST_RANKS
+from megatron.pipeline.planner.schedule.core.names import OFF, STOCK
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.hybrid import FLAGS
+from megatron.pipeline.planner.view.table import plain_table
 
 _DEFAULT = {"pipeline_schedule": actions()["pipeline_schedule"].default}
 ENOUGH = 16  # microbatches for each rank, to plan for

@@ -21,10 +21,10 @@ from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.request import requested
 from megatron.pipeline.cli.summary import above_bound, check_output, put
 from megatron.pipeline.flags.flag_types import positive_int
-from megatron.pipeline.planning.choose import best
-from megatron.pipeline.planning.document import choice_fields, report
-from megatron.pipeline.planning.every_batch import batch_fields, ordered
-from megatron.pipeline.schedule import families
+from megatron.pipeline.planner.planning.choose import best
+from megatron.pipeline.planner.planning.document import choice_fields, report
+from megatron.pipeline.planner.planning.every_batch import batch_fields, ordered
+from megatron.pipeline.planner.schedule import families
 
 
 def add(commands: Commands) -> None:

@@ -8,18 +8,18 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron.pipeline.cli.arguments import REPLICA_LINK, StageList
-from megatron.pipeline.combinations.needs import OPTIONS, PLANNED
-from megatron.pipeline.combinations.table import Facts, refuse
-from megatron.pipeline.planning.costs import COPIES, CostFlags, Numbers, costs_of, with_shards
-from megatron.pipeline.planning.document import Changes
-from megatron.pipeline.planning.refusals import check_limit, unit_of
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.costs import Costs, VocabularyCosts
-from megatron.pipeline.schedule.core.loads import Load, loads_of
-from megatron.pipeline.schedule.core.names import OFF
-from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.families import AUTO
+from megatron.pipeline.planner.combinations.needs import OPTIONS, PLANNED
+from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.planning.costs import COPIES, CostFlags, Numbers, costs_of, with_shards
+from megatron.pipeline.planner.planning.document import Changes
+from megatron.pipeline.planner.planning.refusals import check_limit, unit_of
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.costs import Costs, VocabularyCosts
+from megatron.pipeline.planner.schedule.core.loads import Load, loads_of
+from megatron.pipeline.planner.schedule.core.names import OFF
+from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.families import AUTO
 
 _FILE = "file:"
 _COSTS = {"bucket_costs": {"RS", "AG"}, "step_costs": {"OPT"}, "copy_costs": {*COPIES}, "norm_costs": {"latency", "norm"}}

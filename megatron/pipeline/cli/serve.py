@@ -8,7 +8,7 @@ import io
 from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, add_command
-from megatron.pipeline.planning.request import Request
+from megatron.pipeline.planner.planning.request import Request
 
 
 def add(commands: Commands) -> None:
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: nothing can listen at the host and the port.
     """
-    from megatron.pipeline.serve.server import serve  # its libraries, which other commands do not need
+    from megatron.pipeline.planner.serve.server import serve  # its libraries, which other commands do not need
 
     serve(requested, options.host, options.port, options.workers, browser=not options.no_browser)
 

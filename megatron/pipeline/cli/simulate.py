@@ -15,7 +15,7 @@ from megatron.pipeline.cli.arguments import (
 )
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, put
-from megatron.pipeline.planning.document import read, report
+from megatron.pipeline.planner.planning.document import read, report
 
 
 def add(commands: Commands) -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from megatron.pipeline.planning.refusals import MIB, Unit, unit_of
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.names import counted
-from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.view import render
+from megatron.pipeline.planner.planning.refusals import MIB, Unit, unit_of
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
+from megatron.pipeline.planner.view import render
 
 
 def above_bound(objective: str) -> str:
-    """Name of the column for that bound: see ``schedule/optimum/bound.py`` ``own_bound``."""
+    """Name of the column for that bound: see ``planner/schedule/optimum/bound.py`` ``own_bound``."""
     return (
         f"above bound: how far the {objective} is above a proven lower bound of any order on the same placement "
         "within the same memory"

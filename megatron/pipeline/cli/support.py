@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, add_command
-from megatron.pipeline.combinations.rows import OF_FEATURES
-from megatron.pipeline.combinations.table import in_general
 from megatron.pipeline.flags.support import FEATURES
-from megatron.pipeline.view.table import plain_table
+from megatron.pipeline.planner.combinations.rows import OF_FEATURES
+from megatron.pipeline.planner.combinations.table import in_general
+from megatron.pipeline.planner.view.table import plain_table
 
 _HEADER = ("feature", "pretrain_gpt.py", "mpipe launch", "")
 _LEGEND = (

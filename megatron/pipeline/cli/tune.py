@@ -17,18 +17,20 @@ from megatron.pipeline.cli.arguments import Commands, add_command, count, names,
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, read_gpu, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
-from megatron.pipeline.costmodel import device, ranges
-from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
-from megatron.pipeline.costmodel.parameters import total_parameters
-from megatron.pipeline.costmodel.ranges import Range
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags
-from megatron.pipeline.planning.request import MOST_RANKS
-from megatron.pipeline.schedule import families
-from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.hybrid import FLAGS
+from megatron.pipeline.planner.costmodel import device, ranges
+from megatron.pipeline.planner.costmodel.device import Device
+from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, usable
+from megatron.pipeline.planner.costmodel.parameters import total_parameters
+from megatron.pipeline.planner.costmodel.ranges import Range
+from megatron.pipeline.planner.planning.request import MOST_RANKS
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.hybrid import FLAGS
+from megatron.pipeline.planner.view.plots import PlottedTraining, draw_throughput
+from megatron.pipeline.planner.view.table import plain_table
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
@@ -36,8 +38,6 @@ from megatron.pipeline.tune.relax import least_needed, smallest_changes
 from megatron.pipeline.tune.search import BEST, WORK, SearchResult, search
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
-from megatron.pipeline.view.plots import PlottedTraining, draw_throughput
-from megatron.pipeline.view.table import plain_table
 
 NOTE = f"""\
 Tokens per second of all GPUs. MFU: operations of the model, without recomputation. GiB of the fullest GPU: weights, gradients

@@ -13,16 +13,16 @@ from pathlib import Path
 from megatron.pipeline.cli.arguments import file_of, whole_numbers
 from megatron.pipeline.cli.memory import quietly, read_flags
 from megatron.pipeline.cli.summary import wrote
-from megatron.pipeline.costmodel import activations, device, origin
-from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.flags.flags import neutral
 from megatron.pipeline.flags.settings import Role, Settings
-from megatron.pipeline.planning.document import naming
+from megatron.pipeline.planner.costmodel import activations, device, origin
+from megatron.pipeline.planner.costmodel.device import Device
+from megatron.pipeline.planner.planning.document import naming
+from megatron.pipeline.planner.view.table import plain_table
 from megatron.pipeline.session import atomic
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank
 from megatron.pipeline.tune.measure.rank import MeasureJob, Measurements, Timing
 from megatron.pipeline.tune.measure.sizes import Size, candidates, dense, layer_flags, shape
-from megatron.pipeline.view.table import plain_table
 
 # The flags with which any training is that of a model alone, which every rank has a copy of.
 _ALONE = neutral(Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.DETAILS, Role.MEMORY, Role.LENGTH, Role.DATA) | {

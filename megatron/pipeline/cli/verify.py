@@ -6,10 +6,10 @@ import argparse
 
 from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags
 from megatron.pipeline.cli.request import changes
-from megatron.pipeline.planning.document import read
-from megatron.pipeline.schedule.core.names import counted
-from megatron.pipeline.schedule.lower.program import Send
-from megatron.pipeline.schedule.rules.verify import verify_programs
+from megatron.pipeline.planner.planning.document import read
+from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.lower.program import Send
+from megatron.pipeline.planner.schedule.rules.verify import verify_programs
 
 
 def add(commands: Commands) -> None:

@@ -16,7 +16,7 @@ import yaml
 from megatron.pipeline.flags import bridge, recipes, support, upstream
 from megatron.pipeline.flags.flags import MEGATRON
 from megatron.pipeline.flags.settings import NEW, Flags, add_flags
-from megatron.pipeline.schedule.core.reading import content_of
+from megatron.pipeline.planner.schedule.core.reading import content_of
 
 # Flags of Megatron-LM that change nothing here.
 _NOT_NEEDED = {

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.combinations.rows import CAUTIONS
-from megatron.pipeline.combinations.table import Facts, Found, found
 from megatron.pipeline.flags.settings import flat
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.planner.combinations.rows import CAUTIONS
+from megatron.pipeline.planner.combinations.table import Facts, Found, found
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.names import STOCK
 
 PACKED = ("sft", "dataloader_inter_document_masking")  # sequences whose documents attention keeps apart by their lengths
 _READ = "0.19"  # the last release whose sources were read for the cautions

@@ -8,7 +8,6 @@ from enum import Enum
 from functools import cache, partial
 from typing import Any
 
-from megatron.pipeline.combinations.rows import CHUNKS
 from megatron.pipeline.flags.flag_types import (
     at_least_one,
     layer_pattern,
@@ -23,9 +22,10 @@ from megatron.pipeline.flags.flag_types import (
 )
 from megatron.pipeline.flags.settings import NEW, Role, add_flags, flat
 from megatron.pipeline.flags.settings import flag as add
-from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.shape.hybrid import LINEAR
-from megatron.pipeline.shape.latent import SPARSE
+from megatron.pipeline.planner.combinations.rows import CHUNKS
+from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.shape.hybrid import LINEAR
+from megatron.pipeline.planner.shape.latent import SPARSE
 
 # The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = CHUNKS[0].details

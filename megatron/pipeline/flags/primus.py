@@ -14,7 +14,7 @@ from megatron.pipeline.flags import upstream
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import actions, as_flags
 from megatron.pipeline.flags.settings import OURS
-from megatron.pipeline.schedule.core.reading import read_text
+from megatron.pipeline.planner.schedule.core.reading import read_text
 
 _CONFIGS = Path("primus") / "configs"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.flags import primus, upstream
-from megatron.pipeline.schedule.core.reading import read_text
+from megatron.pipeline.planner.schedule.core.reading import read_text
 
 TESTS, PRIMUS = "MODEL_ARGS", "\nmodules:"  # of files that have more than flags, and some of them twice
 _SET = re.compile(r"""^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=("[^"\n]*"|'[^'\n]*'|[^\s(#;]*)[ \t]*(?:[;#].*)?$""", re.M)

@@ -13,7 +13,6 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn
 
-from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.flags.flag_types import (
     memory_size,
     not_negative,
@@ -22,8 +21,9 @@ from megatron.pipeline.flags.flag_types import (
     positive_int,
     share_below_one,
 )
-from megatron.pipeline.schedule.core.names import OFF
-from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner.schedule.core.names import OFF
+from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 
 PROFILE = "profile"  # in place of a file of costs: they are measured in this run
 ONCE, EVERY_BATCH = "once", "every-batch"  # of --pipeline-plan

@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, LETTERS, neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
-from megatron.pipeline.shape.hybrid import have_experts
+from megatron.pipeline.planner.shape.hybrid import have_experts
 
 _SPREAD = Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.DETAILS  # of the flags that may differ from the reference's
 _HEAD, _WIDTH, _TOKENS, _ROWS, _EXPERTS = 8, 32, 32, 120, 4  # a head's channels, and the least of the other sizes

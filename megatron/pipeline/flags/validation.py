@@ -10,9 +10,6 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron.pipeline.combinations.needs import DETAILS, TRAINED, UPSTREAM
-from megatron.pipeline.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
-from megatron.pipeline.combinations.table import flag_of, refuse
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import PROFILE, Settings
@@ -21,7 +18,10 @@ from megatron.pipeline.flags.validation_files import check_outputs, of_data
 from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, of_hybrid
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal, of_replicas
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.planner.combinations.needs import DETAILS, TRAINED, UPSTREAM
+from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
+from megatron.pipeline.planner.combinations.table import flag_of, refuse
+from megatron.pipeline.planner.schedule.core.names import STOCK
 
 
 def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Settings:

@@ -6,11 +6,11 @@ from argparse import Namespace
 
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.combinations.needs import EXPERTS, WITHOUT_EXPERTS
-from megatron.pipeline.combinations.rows import WRONG
-from megatron.pipeline.combinations.table import refuse
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.planner.combinations.needs import EXPERTS, WITHOUT_EXPERTS
+from megatron.pipeline.planner.combinations.rows import WRONG
+from megatron.pipeline.planner.combinations.table import refuse
 
 
 def of_experts(args: Settings, world_size: int, elsewhere: bool = False) -> Settings:

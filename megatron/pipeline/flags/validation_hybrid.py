@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.pipeline.combinations.rows import HYBRID
-from megatron.pipeline.combinations.table import flag_of, refuse
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP
-from megatron.pipeline.shape.latent import SPARSE
+from megatron.pipeline.planner.combinations.rows import HYBRID
+from megatron.pipeline.planner.combinations.table import flag_of, refuse
+from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP
+from megatron.pipeline.planner.shape.latent import SPARSE
 
 _KNOWN = (*KINDS, ATTENTION, MLP, EXPERTS)
 

@@ -6,9 +6,9 @@ import math
 from argparse import Namespace
 from dataclasses import replace
 
-from megatron.pipeline.costmodel import device
-from megatron.pipeline.costmodel.links import links_of
 from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.planner.costmodel import device
+from megatron.pipeline.planner.costmodel.links import links_of
 
 MEASURED = 5  # iterations: what ``runtime/profiling.py`` takes
 _PER_NODE = 8  # GPUs of a machine that is rehearsed for

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
-from megatron.pipeline.schedule.lower.program import (
+from megatron.pipeline.planner.schedule.lower.program import (
     Collective,
     Compute,
     Join,

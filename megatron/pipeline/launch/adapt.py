@@ -1,6 +1,6 @@
 """Flags of a command that was written for megatron-core's own schedules, and that another schedule replaces or excludes.
 
-``combinations/rows.py`` has them.
+``planner/combinations/rows.py`` has them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron.pipeline.combinations import table
-from megatron.pipeline.combinations.rows import CHUNKS, EXCLUDED, GROUPS
-from megatron.pipeline.combinations.table import Facts, Found
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.validation import chunks_per_rank
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.planner.combinations import table
+from megatron.pipeline.planner.combinations.rows import CHUNKS, EXCLUDED, GROUPS
+from megatron.pipeline.planner.combinations.table import Facts, Found
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.names import STOCK
 
 
 def exclusions(args: Namespace) -> list[Found]:

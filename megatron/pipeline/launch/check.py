@@ -9,8 +9,6 @@ import torch
 from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.upstream_args import written
 
-from megatron.pipeline.combinations.rows import LAUNCHED, MODELS, QUANTIZED, SCHEDULES, WRONG
-from megatron.pipeline.combinations.table import refuse, sentences
 from megatron.pipeline.distributed.device import local_device
 from megatron.pipeline.flags import support
 from megatron.pipeline.flags.facts import PACKED, of_flags
@@ -20,8 +18,10 @@ from megatron.pipeline.flags.validation import check_rotary, chunks_per_rank, of
 from megatron.pipeline.launch.adapt import exclusions, refusal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
+from megatron.pipeline.planner.combinations.rows import LAUNCHED, MODELS, QUANTIZED, SCHEDULES, WRONG
+from megatron.pipeline.planner.combinations.table import refuse, sentences
+from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.names import STOCK
 
 
 def check_flags(args: Namespace) -> None:

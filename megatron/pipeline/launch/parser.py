@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.pipeline.combinations.rows import YAML
-from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.distributed.processes import let_rank_0_speak
 from megatron.pipeline.flags.arguments import with_config
 from megatron.pipeline.flags.settings import NEW, add_flags
 from megatron.pipeline.launch.adapt import adapt
 from megatron.pipeline.launch.check import defaults_without_gpu
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.planner.combinations.rows import YAML
+from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.schedule.core.names import STOCK
 
 
 def extend(parser: ArgumentParser, say: Callable[[Sequence[str]], object]) -> None:

@@ -23,8 +23,6 @@ from megatron.pipeline.patches import distributed_data_parallel, language_module
 from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.patches.upstream_args import write
 
-from megatron.pipeline.combinations.rows import DOCUMENTS, WRONG
-from megatron.pipeline.combinations.table import sentences
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.settings import Settings
@@ -52,15 +50,17 @@ from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
+from megatron.pipeline.planner.combinations.rows import DOCUMENTS, WRONG
+from megatron.pipeline.planner.combinations.table import sentences
+from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.shape.gpt import Shape, attention_share
 from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.checkpoints import FORMAT, name_of
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import as_planned, plan_pipeline
 from megatron.pipeline.session.startup_lines import buckets_in_words, plan_in_words
-from megatron.pipeline.shape.gpt import Shape, attention_share
 
 _NOT_OF_A_STAGE = (  # flags that the layout of a placement stands for, or that upstream's own order of passes would need
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "delay_wgrad_compute",

@@ -24,7 +24,7 @@ from megatron.pipeline.patches import compat
 from megatron.pipeline.model import seeding
 from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.stage import Stage
-from megatron.pipeline.shape.gpt import Shape, output_in_layers
+from megatron.pipeline.planner.shape.gpt import Shape, output_in_layers
 
 __all__ = ["GPT", "GPTAdapter", "ModelAdapter", "adapter_of"]
 

@@ -9,11 +9,11 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron.pipeline.combinations.table import flag_of
 from megatron.pipeline.model.adapter import GPT, ModelAdapter
-from megatron.pipeline.schedule.core.names import counted
-from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.shape.balance import balanced_layers
+from megatron.pipeline.planner.combinations.table import flag_of
+from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.planner.shape.balance import balanced_layers
 
 __all__ = ["PlacementLayout", "stage_layers"]
 

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron.pipeline.combinations.rows import SLICES
-from megatron.pipeline.combinations.table import Facts, refuse
 from megatron.pipeline.model.adapter import adapter_of, signature
-from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.combinations.rows import SLICES
+from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 
 
 def check_slices(args: Namespace, splits: int) -> None:

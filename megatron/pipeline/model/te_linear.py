@@ -26,9 +26,9 @@ from megatron.core.utils import get_te_version
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import stand_in
-from megatron.pipeline.combinations.rows import EXCLUDED
-from megatron.pipeline.combinations.table import of_config, refuse
 from megatron.pipeline.distributed import sequence
+from megatron.pipeline.planner.combinations.rows import EXCLUDED
+from megatron.pipeline.planner.combinations.table import of_config, refuse
 
 OLDEST = "2.8"
 _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names

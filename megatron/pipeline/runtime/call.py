@@ -16,12 +16,12 @@ from megatron.core.utils import get_model_config
 from megatron.pipeline.patches import compat
 from torch.utils._pytree import tree_map_only
 
-from megatron.pipeline.combinations.rows import CALLS, EXCLUDED, SCHEDULES, SLICES
-from megatron.pipeline.combinations.table import of_config, refuse
 from megatron.pipeline.distributed.device import this_device
-from megatron.pipeline.schedule.core.names import counted
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.program import Flow
+from megatron.pipeline.planner.combinations.rows import CALLS, EXCLUDED, SCHEDULES, SLICES
+from megatron.pipeline.planner.combinations.table import of_config, refuse
+from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.program import Flow
 
 # Groups of a pipeline in which several models send each other dicts of tensors.
 _SEVERAL_MODULES = compat.optional("megatron.core.process_groups_config", "MultiModuleProcessGroupCollection")

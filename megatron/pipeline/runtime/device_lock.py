@@ -24,11 +24,11 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.pipeline.distributed.groups import new_group
+from megatron.pipeline.planner.schedule.core.passes import Pass
+from megatron.pipeline.planner.schedule.lower.program import Collective, Message
 from megatron.pipeline.record.clock import undisturbed
 from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.host_offload_of_weights import HostOffloadOfWeights, state_of
-from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.lower.program import Collective, Message
 
 
 class DeviceLock:

@@ -25,12 +25,12 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches import rerun_state_machine
 
 from megatron.pipeline.distributed.groups import new_group
-from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess
-from megatron.pipeline.planning.plan_cache import PlanCache
-from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planner.planning.aside import PlannedBatch, PlanningProcess
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.schedule.core.loads import Extent, loads_of
+from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.schedule.core.loads import Extent, loads_of
-from megatron.pipeline.schedule.lower.posting import Posting
 
 _LOG = logging.getLogger(__name__)
 _OTHER_NUMBERS = "replicas that run one order announce a batch with other numbers of microbatches: announce as many in each"

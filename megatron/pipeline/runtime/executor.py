@@ -10,13 +10,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from megatron.pipeline.health.device_progress import DeviceProgress
-from megatron.pipeline.record.recorder import NullRecorder
-from megatron.pipeline.runtime.p2p import Tensors, Transport
-from megatron.pipeline.runtime.wiring import Wiring
-from megatron.pipeline.schedule.core.kinds import Exchange, Flow
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.lower.posting import starts_posted
-from megatron.pipeline.schedule.lower.program import (
+from megatron.pipeline.planner.schedule.core.kinds import Exchange, Flow
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.lower.posting import starts_posted
+from megatron.pipeline.planner.schedule.lower.program import (
     Collective,
     Compute,
     Copy,
@@ -30,6 +27,9 @@ from megatron.pipeline.schedule.lower.program import (
     Wait,
     pass_of,
 )
+from megatron.pipeline.record.recorder import NullRecorder
+from megatron.pipeline.runtime.p2p import Tensors, Transport
+from megatron.pipeline.runtime.wiring import Wiring
 
 Handler = Callable[[Pass, Tensors], Tensors]  # computes a pass from what it takes, [] for nothing, and returns what it makes
 # The same for two passes that run as one: the function takes what the first makes, as soon as that is there and while the second

@@ -22,7 +22,9 @@ from megatron.pipeline.patches import distributed_data_parallel, rerun_state_mac
 from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
 from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Program
 from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
@@ -36,8 +38,6 @@ from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.runtime.vocabulary_stages import VocabularyStages
 from megatron.pipeline.runtime.wiring import Wiring, wiring
-from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.lower.program import Program
 
 
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan

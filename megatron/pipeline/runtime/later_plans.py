@@ -12,10 +12,10 @@ from concurrent.futures import Future
 import torch
 
 from megatron.pipeline.distributed.groups import new_group, once_rank_0_has
-from megatron.pipeline.planning.aside import PlannedBatch, PlanningProcess
-from megatron.pipeline.planning.plan_cache import PlanCache
-from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.planner.planning.aside import PlannedBatch, PlanningProcess
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.schedule.lower.posting import Posting
 
 _LOG = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
+from megatron.pipeline.planner.schedule.core.passes import Pass
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.stage_passes import run_weights
-from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.core.schedule import Schedule
 
 _PARTS_WITH_WEIGHTS = ("mlp", "attn", "pre_dispatch_computation")  # the second is called as the third from 0.19 on
 

@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches import rerun_state_machine
 
 from megatron.pipeline.distributed.groups import new_group
-from megatron.pipeline.planning.every_batch import pack_at_once
+from megatron.pipeline.planner.planning.every_batch import pack_at_once
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.every_batch import lengths_of
 

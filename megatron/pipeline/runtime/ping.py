@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import torch
 
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.lower.program import Flow, Message
 from megatron.pipeline.runtime.p2p import Tensors, Transport
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.lower.program import Flow, Message
 
 _PINGS = 5  # that count, after one that opens the connection
 

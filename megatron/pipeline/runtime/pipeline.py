@@ -14,13 +14,19 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline import patches
-from megatron.pipeline.combinations.needs import EVERY_BATCH
-from megatron.pipeline.combinations.table import refuse
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.planning.plan_cache import PlanCache
-from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.planning.request import Request
+from megatron.pipeline.planner.combinations.needs import EVERY_BATCH
+from megatron.pipeline.planner.combinations.table import refuse
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.boundary import buckets
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Send
+from megatron.pipeline.planner.schedule.time.simulate import simulate
 from megatron.pipeline.record.recorder import NullRecorder, Recorder
 from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.agreement import agree, check_chunks
@@ -32,12 +38,6 @@ from megatron.pipeline.runtime.later_plans import LaterPlans
 from megatron.pipeline.runtime.offload.offloading import CopySettings, Offloading
 from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.vocabulary import Groups
-from megatron.pipeline.schedule.core.boundary import buckets
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.lower.program import Send
-from megatron.pipeline.schedule.time.simulate import simulate
 
 __all__ = ["Pipeline"]
 

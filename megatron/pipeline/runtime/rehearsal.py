@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import torch
 from megatron.core import parallel_state
 
-from megatron.pipeline.planning.choose import stock_at_its_best
-from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planner.planning.choose import stock_at_its_best
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.passes import Kind
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.view.table import plain_table
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import TIMED, Steps, profiled
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import Kind
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.view.table import plain_table
 
 _MIB = 2**20
 Number = TypeVar("Number", int, float)

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from megatron.pipeline.distributed.groups import once_rank_0_has
-from megatron.pipeline.planning.refusals import HOST_MIB, MIB
+from megatron.pipeline.planner.planning.refusals import HOST_MIB, MIB
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.problem import HostLimitTooLow, LimitTooLow, Objective
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import describe
 from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import TIMED, Steps, in_words, profiled
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.problem import HostLimitTooLow, LimitTooLow, Objective
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 _MIB = 2**20
 

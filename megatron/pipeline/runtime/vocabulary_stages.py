@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from megatron.pipeline.planner.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.program import Exchange
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Handler, Handlers
 from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.vocabulary import Groups, VocabularyPasses
-from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.program import Exchange
 
 
 class VocabularyStages(ModelStages):

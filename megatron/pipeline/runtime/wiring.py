@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron.pipeline.schedule.core.kinds import Flow, Where, sources
-from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.lower.program import Compute, Message, Program, Send, Wait
+from megatron.pipeline.planner.schedule.core.kinds import Flow, Where, sources
+from megatron.pipeline.planner.schedule.core.passes import Pass
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Program, Send, Wait
 
 
 class Wiring(NamedTuple):

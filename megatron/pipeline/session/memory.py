@@ -7,8 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from megatron.pipeline import planning
-from megatron.pipeline.costmodel.memory import (
+from megatron.pipeline.distributed.device import device_memory, this_device
+from megatron.pipeline.flags.config import microbatch_counts
+from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
+from megatron.pipeline.flags.settings import Role, Settings
+from megatron.pipeline.model.layout import decoder_layers
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.costmodel.memory import (
     GIB,
     RankMemory,
     StageSizes,
@@ -18,18 +23,13 @@ from megatron.pipeline.costmodel.memory import (
     predict,
     stage_sizes,
 )
-from megatron.pipeline.distributed.device import device_memory, this_device
-from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
-from megatron.pipeline.flags.settings import Role, Settings
-from megatron.pipeline.model.layout import decoder_layers
-from megatron.pipeline.planning.limits import Beside
+from megatron.pipeline.planner.planning.limits import Beside
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.schedule.core.passes import Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.schedule.core.schedule import Schedule
 
 _NEAR = 1.001  # times what stock needs: predictions are no better
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.pipeline.shape.gpt import Shape, training_operations
+from megatron.pipeline.planner.shape.gpt import Shape, training_operations
 
 
 @dataclass(frozen=True)

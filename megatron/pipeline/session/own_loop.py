@@ -26,8 +26,6 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat, distributed_data_parallel, loops
 
 from megatron.pipeline import patches
-from megatron.pipeline.combinations.needs import EVERY_BATCH
-from megatron.pipeline.combinations.table import Facts, of_config, refuse, sentences
 from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.flags.settings import Settings, VocabularySettings
 from megatron.pipeline.model import chunk_marks, te_linear
@@ -35,18 +33,20 @@ from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.layout import EARLY_PREDICTION, PlacementLayout, stage_layers
 from megatron.pipeline.model.split_linear import split_chunks, trained_share
-from megatron.pipeline.planning.document import naming, read_costs
-from megatron.pipeline.planning.plan_cache import FILE
-from megatron.pipeline.planning.request import Request
+from megatron.pipeline.planner.combinations.needs import EVERY_BATCH
+from megatron.pipeline.planner.combinations.table import Facts, of_config, refuse, sentences
+from megatron.pipeline.planner.planning.document import naming, read_costs
+from megatron.pipeline.planner.planning.plan_cache import FILE
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, StageCosts
+from megatron.pipeline.planner.schedule.core.names import STOCK, counted
+from megatron.pipeline.planner.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, Objective
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, StageCosts
-from megatron.pipeline.schedule.core.names import STOCK, counted
-from megatron.pipeline.schedule.core.passes import Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
-from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.session import checkpoint_failures
 from megatron.pipeline.session.call_watch import CallWatch
 from megatron.pipeline.session.last_rank import LastRank

@@ -10,9 +10,6 @@ from functools import partial
 from pathlib import Path
 from textwrap import indent
 
-from megatron.pipeline.combinations.rows import SCHEDULES, VOCABULARY
-from megatron.pipeline.combinations.table import flag_of, refuse
-from megatron.pipeline.costmodel.memory import makes_weights_again
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
@@ -20,28 +17,38 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import EVERY_BATCH, PROFILE, Settings
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.model.slices import check_slices
-from megatron.pipeline.planning.choose import best as choose_best
-from megatron.pipeline.planning.choose import least_limit
-from megatron.pipeline.planning.document import read_costs
-from megatron.pipeline.planning.limits import peak_of_1f1b
-from megatron.pipeline.planning.plan_cache import FILE, PlanCache
-from megatron.pipeline.planning.planned import Variant
-from megatron.pipeline.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
-from megatron.pipeline.planning.request import Request, variants
+from megatron.pipeline.planner.combinations.rows import SCHEDULES, VOCABULARY
+from megatron.pipeline.planner.combinations.table import flag_of, refuse
+from megatron.pipeline.planner.costmodel.memory import makes_weights_again
+from megatron.pipeline.planner.planning.choose import best as choose_best
+from megatron.pipeline.planner.planning.choose import least_limit
+from megatron.pipeline.planner.planning.document import read_costs
+from megatron.pipeline.planner.planning.limits import peak_of_1f1b
+from megatron.pipeline.planner.planning.plan_cache import FILE, PlanCache
+from megatron.pipeline.planner.planning.planned import Variant
+from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
+from megatron.pipeline.planner.planning.request import Request, variants
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import (
+    EQUAL_PASSES,
+    Costs,
+    MemoryUnit,
+    StageCosts,
+    VocabularyCosts,
+    with_equal_copies,
+)
+from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
+from megatron.pipeline.planner.schedule.families import AUTO
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.shape.gpt import Shape, attention_share
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, CopySettings
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, MemoryUnit, StageCosts, VocabularyCosts, with_equal_copies
-from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
-from megatron.pipeline.schedule.families import AUTO
-from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.session.memory import beside, equal_stages, uncounted_sizes
-from megatron.pipeline.shape.gpt import Shape, attention_share
 
 logger = logging.getLogger(__name__)
 

@@ -11,25 +11,25 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.links import collective_seconds
-from megatron.pipeline.costmodel.origin import described, shares_layers
-from megatron.pipeline.costmodel.replicas import between_seconds, with_replicas
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.layout import decoder_layers
+from megatron.pipeline.planner.costmodel.activations import hidden_bytes
+from megatron.pipeline.planner.costmodel.links import collective_seconds
+from megatron.pipeline.planner.costmodel.origin import described, shares_layers
+from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.time.simulate import activation_profile
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.view.picture import draw
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import ITERATIONS, TIMED, Steps
 from megatron.pipeline.runtime.rehearsal import Rehearsal, rehearse
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.session.memory import uncounted_sizes
 from megatron.pipeline.session.trace import in_mib
-from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.view.picture import draw
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.distributed.groups import done_by_rank_0
-from megatron.pipeline.schedule.core.reading import printable
+from megatron.pipeline.planner.schedule.core.reading import printable
 
 LOCK = "saving_run.json"
 _BEAT = 5.0  # seconds between two touches

@@ -8,29 +8,29 @@ from pathlib import Path
 
 import torch
 
-from megatron.pipeline.combinations.rows import AT_ONCE
-from megatron.pipeline.combinations.table import sentences
-from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.distributed.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.facts import cautions, of_flags
 from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
-from megatron.pipeline.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.combinations.rows import AT_ONCE
+from megatron.pipeline.planner.combinations.table import sentences
+from megatron.pipeline.planner.costmodel.activations import hidden_bytes
+from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, usable
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
+from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.kinds import Flow
+from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
+from megatron.pipeline.planner.shape.balance import heaviest
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.shards import Shards
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.kinds import Flow
-from megatron.pipeline.schedule.core.names import counted
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.session.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory
-from megatron.pipeline.shape.balance import heaviest
-from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.shape.shards import Shards
 
 _ONE_QUEUE = (
     " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes may wait behind copies to and from host memory; "

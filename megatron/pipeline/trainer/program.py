@@ -28,8 +28,8 @@ from megatron.pipeline.flags.validation import batch_size_steps, validate
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.checkpoints import latest
 from megatron.pipeline.session.groups import initialize_model_parallel

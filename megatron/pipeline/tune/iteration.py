@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import TypeAlias
 
-from megatron.pipeline import planning
-from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.costmodel.estimate import estimate, layer_seconds, saved_seconds
-from megatron.pipeline.costmodel.links import Links, links_of
-from megatron.pipeline.costmodel.memory import (
+from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.costmodel.device import Device
+from megatron.pipeline.planner.costmodel.estimate import estimate, layer_seconds, saved_seconds
+from megatron.pipeline.planner.costmodel.links import Links, links_of
+from megatron.pipeline.planner.costmodel.memory import (
     FixedMemory,
     RankMemory,
     fixed_memory,
@@ -25,19 +25,19 @@ from megatron.pipeline.costmodel.memory import (
     predict,
     recomputed,
 )
-from megatron.pipeline.costmodel.replicas import between_seconds, with_replicas
-from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import Kind
-from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.optimum.period import least_between
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.braid import combined
-from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.passes import Kind
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.optimum.period import least_between
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.planner.schedule.transforms.braid import combined
+from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled

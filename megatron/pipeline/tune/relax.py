@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.pipeline.costmodel import device
-from megatron.pipeline.costmodel.memory import usable
+from megatron.pipeline.planner.costmodel import device
+from megatron.pipeline.planner.costmodel.memory import usable
 from megatron.pipeline.tune.iteration import Infeasible, Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts
 

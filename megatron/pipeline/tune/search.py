@@ -18,12 +18,12 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from megatron.pipeline.distributed.processes import end_with_parent
-from megatron.pipeline.schedule import families
+from megatron.pipeline.planner.planning.children import end_with_parent
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.view.plots import pareto
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.iteration import Dominated, Failed, Infeasible, Outcome, Result, evaluate, least_seconds, work
 from megatron.pipeline.tune.layouts import Layouts
-from megatron.pipeline.view.plots import pareto
 
 BEST = 10
 WORK = 8_000  # a search's budget, see ``work``: some two minutes of one core

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.simulate import activation_peaks
-from megatron.pipeline.schedule.transforms.offload import host_peaks, moved
-from megatron.pipeline.schedule.transforms.transform import without_copies
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
+from megatron.pipeline.planner.schedule.transforms.offload import host_peaks, moved
+from megatron.pipeline.planner.schedule.transforms.transform import without_copies
 
 _MIB = 2**20
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.lower.program import Copy, Program
 from megatron.pipeline.runtime.offload.activations import Store
 from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, copy_streams_for
 from megatron.pipeline.runtime.offload.host_memory import HostPool
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.lower.program import Copy, Program
 
 SMALLEST = 64 * 2**10  # bytes; starting to copy less takes the host longer than the copy
 

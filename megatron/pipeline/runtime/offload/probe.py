@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from megatron.pipeline.distributed.groups import barrier
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts
 from megatron.pipeline.runtime.offload.copy_streams import Ticket
 from megatron.pipeline.runtime.offload.host_memory import Arena
 from megatron.pipeline.runtime.offload.offloading import Offloading
-from megatron.pipeline.schedule.core.costs import CopyCosts
 
 # Copies are planned to take longer than measured, by this factor: a pass that waits for a copy costs more than some memory.
 MARGIN = 1.1

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from megatron.pipeline.costmodel.device import Device, Link, MeasuredLayer
-from megatron.pipeline.costmodel.estimate import computing_seconds
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.costmodel.device import Device, Link, MeasuredLayer
+from megatron.pipeline.planner.costmodel.estimate import computing_seconds
+from megatron.pipeline.planner.shape.gpt import Shape
 
 
 @dataclass(frozen=True)

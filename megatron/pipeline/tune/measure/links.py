@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.distributed.groups import new_group
+from megatron.pipeline.planner.costmodel.device import Link
 from megatron.pipeline.tune.measure.clock import MeasureClock, seconds
 from megatron.pipeline.tune.measure.fit import SendingFit, link
 

@@ -8,12 +8,12 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-from megatron.pipeline.costmodel import device
-from megatron.pipeline.costmodel.device import Device, MeasuredLayer
-from megatron.pipeline.costmodel.estimate import layer_size
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.shape.gpt import Shape, Work
+from megatron.pipeline.planner.costmodel import device
+from megatron.pipeline.planner.costmodel.device import Device, MeasuredLayer
+from megatron.pipeline.planner.costmodel.estimate import layer_size
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.shape.gpt import Shape, Work
 from megatron.pipeline.tune.measure import fit
 from megatron.pipeline.tune.measure.rank import Measurements, Timing
 from megatron.pipeline.tune.measure.sizes import Size, shape

@@ -13,9 +13,9 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.shape.gpt import Work
+from megatron.pipeline.planner.costmodel.device import Link
+from megatron.pipeline.planner.shape.gpt import Work
 from megatron.pipeline.tune.measure.sizes import Size, layer_flags
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _world(args: Settings) -> Iterator[None]:
     import torch
     from megatron.core import parallel_state
 
-    from megatron.pipeline.schedule import families
+    from megatron.pipeline.planner.schedule import families
     from megatron.pipeline.session.groups import initialize_model_parallel
 
     if torch.cuda.is_available():

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.shape.experts import Experts
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.planner.shape.experts import Experts
+from megatron.pipeline.planner.shape.gpt import Shape
 
 _VOCABULARY = 128  # rows of a vocabulary that is not measured
 

@@ -1,0 +1,322 @@
+"""Speeds of a GPU: products, memory and links; one JSON file for each kind, shipped or measured.
+
+The files in ``devices/`` have what makers publish, and one efficiency that is fitted to published trainings. Those that
+``mpipe tune --measure`` writes have what was measured on a machine, times of single layers included.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.pipeline.planner.schedule.core.reading import parse_json, read_text
+from megatron.pipeline.planner.shape.gpt import Work
+
+MIB = 2**20
+NOT_FITTED = "not fitted"
+_SERVER = 8
+_MOST = 1e100  # of any number in a file
+_SHIPPED = Path(__file__).parent / "devices"
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between GPUs.
+
+    Attributes:
+        latency: seconds that a message takes, however short.
+        bandwidth: bytes per second that each GPU of a node gets in one direction, while all of them use the link.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, size: float) -> float:
+        """Seconds of one message of ``size`` bytes."""
+        return self.latency + size / self.bandwidth if size else 0.0
+
+    def all_gather(self, size: float, ranks: int) -> float:
+        """Seconds until every rank has the parts of all, or, in a reduce-scatter, its part of the sum of all: a ring.
+
+        Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", section 4.1.
+
+        Args:
+            size: bytes of all parts together.
+        """
+        return (ranks - 1) * (self.latency + size / ranks / self.bandwidth) if size else 0.0
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """Seconds until every rank has the sum: a reduce-scatter and an all-gather."""
+        return 2 * self.all_gather(size, ranks)
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """Seconds of the passes of one transformer layer, as one rank of those that share it runs it, without communication.
+
+    Attributes:
+        hidden: width of the residual stream.
+        queries, keys_and_values, ffn: widths of what the rank has of attention and of the MLP.
+        gated: whether the MLP has two matrices before its activation.
+        seq, microbatch: tokens of a sample, and samples.
+        number: bytes of an activation.
+        fused: whether attention is fused.
+        forward, backward, weight: seconds of F, B and W.
+        experts: in words, how many there are in the place of the MLP, and who shares them; empty for an MLP.
+    """
+
+    hidden: int
+    queries: float
+    keys_and_values: float
+    ffn: float
+    gated: bool
+    seq: int
+    microbatch: int
+    number: int
+    fused: bool
+    forward: float
+    backward: float
+    weight: float
+    experts: str = ""
+
+    @property
+    def work(self) -> Work:
+        """Its seconds."""
+        return Work(self.forward, self.backward, self.weight)
+
+    @property
+    def size(self) -> tuple[Any, ...]:
+        """Key of layers that are alike: all but the seconds."""
+        return tuple(value for name, value in vars(self).items() if name not in Work._fields)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Products in fewer than 16 bits.
+
+    Attributes:
+        name: ``fp8``, ``mxfp8`` or ``nvfp4``: ``shape.precision.RECIPES``.
+        peak: operations per second, without sparsity.
+        efficiency: the share of ``peak`` that linears reach in a training.
+        fitted_to: trainings that the efficiency is fitted to, in words, or ``NOT_FITTED``.
+        lent: the GPU whose efficiency it is, where none is fitted.
+    """
+
+    name: str
+    peak: float
+    efficiency: float
+    fitted_to: str = NOT_FITTED
+    lent: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU, and what connects several.
+
+    Attributes:
+        name: for people.
+        memory: bytes of it.
+        peak: operations per second in 16 bits.
+        efficiency: the share of ``peak``, and of ``bandwidth``, that kernels reach in a training.
+        bandwidth: bytes per second of its memory.
+        latency: seconds that a pass takes to begin and to end.
+        within: between all GPUs of a node, for collectives.
+        hop: between two GPUs of a node, for the messages of neighbouring stages.
+        between: between nodes, each GPU's share.
+        to_host, to_device: bytes per second to host memory and from there, of one direction with nothing else on the way.
+        beside_communication: how many times as long kernels take while a collective or an all-to-all runs; 1: not known.
+        workspaces: bytes that libraries of products keep for themselves: cuBLAS and Transformer Engine.
+        grouped_workspaces: the same where experts are products of groups.
+        loss_copies: copies of the logits in float32 that megatron-core's fused cross entropy makes beside what it keeps.
+        per_node: GPUs that ``within`` connects: of a server, or of a rack.
+        per_host: GPUs of a host, of which a rack has several.
+        fitted_to: trainings that the efficiency is fitted to, in words, or ``NOT_FITTED``.
+        lent: the GPU whose efficiency it is, where none is fitted or measured.
+        attention: operations of attention, those that a mask hides too, over ``peak`` where linears are in fewer bits.
+        precisions: products in fewer than 16 bits.
+        layers: what was measured of single layers, which counts for these in place of the efficiency.
+        source: where the figures are from.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    name: str
+    memory: float
+    peak: float
+    efficiency: float
+    bandwidth: float
+    latency: float
+    within: Link
+    hop: Link
+    between: Link
+    to_host: float
+    to_device: float
+    beside_communication: float = 1.0
+    workspaces: float = 110 * MIB
+    grouped_workspaces: float = 230 * MIB
+    loss_copies: int = 1
+    per_node: int = 8
+    per_host: int = 8
+    fitted_to: str = NOT_FITTED
+    lent: str = ""
+    attention: float = 1.0
+    precisions: tuple[Precision, ...] = ()
+    layers: tuple[MeasuredLayer, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not (self.name.isascii() and self.name.isprintable() and 0 < len(self.name) <= 80):
+            raise ValueError(f"the name of a device must be up to 80 printable characters of ASCII, got {self.name!r}")
+        for name in ("memory", "bandwidth", "to_host", "to_device"):
+            _positive(f"the {name} of a device", getattr(self, name))
+        products: tuple[Device | Precision, ...] = (self, *self.precisions)
+        for one in products:
+            whose = "a device" if one is self else f"products in {one.name}"
+            _positive(f"the peak of {whose}", one.peak)
+            if not 0 < one.efficiency <= 1:
+                raise ValueError(f"the efficiency of {whose} is a share above 0 and of at most 1, got {one.efficiency:g}")
+        _positive("the attention of a device", self.attention)
+        for name in ("per_node", "per_host"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of a device must be GPUs, 1 or more, got {getattr(self, name)}")
+        if not 1 <= self.beside_communication < math.inf:
+            given = f"{self.beside_communication:g}"
+            raise ValueError(f"the beside_communication of a device must be a number of at least 1, got {given}")
+        for name in ("workspaces", "grouped_workspaces"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"the {name} of a device must be bytes, 0 or more, got {getattr(self, name):g}")
+        for name in ("within", "hop", "between"):
+            link = getattr(self, name)
+            _positive(f"the bandwidth of {name}", link.bandwidth)
+            _moment(f"the latency of {name}", link.latency)
+        _moment("the latency of a device", self.latency)
+        for layer in self.layers:
+            for name, seconds in layer.work._asdict().items():
+                _positive(f"{name} of a measured layer", seconds)
+
+    def products(self, precision: str = "") -> Device | Precision:
+        """Peak and efficiency of products in a precision, by default in 16 bits.
+
+        Raises:
+            ValueError: the GPU has no such products.
+        """
+        if not precision:
+            return self
+        found = next((one for one in self.precisions if one.name == precision), None)
+        if found is None:
+            known = ", ".join(one.name for one in self.precisions) or "none but 16 bits"
+            raise ValueError(f"{self.name} has no products in {precision}; its file has {known}: change the recipe or the GPU")
+        return found
+
+    def seconds(self, operations: float, precision: str = "") -> float:
+        """Seconds of products; raises ``ValueError`` as ``products`` does."""
+        products = self.products(precision)
+        return operations / (products.peak * products.efficiency)
+
+    def moving(self, size: float) -> float:
+        """Seconds in which kernels read and write ``size`` bytes of its memory."""
+        return size / (self.bandwidth * self.efficiency)
+
+    def node(self, gpus: int) -> int:
+        """GPUs of a node for a training on ``gpus``: all of a server's, or as many of a rack's as make equal parts."""
+        whole = min(self.per_node, gpus)
+        return whole if whole <= _SERVER else max(size for size in range(1, whole + 1) if gpus % size == 0)
+
+    def with_links(self, bandwidth: float) -> Device:
+        """The same with links of one bandwidth and no latency."""
+        link = Link(0.0, bandwidth)
+        return replace(self, within=link, hop=link, between=link)
+
+    def to_json(self) -> str:
+        """Text that ``from_json`` reads back."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Device:
+        """A device from its file.
+
+        Raises:
+            ValueError: not JSON, a field is missing or unknown, or a number is out of range.
+        """
+        row = _row("a device", parse_json(text, "a device"), cls)
+        for name in ("within", "hop", "between"):
+            row[name] = Link(**_row(f"{name} of a device", row[name], Link))
+        for name, what, kind in (("layers", "a measured layer", MeasuredLayer), ("precisions", "a precision", Precision)):
+            listed = row.get(name, [])
+            if not isinstance(listed, list):
+                raise ValueError(f"{name} of a device must be a list, got {listed!r}")
+            row[name] = tuple(kind(**_row(what, each, kind)) for each in listed)
+        return cls(**row)
+
+
+def shipped() -> list[str]:
+    """The names of the devices that come with the package."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.json"))
+
+
+@cache
+def named(name: str) -> Device:
+    """A device that comes with the package.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name not in shipped():
+        near = [one for one in shipped() if one.startswith(name)] or difflib.get_close_matches(name, shipped(), cutoff=0.3)
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(
+            f"unknown GPU {name!r}; known are {', '.join(shipped())}, and files that mpipe tune --measure has written{meant}"
+        )
+    return Device.from_json((_SHIPPED / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def read(name: str) -> Device:
+    """A device by its name, or from a file whose name ends in .json.
+
+    Raises:
+        ValueError: there is none, or the file is malformed; the message names it.
+    """
+    if not name.endswith(".json"):
+        return named(name)
+    text = read_text(name, "a device as mpipe tune --measure writes it")
+    try:
+        return Device.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _row(what: str, content: object, kind: type[Any]) -> dict[str, Any]:
+    """The fields of a dataclass from a JSON object: numbers where it has numbers, words where it has words."""
+    known = {field.name: field for field in fields(kind)}
+    if not isinstance(content, dict):
+        raise ValueError(f"{what}: expected an object with {', '.join(known)}, got {str(content)[:60]}")
+    missing = [name for name, field in known.items() if name not in content and field.default is MISSING]
+    unknown = [name for name in content if name not in known]
+    if missing or unknown:
+        raise ValueError(
+            f"{what}: {'missing ' + missing[0] if missing else 'unknown field ' + repr(unknown[0])}; it has {', '.join(known)}"
+        )
+    for name, value in content.items():
+        expected = {"str": str, "bool": bool, "int": int}.get(str(known[name].type))
+        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
+        if (expected and type(value) is not expected) or (known[name].type == "float" and not number):
+            raise ValueError(
+                f"{what}: {name} must be {'a number' if expected is None else f'of type {known[name].type}'}, got {value!r}"
+            )
+    return dict(content)
+
+
+def _positive(what: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{what} must be a number above 0, got {value:g}")
+
+
+def _moment(what: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{what} must be seconds of at least 0 and below 1, got {value:g}")

@@ -1,0 +1,339 @@
+"""Seconds and bytes of every pass of a GPT on a device.
+
+The model of time: a pass is its products, at a share of the device's peak; what its other kernels read and write, at the same
+share of the memory's bandwidth (``traffic``); what it waits for of the ranks that share its layers (``links``); and a moment to
+begin. A layer that was measured takes what was measured in place of the first two. The model of memory is that of
+``activations``; ``memory`` adds all else that a rank needs. docs/model.md has the formulas, and how well they agree with
+published trainings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from megatron.pipeline.planner.costmodel import activations, traffic
+from megatron.pipeline.planner.costmodel.activations import Held
+from megatron.pipeline.planner.costmodel.device import Device, MeasuredLayer
+from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds, hop_seconds, layer_communication
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, MemoryUnit, StageCosts, VocabularyCosts
+from megatron.pipeline.planner.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
+from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.gpt import Shape, Work
+from megatron.pipeline.planner.shape.hybrid import MLP
+from megatron.pipeline.planner.shape.shards import Shards
+
+# Seconds of the host in F, B and W of a layer with experts in 16 bits, and for a product of one expert that is launched alone. In
+# fewer bits, which take twice as long, they were chosen together with the efficiencies of benchmarks/published_throughput.py.
+LAYER, PRODUCT = Work(2.4e-3, 2.9e-3, 0.6e-3), 4e-5
+
+
+def estimate(
+    shape: Shape,
+    placement: Placement,
+    layers: Sequence[int],
+    device: Device,
+    vocabulary: Vocabulary | None = None,
+    split: bool = True,
+    links: Links | None = None,
+    exposed_hops: float = 0.0,
+) -> Costs:
+    """Seconds and bytes of every pass.
+
+    Args:
+        layers: of every stage, in the model's order.
+        vocabulary: how the vocabulary is sharded over all ranks; None where the first and the last stage have it.
+        split: whether the schedule has B and W apart: what B makes again is then held until W.
+        links: what ranks talk over; by default all of them are on one node.
+        exposed_hops: for how many messages a rank waits in every F and every B, instead of computing meanwhile: see ``Family``.
+    """
+    links = links or Links.within(device)
+    # Collectives of a sharded vocabulary wait for all ranks, beside passes of layers. Interlaced, ranks wait for them instead.
+    slower = device.beside_communication if vocabulary in (Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS) else 1.0
+    hop = hop_seconds(shape, links)
+    gap = device.latency + exposed_hops * hop
+
+    @cache
+    def of_layer(one: Shape) -> tuple[Work, float, float, dict[str, float]]:
+        seconds = layer_seconds(one, device, links).times(slower)
+        parts = {name: slower * part for name, part in layer_parts(one, device, links).items()}
+        return seconds, slower * saved_seconds(one, device, links), recomputed_seconds(one, device, seconds), parts
+
+    def stage(one: Shape, count: int, gap: float = 0.0) -> StageCosts:
+        seconds, saved, remade, parts = of_layer(one)
+        waits = Work(gap, gap, device.latency if gap else 0.0)
+        held = activations.held_by_stage(one, count, split)
+        known = {name: part * count for name, part in parts.items()} | ({"layers": count} if parts else {})
+        costs = _stage(seconds.times(count).plus(waits), held, waits.weight + saved * count)
+        if shielding := shielded_seconds(one, device, links):
+            known |= dict(zip(("behind", "saved"), (slower * value * count for value in shielding), strict=True))
+        return replace(costs, recompute=remade * count, **known)
+
+    firsts = accumulate(layers, initial=0)
+    stages = [stage(shape.of_layers(first, count), count, gap) for first, count in zip(firsts, layers, strict=False)]
+    copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
+    if vocabulary is not None:
+        shards = shard_costs(shape, placement.ranks, device, vocabulary, links)
+        return Costs(tuple(stages), hop, shards, copies, MemoryUnit.BYTES, device.beside_communication)
+    forward, backward = map(device.moving, traffic.embedding_traffic(shape))
+    embedding = StageCosts(forward, backward, 0.0, 0.0, 0.0)
+    ends = [(0, embedding), (placement.last_stage, output_costs(shape, device))]
+    # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
+    ends += shape.mtp_layers * [
+        (placement.last_stage, stage(shape.predictor, shape.predictor.layers)),
+        (placement.last_stage, output_costs(shape, device)),
+    ]
+    for index, more in ends:
+        again = 0.0 if shape.policy.recomputes else more.recompute  # flags recompute layers alone
+        stages[index] = _sum(stages[index], replace(more, recompute=again))
+    return Costs(tuple(stages), hop, VocabularyCosts(), copies, MemoryUnit.BYTES, device.beside_communication)
+
+
+def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
+    """Seconds of F, B and W of one layer, on one of the ranks that share it."""
+    attention = _attention(shape, device)
+    waits = layer_communication(shape, links, (attention.forward, attention.backward), _beside_exchange(shape, device))
+    if measured := measured_layer(shape, device):  # its host's seconds are among them
+        return measured.work.plus(Work(*waits, 0.0))
+    return Work(*map(max, computing_seconds(shape, device).plus(Work(*waits, 0.0)), launch_seconds(shape)))
+
+
+def _beside_exchange(shape: Shape, device: Device) -> tuple[float, float]:
+    """Seconds of F and B of the experts that every token passes, where these run beside the exchange of the others' tokens."""
+    experts = shape.experts
+    if not (experts and experts.beside):
+        return 0.0, 0.0
+    operations = 2 * shape.tokens * shape.hidden * shape.matrices * experts.share * experts.shared_ffn
+    each = _linears(shape, device, operations * shape.policy.of_cut_layers)
+    return each, each
+
+
+def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
+    """Seconds that B and W of a layer take less as one pass: the sums over tensor-parallel ranks that W's products hide.
+
+    Of megatron-core's linear layers, those that are cut by columns (queries, keys and values; the first of the MLP) begin to sum
+    their inputs' gradients, compute their weights' gradients, and wait then: ``LinearWithGradAccumulationAndAsyncCommunication``
+    of ``megatron.core.tensor_parallel.layers``. A sum is an all-reduce, or a reduce-scatter under sequence parallelism, which is
+    half of one. B alone has nothing to hide it behind. Latent attention and experts count as if nothing were hidden.
+    """
+    columns = [] if shape.latent else [(shape.attention, float(shape.queries + shape.keys_and_values))]
+    if shape.experts is None:
+        columns.append((shape.share(MLP), (2 if shape.gated else 1) * shape.dense_ffn))
+    columns += [(share, mixer.projected) for share, mixer in shape.mixers]
+    products, each = _products(shape, device, [width for _, width in columns]), _sum_seconds(shape, links)
+    return sum(share * links.hides(each, product) for (share, _), product in zip(columns, products, strict=True))
+
+
+def shielded_seconds(shape: Shape, device: Device, links: Links) -> tuple[float, float] | None:
+    """Seconds of the weight gradients of a layer's row-parallel linears, and what B and W save together where B computes them.
+
+    The products of attention's and the MLP's last linear run while the sum of the linear before it, cut by columns, is under way
+    (``saved_seconds``). None where there is none to hide. Where the layer was measured, they are as large a share of W as by the
+    formulas.
+    """
+    if shape.latent or shape.hybrid or shape.policy.tensor == 1:
+        return None
+    measured = measured_layer(shape, device)
+    scale = measured.work.weight / computing_seconds(shape, device).weight if measured else 1.0
+    widths = [float(shape.attended), *([shape.ffn] if shape.experts is None else [])]
+    rows, each = [scale * product for product in _products(shape, device, widths)], _sum_seconds(shape, links)
+    return sum(rows), sum(links.hides(each, product) for product in rows)
+
+
+def _sum_seconds(shape: Shape, links: Links) -> float:
+    """Seconds of the sum of an input's gradient over tensor-parallel ranks."""
+    held = shape.policy
+    number = held.number * shape.tokens * shape.hidden / held.context
+    return links.tensor.all_reduce(number, held.tensor) / (2 if held.sequence_parallel else 1)
+
+
+def _products(shape: Shape, device: Device, widths: Sequence[float]) -> list[float]:
+    """Seconds of products of hidden states with a rank's part of these widths."""
+    operations = 2 * shape.tokens * shape.hidden * shape.policy.of_cut_layers
+    return [_linears(shape, device, operations * width) for width in widths]
+
+
+def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
+    """Seconds of those parts of a layer's passes that take turns with another microbatch's in a braid, by ``PARTS``.
+
+    None where no ranks share experts. The rest of each pass is attention, the router, and experts that all tokens pass. Where
+    the host takes longer than a pass without its exchanges, these count only as far as they make it longer. Where the layer was
+    measured, what experts compute is as large a share of each pass as by the formulas.
+    """
+    if not (shape.experts and shape.experts.parallel > 1 and shape.experts.share):
+        return {}
+    exchange = [exchange_seconds(shape, links)] * 2
+    forward, backward = map(device.moving, traffic.expert_traffic(shape))
+    computing = _linear_work(shape, device, gpt.expert_work(shape)).plus(Work(forward, backward, 0.0)).plus(_thin(shape, device))
+    if measured := measured_layer(shape, device):
+        shares = zip(computing, measured.work, computing_seconds(shape, device), strict=True)
+        computing = Work(*(part * seconds / whole for part, seconds, whole in shares))
+    else:
+        longer = zip(exchange, layer_seconds(shape, device, links), launch_seconds(shape), strict=False)
+        exchange = [min(each, (whole - least) / 2) for each, whole, least in longer]
+    there, back = exchange
+    seconds = (there, computing.forward, there, back, computing.backward, back, computing.weight)
+    return dict(zip(PARTS, seconds, strict=True))
+
+
+def computing_seconds(shape: Shape, device: Device) -> Work:
+    """The same from the device's efficiency, and without communication.
+
+    All of attention counts, also what a causal mask hides: its kernels leave that out, and are less efficient than products.
+    """
+    forward, backward = map(device.moving, traffic.layer_traffic(shape))
+    linears = _linear_work(shape, device, gpt.linear_work(shape)).plus(_thin(shape, device))
+    return _attention(shape, device).plus(linears).plus(Work(forward, backward, 0.0))
+
+
+def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
+    """Seconds in which B makes again what ``ActivationPolicy.recomputed`` says of a layer, or all of it.
+
+    Args:
+        whole: seconds of a layer's passes.
+    """
+    held = shape.policy
+    if not (held.recomputed or held.offloaded):
+        return whole.forward
+    attention = _attention(shape, device).forward if "core_attn" in held.recomputed else 0.0
+    weights = {"mlp": shape.mlp_weights, "moe": shape.expert_weights, "mla_up_proj": shape.attention * shape.widening_weights}
+    operations = 2 * shape.tokens * sum(weights[name] for name in held.recomputed & weights.keys())
+    moved = 0.0  # what norms and activation functions read and write
+    if "layernorm" in held.recomputed:
+        moved += 2 * shape.norms_alone * activations.hidden_bytes(shape)
+    if "moe_act" in held.recomputed and shape.experts:
+        each = held.number * shape.tokens * held.of_cut_layers * shape.experts.mean_visited_ffn
+        moved += shape.matrices * each
+    products = attention + _linears(shape, device, operations * held.of_cut_layers)
+    return min(whole.forward, products + device.moving(moved))
+
+
+def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
+    """Measurement of a layer of this size, if there is one."""
+    held = shape.policy
+    wanted = layer_size(shape)
+    if held.context > 1 or shape.latent or shape.hybrid:
+        return None
+    return next((layer for layer in device.layers if layer.size == wanted), None)
+
+
+def layer_size(shape: Shape) -> tuple[Any, ...]:
+    """``MeasuredLayer.size`` on one of the ranks that share the layers."""
+    held, experts = shape.policy, shape.experts
+    words = f"{experts.count} top {experts.topk} over {experts.parallel} x {experts.tensor}" if experts else ""
+    widths = (shape.queries / held.tensor, shape.keys_and_values / held.tensor, shape.ffn / held.tensor)
+    return (shape.hidden, *widths, shape.gated, shape.seq, shape.microbatch, held.number, not held.attention_matrices, words)
+
+
+def output_costs(shape: Shape, device: Device) -> StageCosts:
+    """Costs that the output layer and the loss add to the last stage."""
+    kept = activations.output_activation(shape)
+    work = _seconds(device, gpt.output_work(shape).times(shape.policy.of_cut_layers))
+    forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.policy.tensor))
+    costs = _stage(work.plus(Work(forward, backward, 0.0)), Held(kept, kept, activations.output_retained(shape)))
+    # It has no row-parallel linear before it, and computes its own weight's gradient. Its sum counts as if it were hidden always.
+    return replace(costs, behind=costs.weight) if shape.policy.tensor > 1 else costs
+
+
+def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary, links: Links | None = None) -> VocabularyCosts:
+    """The costs of every rank's share of embedding and output layer.
+
+    Of the three products with a shard's rows, S has the logits and with one barrier the gradient by its input, T the others
+    (arXiv 2411.05288, algorithms 1 and 2).
+    """
+    links = links or Links.within(device)
+    rows = shards(shape, ranks).rows
+    product = device.seconds(gpt.row_work(shape) * rows) / shape.policy.context
+    early = 2 if vocabulary is Vocabulary.ONE_BARRIER else 1
+    loss = list(map(device.moving, traffic.loss_traffic(shape, rows, sharded=True)))
+    embedding = list(map(device.moving, traffic.embedding_traffic(shape, 1 / ranks)))
+    return VocabularyCosts(
+        S=device.latency + early * product + loss[0] + (loss[1] if early == 2 else 0.0),
+        T=device.latency + (3 - early) * product + (loss[1] if early == 1 else 0.0),
+        IF=device.latency + embedding[0],
+        IB=device.latency + embedding[1],
+        activation=activations.shard_activation(shape, rows),
+        exchange=links.hop.all_gather(activations.hidden_bytes(shape), ranks),
+        ranks=ranks,
+    )
+
+
+def shards(shape: Shape, ranks: int) -> Shards:
+    """Shards of the vocabulary over the ranks of a pipeline, and the tensor-parallel ones of each."""
+    return Shards.of(shape.vocabulary, shape.vocabulary, ranks * shape.policy.tensor)
+
+
+def _seconds(device: Device, work: Work) -> Work:
+    return Work(*map(device.seconds, work))
+
+
+def _attention(shape: Shape, device: Device) -> Work:
+    """Seconds of attention's products, on one of the ranks that share them."""
+    work = gpt.attention_work(shape).times(shape.policy.of_cut_layers)
+    if shape.quantized is None:
+        return _seconds(device, work)  # which the efficiency is fitted to together with linears
+    return Work(*(operations / (device.peak * device.attention) for operations in work))
+
+
+def _thin(shape: Shape, device: Device) -> Work:
+    """Seconds in which experts' products read and write their numbers, on one of the ranks that share them."""
+    return Work(*map(device.moving, traffic.expert_products_traffic(shape)))
+
+
+def launch_seconds(shape: Shape) -> Work:
+    """Seconds in which the host launches the kernels of a layer with experts: no pass of it takes less, in any precision.
+
+    It waits for the router's numbers of tokens in every pass, so no kernels are queued ahead. In fewer bits twice as many kernels
+    count, with those that cast inputs and gradients: no more, so that these never make a pass take more than twice as long.
+    Experts of a rank are one product where they are grouped, and else launched one by one. CUDA graphs launch what they have at
+    once: half of it where experts are not among it. Of other layers it is not known; GPUs that were fitted have more to do there.
+    """
+    experts, quantized = shape.experts, shape.quantized.share if shape.quantized else 0.0
+    if experts is None or experts.graphs is None:
+        return Work(0.0, 0.0, 0.0)
+    # The gate's product is one with the other before the activation.
+    alone = 0.0 if experts.grouped else 2 * PRODUCT * experts.count / experts.parallel
+    own = LAYER.times(0.5 if experts.graphs else 1.0).plus(Work(alone, alone, alone))
+    return own.times(experts.share * (1 + quantized))
+
+
+def _linear_work(shape: Shape, device: Device, work: Work) -> Work:
+    """Seconds of products of linears, on one of the ranks that share them."""
+    return Work(*(_linears(shape, device, operations) for operations in work.times(shape.policy.of_cut_layers)))
+
+
+def _linears(shape: Shape, device: Device, operations: float) -> float:
+    """Seconds of products of linears in the precision that these have, as a mean over the layers."""
+    whole, quantized = device.seconds(operations), shape.quantized
+    return quantized.mean(whole, device.seconds(operations, quantized.recipe.peak)) if quantized else whole
+
+
+def _stage(seconds: Work, held: Held, saved: float = 0.0) -> StageCosts:
+    """Args: saved: seconds that B and W as one pass take less."""
+    forward, backward, weight = seconds
+    return StageCosts(
+        forward,
+        backward,
+        weight,
+        held.activation,
+        held.retained,
+        fused=backward + weight - saved,
+        recompute=forward,
+        checkpoint=held.checkpoint,
+    )
+
+
+def _sum(one: StageCosts, other: StageCosts) -> StageCosts:
+    """Both in one stage; its parts and its layers are those of the halves that have some."""
+    costs: dict[str, Any] = {}
+    for name in (field.name for field in fields(StageCosts) if field.name != "movable"):  # all of it is
+        if name not in (*PARTS, "layers", "behind", "saved"):
+            costs[name] = one.value(name) + other.value(name)
+        elif given := [value for half in (one, other) if (value := getattr(half, name)) is not None]:
+            costs[name] = sum(given)
+    return StageCosts(**costs)

@@ -1,0 +1,286 @@
+"""Memory of its GPU that every rank of a training needs, from the flags and the schedule alone.
+
+``predict`` is the one place for that. It counts
+
+- weights, gradients and optimizer state, of all parameters (``parameters``);
+- activations: the schedule, replayed with what its passes hold (``activations``, ``estimate``, ``simulate``);
+- the largest temporary in addition to them, or in the optimizer's step where that is larger;
+- a constant for all else, ``OVERHEAD``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from megatron.pipeline.planner.costmodel import activations
+from megatron.pipeline.planner.costmodel.device import Device, named
+from megatron.pipeline.planner.costmodel.estimate import estimate
+from megatron.pipeline.planner.costmodel.parameters import Parameters, parameters
+from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
+from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.core.passes import Kind, Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
+from megatron.pipeline.planner.schedule.transforms.transform import fuse, recompute
+from megatron.pipeline.planner.shape.activation_policy import SINGLE, number_bytes
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.precision import HALF, Quantized
+
+GIB = 2**30
+_NUMBERS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}  # bytes by the names of --exp-avg-dtype and its like
+# CUDA's context, NCCL's buffers, the workspaces of products, messages, and what the allocator cannot use: a guess, not measured.
+OVERHEAD = 2 * GIB
+SHARE = 0.95  # of a GPU's memory that a prediction may take: it is off by a few percent
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank, in bytes.
+
+    Attributes:
+        layers: transformer layers that it has.
+        parameters: that it has; with tensor parallelism, its share of them.
+        state: weights, gradients and optimizer state.
+        activations: at their peak.
+        microbatches: that are held then, from F to W, a chunk of several counting as its part.
+        temporary: in addition to the activations, or the excess of the optimizer's step over them; and of CUDA graphs.
+        workspaces: of libraries, a part of ``OVERHEAD`` that torch allocates.
+    """
+
+    layers: int
+    parameters: int
+    state: float
+    activations: float
+    microbatches: float
+    temporary: float
+    workspaces: float = 0.0
+
+    @property
+    def counted(self) -> float:
+        """All but ``OVERHEAD``."""
+        return self.state + self.activations + self.temporary
+
+    @property
+    def allocated(self) -> float:
+        """Bytes that torch's ``max_memory_allocated`` would give."""
+        return self.counted + self.workspaces
+
+    @property
+    def total(self) -> float:
+        return self.counted + OVERHEAD
+
+
+def usable(memory: float) -> float:
+    """Bytes of a GPU's memory that a prediction may take, so that the training fits although the prediction is off."""
+    return SHARE * memory
+
+
+def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Device | None = None) -> list[RankMemory]:
+    """The memory of every pipeline rank.
+
+    Args:
+        args: Megatron-LM's flags after ``validate``, with ``padded_vocab_size``.
+        schedule: what an iteration runs; its vocabulary is sharded if the schedule says so, even if ``args`` differ.
+        layers: transformer layers of every stage, in the model's order.
+        gpu: whose workspaces, and copies of logits, count.
+
+    Raises:
+        ValueError: ``layers`` are of another number of stages than the schedule has.
+    """
+    shape, placement = Shape.of(args), schedule.placement
+    if len(layers) != placement.ranks * placement.chunks:
+        raise ValueError(
+            f"layers of {len(layers)} stages for a schedule of {placement.ranks} ranks with "
+            f"{counted(placement.chunks, 'chunk')} each: give one number for every stage"
+        )
+    microbatches = activation_peaks(schedule, uniform(placement))
+    schedule = recomputed(args, shape, schedule)
+    split = any(work.kind is Kind.W for row in schedule.passes for work in row)
+    gpu = gpu or any_device(shape)
+    costs = estimate(shape, placement, layers, gpu, schedule.vocabulary, split)
+    held = activation_peaks(schedule, costs)
+    all_fixed = fixed_memory(args, placement, layers, schedule.vocabulary, gpu)
+    graphed = activations.hidden_bytes(shape) if shape.policy.layer_graphs else 0.0
+    return [
+        RankMemory(
+            layers=sum(layers[stage] for stage in stages),
+            parameters=fixed.count.total,
+            state=fixed.state,
+            activations=peak,
+            microbatches=held_then,
+            temporary=max(fixed.temporary, step_bytes(args, fixed.count) - peak)
+            + graphed * held_then * sum(layers[stage] for stage in stages),
+            workspaces=gpu.grouped_workspaces if args.moe_grouped_gemm else gpu.workspaces,
+        )
+        for stages, fixed, peak, held_then in zip(placement.stages, all_fixed, held, microbatches, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class FixedMemory:
+    """Memory of a rank in addition to activations, in bytes, under any schedule.
+
+    Attributes:
+        count: its parameters.
+        state, temporary: as in ``RankMemory``, the latter without the optimizer's step.
+    """
+
+    count: Parameters
+    state: float
+    temporary: float
+
+    @property
+    def total(self) -> float:
+        """With ``OVERHEAD``; the rest of a GPU's memory is for activations."""
+        return self.state + self.temporary + OVERHEAD
+
+
+def fixed_memory(
+    args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None, gpu: Device | None = None
+) -> list[FixedMemory]:
+    """Memory of every rank in addition to activations; arguments as in ``predict``."""
+    shape = Shape.of(args)
+    counts = parameters(shape, placement, layers, vocabulary, not args.untie_embeddings_and_output_weights)
+    output_rank = None if vocabulary else placement.home(placement.last_stage)[0]
+    found = []
+    for rank, (stages, count) in enumerate(zip(placement.stages, counts, strict=True)):
+        temporary = (
+            activations.layer_temporary(shape, args.overlap_moe_expert_parallel_comm)
+            if sum(layers[stage] for stage in stages)
+            else 0.0
+        )
+        if rank == output_rank:
+            temporary = max(temporary, activations.output_temporary(shape, (gpu or any_device(shape)).loss_copies))
+        found.append(FixedMemory(count, state_bytes(args, count), temporary))
+    return found
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Bytes that one microbatch holds on every stage.
+
+    Attributes:
+        layers: of its transformer layers, from F to B.
+        output: of the output layer and the loss, from F to B; 0 but on the last stage, and there with a spread vocabulary.
+        retained: of these, from B to W.
+        making: that B makes again, for a moment.
+        grows: whether W needs more of some layers than F keeps of them.
+    """
+
+    layers: tuple[float, ...]
+    output: tuple[float, ...]
+    retained: tuple[float, ...]
+    making: tuple[float, ...]
+    grows: bool
+
+
+def costs_in_bytes(args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> Costs:
+    """Costs with the bytes of one microbatch, and seconds that mean nothing; arguments as in ``predict``."""
+    shape = Shape.of(args)
+    return estimate(shape, placement, layers, any_device(shape), vocabulary, not makes_weights_again(args))
+
+
+def any_device(shape: Shape) -> Device:
+    """A GPU that has the products, where none is named: activations are the same on all, workspaces hardly differ."""
+    return named("GB200" if shape.quantized else "H100-80GB")
+
+
+def stage_sizes(args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> StageSizes:
+    """Arguments as in ``predict``."""
+    alone, whole = (costs_in_bytes(args, placement, layers, spread).stages for spread in (Vocabulary.TWO_BARRIERS, vocabulary))
+    kept = attrgetter("checkpoint" if Shape.of(args).policy.recomputes else "activation")
+    return StageSizes(
+        tuple(map(kept, alone)),
+        tuple(kept(every) - kept(own) for every, own in zip(whole, alone, strict=True)),
+        tuple(every.retained - own.retained for every, own in zip(whole, alone, strict=True)),
+        tuple(stage.activation - kept(stage) for stage in alone),
+        any(stage.retained > kept(stage) for stage in alone),
+    )
+
+
+def state_bytes(args: Namespace, count: Parameters) -> float:
+    """Bytes of a rank's weights, gradients and optimizer state.
+
+    For each parameter of 16 bits that is 2 for it, 4 or 2 for its gradient (``--accumulate-allreduce-grads-in-fp32``), and 4 for
+    the optimizer's own copy with Adam's 8 for two moments; in float32 the optimizer has no copy. ``--use-distributed-optimizer``
+    cuts what is the optimizer's over the ranks with the same parameters, ``--post-validation`` keeps it twice, and
+    ``--optimizer-cpu-offload`` has a fraction of it in host memory. ``--use-precision-aware-optimizer`` says what each takes; its
+    copy in float32 shares 16 bits with weights in bfloat16. Linears in fewer bits have copies of their weights, or those alone.
+    Muon has one moment of every matrix of a layer, and Adam's two of all else; norms and biases count as matrices.
+    """
+    weight, quantized = number_bytes(args), Quantized.of(args)
+    moments = float(2 * SINGLE if args.optimizer == "adam" else SINGLE * (args.sgd_momentum > 0))
+    if getattr(args, "muon", None):
+        moments -= SINGLE * count.layers / max(1, count.total)
+    copy: float = SINGLE if weight < SINGLE else 0
+    if getattr(args, "use_precision_aware_optimizer", False):
+        moments = _bytes(args, "exp_avg") + _bytes(args, "exp_avg_sq")
+        copy = _bytes(args, "main_params")
+        if args.bf16 and copy == SINGLE and not (quantized and quantized.kept):
+            copy = HALF
+    here = 1 - args.optimizer_offload_fraction if getattr(args, "optimizer_cpu_offload", False) else 1.0
+    undo = moments + SINGLE if args.steps.ahead and args.steps.copy == "device" else 0
+    weights: float = count.total * weight
+    if quantized:
+        weights += count.quantized * (quantized.recipe.weight - (weight if quantized.kept else 0))
+    return weights + count.total * gradient_bytes(args) + (here * (moments + copy) + undo) * optimizer_parameters(args, count)
+
+
+def step_bytes(args: Namespace, count: Parameters) -> float:
+    """Bytes that the optimizer's step makes: gradients in float32, where they are not and are to be."""
+    wide = not getattr(args, "use_precision_aware_optimizer", False) or _bytes(args, "main_grads") == SINGLE
+    return SINGLE * optimizer_parameters(args, count) if gradient_bytes(args) < SINGLE and wide else 0.0
+
+
+def gathered_bytes(args: Namespace, count: Parameters) -> float:
+    """Bytes of a parameter that ranks gather, as a mean."""
+    weight, quantized = number_bytes(args), Quantized.of(args)
+    fewer = weight - quantized.recipe.gathered if quantized and quantized.kept else 0
+    return weight - fewer * count.quantized / count.total
+
+
+def _bytes(args: Namespace, name: str) -> int:
+    """Bytes of one of the optimizer's numbers, by our flag, or by the torch type that Megatron-LM makes of its own."""
+    kind: Any = getattr(args, f"{name}_dtype", None) or getattr(args, name)
+    return int(getattr(kind, "itemsize", 0) or _NUMBERS[kind])
+
+
+def gradient_bytes(args: Namespace) -> int:
+    """Bytes of the gradient of one parameter."""
+    return SINGLE if args.accumulate_allreduce_grads_in_fp32 else number_bytes(args)
+
+
+def optimizer_parameters(args: Namespace, count: Parameters) -> float:
+    """Parameters whose optimizer state a rank stores; Muon's are not cut, or matrix by matrix over the ranks (``dist_muon``)."""
+    muon = getattr(args, "muon", None)
+    if muon == "muon" or not (muon or args.use_distributed_optimizer):
+        return count.total
+    copies = args.data_parallel_size * args.context_parallel_size
+    if not count.expert:
+        return count.dense / copies
+    return count.dense / copies + count.expert / expert_copies(args)
+
+
+def expert_copies(args: Namespace) -> int:
+    """Number of ranks with the same experts of a layer."""
+    ranks = args.data_parallel_size * args.context_parallel_size * args.tensor_model_parallel_size
+    return int(ranks // (args.expert_tensor_parallel_size * args.expert_model_parallel_size))
+
+
+def recomputed(args: Namespace, shape: Shape, schedule: Schedule) -> Schedule:
+    """The schedule with an R where B makes activations again; one that has R already stays."""
+    if not shape.policy.recomputes:
+        return schedule
+    stages = frozenset(range(schedule.placement.ranks * schedule.placement.chunks))
+    return recompute(fuse(schedule, stages) if makes_weights_again(args) else schedule, stages)
+
+
+def makes_weights_again(args: Namespace) -> bool:
+    """Tell whether W runs with B, since that makes its inputs again."""
+    whole = args.recompute_granularity == "full" and args.recompute_method != "block"
+    return bool(whole and args.pipeline.recompute_fused_backward)

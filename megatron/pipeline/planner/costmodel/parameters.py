@@ -1,0 +1,126 @@
+"""The exact number of parameters of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+from megatron.pipeline.planner.costmodel.estimate import shards
+from megatron.pipeline.planner.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, MLP
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters of one rank.
+
+    Attributes:
+        dense: those that all data-parallel ranks have.
+        expert: those of experts, which only ranks with the same experts have.
+        quantized: of both, those of layers whose linears are in fewer than 16 bits.
+        layers: of both, those of layers: all but embedding, output layer, positions and the last norm.
+    """
+
+    dense: int = 0
+    expert: int = 0
+    quantized: int = 0
+    layers: int = 0
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def parameters(
+    shape: Shape, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None = None, tied: bool = False
+) -> list[Parameters]:
+    """Parameters of every pipeline rank, of a GPT of megatron-core; with tensor parallelism one of the ranks that share its
+    layers.
+
+    Args:
+        layers: of every stage, in the model's order.
+        vocabulary: how the vocabulary is sharded over all ranks; None if it is not.
+        tied: whether embedding and output layer are one matrix; without ``vocabulary`` each end has it, unless one rank has both.
+    """
+    firsts = [sum(layers[:stage]) for stage in range(len(layers))]
+    counts = [
+        sum((layer_parameters(shape, layer) for stage in row for layer in range(firsts[stage], firsts[stage] + layers[stage])),
+            Parameters())
+        for row in placement.stages
+    ]  # fmt: skip
+    first, last = placement.home(0)[0], placement.home(placement.last_stage)[0]
+    dense = [0] * placement.ranks
+    dense[first] += shape.positions * shape.hidden
+    dense[last] += shape.norm * shape.hidden  # the norm before the output layer
+    if vocabulary is not None:
+        shard = shape.hidden * shards(shape, placement.ranks).rows
+        dense = [count + (shard if tied else 2 * shard) for count in dense]
+    else:
+        matrix = shape.hidden * shape.vocabulary // shape.policy.tensor
+        dense[first] += matrix
+        if not (tied and first == last):
+            dense[last] += matrix
+        if shape.mtp_layers and first != last:
+            dense[last] += matrix  # embeddings of the tokens that are predicted from
+    for _ in range(shape.mtp_layers):
+        predictor = shape.predictor
+        counts[last] += sum((layer_parameters(predictor, layer) for layer in range(predictor.layers)), Parameters())
+        # Three norms, and the product of hidden states and embeddings side by side.
+        dense[last] += 3 * shape.norm * shape.hidden + 2 * shape.hidden**2 // shape.policy.tensor
+    return [count + Parameters(more) for count, more in zip(counts, dense, strict=True)]
+
+
+def layer_parameters(shape: Shape, layer: int) -> Parameters:
+    """One layer of the model, counted from 0, on one of the ranks that share it.
+
+    Tensor-parallel ranks each have the norms, and the biases of outputs that they add up.
+    """
+    hidden, tensor, experts, symbols = shape.hidden, shape.policy.tensor, shape.experts, shape.symbols(layer)
+    cut, whole, routed = 0, len(symbols) * shape.norm * hidden, 0
+    if ATTENTION in symbols:
+        cut += (
+            shape.sinks
+            + shape.cut_attention_weights
+            + (shape.queries + shape.projected_keys_and_values + shape.gates if shape.qkv_bias else 0)
+        )
+        whole += shape.latent_weights + (hidden if shape.biases else 0)
+        if shape.latent and (indexer := shape.latent.indexer):
+            whole += indexer.weights(hidden, shape.latent.queries) + 2 * indexer.width  # its key's norm has a bias
+        if shape.qk_norm:
+            whole += shape.norm * (shape.latent.normalised if shape.latent else 2 * shape.head_width)
+    for symbol, mixer in shape.hybrid.mixers if shape.hybrid else ():
+        if symbol in symbols:
+            cut += round(hidden * (mixer.projected + mixer.mixed) + mixer.parameters)
+    if experts and EXPERTS in symbols:
+        width = experts.shared_ffn
+        whole += experts.count * (hidden + (1 if shape.biases else 0)) + shape.narrowing_weights  # the router, and these
+        if shape.biases and experts.latent:
+            whole += hidden + experts.latent
+        expert_cut, expert_whole = _mlp(replace(shape, hidden=shape.routed_hidden), experts.ffn)
+        routed = experts.count // experts.parallel * (expert_cut // experts.tensor + expert_whole)
+    else:
+        width = round(shape.dense_ffn) if MLP in symbols else 0
+    shared, bias = _mlp(shape, width) if width else (0, 0)
+    dense = (cut + shared) // tensor + whole + bias
+    in_fewer_bits = shape.quantized is not None and shape.quantized.layers[layer]
+    return Parameters(dense, routed, in_fewer_bits * (dense + routed), dense + routed)
+
+
+def total_parameters(shape: Shape, tied: bool) -> int:
+    """Parameters of the whole model, each counted once."""
+    experts = shape.experts and replace(shape.experts, parallel=1, tensor=1)
+    whole = replace(shape, experts=experts, policy=ActivationPolicy())
+    return parameters(whole, Placement(((0,),)), [shape.layers], None, tied)[0].total
+
+
+def _mlp(shape: Shape, ffn: int) -> tuple[int, int]:
+    """Parameters of an MLP that ranks share, and those that each has for itself."""
+    before = 2 if shape.gated else 1
+    shared = (before + 1) * shape.hidden * ffn
+    return (shared + before * ffn, shape.hidden) if shape.biases else (shared, 0)

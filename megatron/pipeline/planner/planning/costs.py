@@ -1,0 +1,320 @@
+"""Costs of passes from the flags of ``mpipe`` and from the JSON of a schedule, and the fields of that JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from megatron.pipeline.planner.schedule.core.costs import (
+    EQUAL_SHARDS,
+    CopyCosts,
+    Costs,
+    StageCosts,
+    VocabularyCosts,
+    by_name,
+    uniform,
+    with_equal_copies,
+)
+from megatron.pipeline.planner.schedule.core.costs_fields import COST_RANGE, MOST_LAYERS, is_cost, is_layers
+from megatron.pipeline.planner.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.stage_costs import BETWEEN, NAMES, PARTS
+
+Numbers: TypeAlias = dict[str, float]
+
+COPIES = ("D2H", "H2D")
+BESIDE = "beside_communication"
+_FIELDS = {short: name for name, short in NAMES.items()} | {"layers": "layers"}
+_PARTS = tuple(NAMES[part] for part in PARTS)
+BOUNDARY = tuple(NAMES[name] for name in BETWEEN)
+_SHARED = {"comm": "hop", BESIDE: BESIDE, "latency": "latency", "norm": "norm"}  # of all stages
+TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PARTS, "layers", BESIDE, *BOUNDARY, "latency", "norm")
+MEMORY = ("B", "W", "R")
+EXTRA = ("F", "B", "W", "activation")
+SPREAD = tuple(field.name for field in fields(VocabularyCosts) if field.name != "ranks")
+SHARED = tuple(field.name for field in fields(CopyCosts) if field.name not in ("to_host", "to_device"))
+
+
+@dataclass(frozen=True)
+class CostFlags:
+    """The cost flags of ``mpipe``. None: the file has the value, or else the default counts.
+
+    Attributes:
+        cost, activation, vocab_cost: one rank's share of one microbatch, by ``TIMES``, ``MEMORY`` and ``SPREAD``.
+        copy: how copies disturb each other, by ``SHARED``.
+        first_stage, last_stage: what is added to the first and the last stage, by ``EXTRA``.
+        costs: of every stage, in place of ``cost``, ``activation``, ``first_stage`` and ``last_stage``.
+        boundary: what a rank does between two iterations, by ``BOUNDARY``, also on top of ``costs``.
+    """
+
+    cost: Numbers | None = None
+    activation: Numbers | None = None
+    first_stage: Numbers | None = None
+    last_stage: Numbers | None = None
+    vocab_cost: Numbers | None = None
+    copy: Numbers | None = None
+    costs: Costs | None = None
+    boundary: Numbers | None = None
+
+
+def checked(given: object, names: tuple[str, ...]) -> Numbers:
+    """Numbers by name, from the command line or a file.
+
+    Raises:
+        ValueError: not a table of numbers, an unknown name, or a number out of range.
+    """
+    allowed = f"allowed are {', '.join(names)}, each {COST_RANGE}"
+    if not isinstance(given, dict):
+        raise ValueError(f"expected costs by name, got {given!r}; {allowed}")
+    for name, value in given.items():
+        if name not in names:
+            whole, _, part = name.partition(".") if isinstance(name, str) else (name, "", "")
+            rest = f" (attention is what the other parts leave of {whole}: give {whole})" if part == "attention" else ""
+            raise ValueError(f"unknown cost {name!r}{rest}; {allowed}")
+        if not is_cost(value):
+            raise ValueError(f"{name}={value}; {allowed}")
+    return {name: float(value) for name, value in given.items()}
+
+
+def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | None = None, copies: bool = False) -> Costs:
+    """The costs of every stage of a placement: from the flags, then from a schedule's file, then by default.
+
+    One rank's share is spread evenly over its chunks. Memory is counted in microbatches: what F allocates on a whole rank
+    is 1. The extras of the first and the last stage come on top, and ``--costs`` is meant, for every replica of the model. Where
+    ``--costs`` is of another number of stages it is cut again: see ``Costs.of_depth``.
+
+    Args:
+        file: the fields ``costs``, ``activation``, ``vocab_costs``, ``copies`` and ``stage_costs`` of a schedule's JSON, each of
+            which may be missing.
+        copies: whether activations go to host memory: where neither flags nor file give the time of copies, k is 1, so that
+            either direction takes half of F + B + W.
+
+    Raises:
+        ValueError: numbers are out of range, the schedule's file has the costs of other stages than its own, or ``--costs``
+            comes with flags that it replaces, or F, B and W of every stage take 0.
+    """
+    file = file or {}
+    if flags.costs:
+        for flag in ("cost", "activation", "first_stage", "last_stage"):
+            if getattr(flags, flag):
+                raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
+        costs = flags.costs.of_depth(placement.depth)
+        costs = replace(costs, stages=costs.stages * placement.replicas)
+    elif file.get("stage_costs") is not None:
+        costs = Costs.from_fields(file["stage_costs"])
+        costs.check_placement(placement)
+        costs = _set(costs, placement, flags.cost or {}, flags.activation)
+    else:
+        cost = checked(file.get("costs", {}), TIMES) | (flags.cost or {})
+        activation = flags.activation or checked(file.get("activation", {}), MEMORY)
+        cost.setdefault("R", cost.get("F", 1.0))
+        _check_parts(cost)
+        costs = _set(uniform(placement), placement, cost, activation)
+    shared = checked(file.get("copies", {}), SHARED) | (flags.copy or {})
+    if shared:
+        costs = replace(costs, copies=_shared(costs.copies, shared))
+    in_file = file.get("costs")
+    named = {*(in_file if isinstance(in_file, dict) else ()), *(flags.cost or ())}
+    if copies and named.isdisjoint(COPIES) and costs.copies.to_host == costs.copies.to_device == 0:
+        costs = with_equal_copies(costs)
+    spread = checked(file.get("vocab_costs", {}), SPREAD) | (flags.vocab_cost or {})
+    if spread:
+        costs = replace(costs, vocabulary=VocabularyCosts(**({"S": EQUAL_SHARDS.S, "T": EQUAL_SHARDS.T} | spread)))
+    if flags.boundary:
+        costs = _set(costs, placement, flags.boundary, None)
+    return taking_time(_with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {}))
+
+
+def taking_time(costs: Costs) -> Costs:
+    """The costs, if a pass of a stage takes time.
+
+    Raises:
+        ValueError: all of them take 0.
+    """
+    if any(stage.forward or stage.backward or stage.weight for stage in costs.stages):
+        return costs
+    raise ValueError("F, B and W of every stage take 0, and every order is as short: give one of them a time above 0")
+
+
+def with_shards(costs: Costs, vocabulary: Vocabulary | None, ranks: int) -> Costs:
+    """Costs with the vocabulary where it is: on all ranks, by default with equal shares; or else on the ends."""
+    if vocabulary is None:
+        return with_whole_vocabulary(costs, ranks)
+    none = costs.vocabulary == VocabularyCosts()
+    return replace(costs, vocabulary=EQUAL_SHARDS if none else costs.vocabulary.over(ranks))
+
+
+def with_whole_vocabulary(costs: Costs, ranks: int) -> Costs:
+    """Costs with the embedding on the first stage and the output layer on the last, in place of a shard on each of the ranks."""
+    shards = costs.vocabulary.over(ranks)
+    if not shards.total:
+        return costs
+    first, *inner, last = costs.stages if len(costs.stages) > 1 else (costs.stages[0], StageCosts(0, 0, 0, 0, 0))
+    first = replace(first, forward=first.forward + ranks * shards.IF, weight=first.weight + ranks * shards.IB, fused=None)
+    kept = ranks * shards.activation
+    last = replace(
+        last,
+        forward=last.forward + ranks * shards.S,
+        # T makes the gradient by the weights; S made the one by the input, next to the logits.
+        weight=last.weight + ranks * shards.T,
+        activation=last.activation + kept,
+        retained=last.retained + kept,
+        fused=None,
+    )
+    return replace(costs, stages=(first, *inner, last), vocabulary=VocabularyCosts())
+
+
+# What layers of experts do where costs do not say: the shares of F and of B in which they dispatch, compute experts, and combine,
+# and the share of W that is of experts.
+_DISPATCH, _EXPERTS, _COMBINE, _EXPERT_WEIGHTS = 0.1, 0.4, 0.1, 0.5
+
+
+def with_parts(costs: Costs) -> Costs:
+    """Costs with assumed parts of layers, where no stage has any: a fifth of F and of B is all-to-alls."""
+    if any(stage.has_parts for stage in costs.stages):
+        return costs
+    shares = (_DISPATCH, _EXPERTS, _COMBINE)
+
+    def parted(stage: StageCosts) -> StageCosts:
+        forward, backward = ([share * stage.value(of) for share in shares] for of in ("forward", "backward"))
+        values = dict(zip(PARTS, (*forward, *reversed(backward), _EXPERT_WEIGHTS * stage.weight), strict=True))
+        return replace(stage, **values)  # type: ignore[arg-type]  # layers is not among them
+
+    return replace(costs, stages=tuple(map(parted, costs.stages)))
+
+
+def share_of(costs: Costs, placement: Placement, value: Callable[[StageCosts], float]) -> float:
+    """One rank's share, on average, of a value of every stage."""
+    values = list(map(value, costs.stages))
+    mean = values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
+    return mean * placement.chunks_per_replica
+
+
+def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, copies: bool = False) -> dict[str, Any]:
+    """Fields that ``costs_of`` reads back: one rank's share on average, and every stage where these do not suffice.
+
+    Args:
+        vocabulary: whether it is spread, so that its costs matter.
+        copies: whether activations are copied to host memory.
+    """
+    stages = costs.stages
+
+    def share(field: str) -> float:
+        return share_of(costs, placement, partial(StageCosts.value, name=field))
+
+    times = {name: share(_FIELDS[name]) for name in ("F", "B", "W")} | {"comm": costs.hop}
+    held = {"B": share("activation"), "W": share("retained")}
+    if all(stage.fused is not None for stage in stages):
+        times["BW"] = share("fused")
+    if any(stage.recompute != stage.forward for stage in stages):
+        times["R"] = share("recompute")
+    if any(stage.checkpoint for stage in stages):
+        held["R"] = share("checkpoint")
+    if all(stage.has_parts for stage in stages):
+        times |= {name: share(_FIELDS[name]) for name in (*_PARTS, "layers")}
+    if costs.has_boundary:
+        times |= {name: share(_FIELDS[name]) for name in BOUNDARY}
+    times |= {name: value for name in ("latency", "norm") if (value := getattr(costs, name))}
+    if costs.beside_communication != 1:
+        times[BESIDE] = costs.beside_communication
+    found: dict[str, Any] = {"costs": times, "activation": held}
+    if vocabulary:
+        found["vocab_costs"] = by_name(costs.vocabulary)
+    if copies:
+        moved = share_of(costs, placement, StageCosts.moved)
+        times |= {"D2H": costs.copies.to_host * moved, "H2D": costs.copies.to_device * moved}
+        found["copies"] = {name: getattr(costs.copies, name) for name in SHARED}
+    if len(set(stages)) == 1 and math.isclose(held["B"], 1.0) and stages[0].movable is None and not costs.loads:
+        return found
+    return found | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
+
+
+def _check_parts(cost: Numbers) -> None:
+    """Raises:
+    ValueError: the parts of a pass take longer than the pass, in the numbers that were given, of a rank, not of a stage; or some
+        are left out, which would take nothing.
+    """
+    for name in ("F", "B", "W"):
+        parts = [part for part in cost if part.startswith(f"{name}.")]
+        together, whole = math.fsum(cost[part] for part in parts), cost.get(name, 1.0)
+        if together > whole * (1 + 1e-9):
+            whose = "whose parts they are" if len(parts) > 1 else "whose part it is"
+            raise ValueError(f"{' + '.join(parts)} = {together:g} is more than {name} = {whole:g}, {whose}")
+    layers = cost.get("layers", 1)
+    if not is_layers(layers):
+        raise ValueError(f"layers={layers:g}: give a whole number of layers per rank, from 1 to {MOST_LAYERS}")
+    given, missing = ([name for name in _PARTS if (name in cost) is has] for has in (True, False))
+    if given and missing:
+        raise ValueError(
+            f"{', '.join(given)} without {', '.join(missing)}: give all parts of the layers (0 for what there is none of), or "
+            "none (then --overlap-experts assumes them)"
+        )
+
+
+def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers | None) -> Costs:
+    """The same costs on every stage for what is named, each chunk with its part of a rank's share."""
+    parts = placement.chunks_per_replica
+    named = {_FIELDS[name]: value / parts for name, value in cost.items() if name in _FIELDS}
+    if activation:
+        held = activation.get("B", 1.0)
+        retained, kept = activation.get("W", held), activation.get("R", 0.0)
+        if not held > 0 or kept > held:
+            given = f"B={held:g},W={retained:g}" + (f",R={kept:g}" if kept else "")
+            raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which R remains before R")
+        named |= {"activation": 1 / parts, "retained": retained / held / parts, "checkpoint": kept / held / parts}
+    shared: dict[str, Any] = {field: cost[name] for name, field in _SHARED.items() if name in cost}
+    costs = replace(costs, stages=tuple(replace(stage, **named) for stage in costs.stages), **shared)
+    if not any(name in cost for name in COPIES):
+        return costs
+    # One direction that is not named takes as long as the other.
+    to_host, to_device = (cost[name] if name in cost else cost[other] for name, other in (COPIES, COPIES[::-1]))
+    moved = share_of(costs, placement, StageCosts.moved) or 1.0
+    return replace(costs, copies=replace(costs.copies, to_host=to_host / moved, to_device=to_device / moved))
+
+
+def _shared(copies: CopyCosts, given: Numbers) -> CopyCosts:
+    """Copies that disturb each other as is given.
+
+    Raises:
+        ValueError: a number is out of range, or ranks share a switch that is of one rank only.
+    """
+    switch = given.get("switch", copies.switch)
+    if switch != int(switch):
+        raise ValueError(f"switch={switch:g}: expected a number of neighbouring ranks that share one switch, such as 2")
+    if switch == 1 and given.get("shared", 1) < 1:
+        raise ValueError(f"shared={given['shared']:g} is of ranks behind one switch: say how many share one, as in switch=2")
+    both, shared = given.get("both", copies.both), given.get("shared", copies.shared)
+    return replace(copies, both=both, switch=int(switch), shared=shared)
+
+
+def _with_extras(costs: Costs, placement: Placement, first: Numbers, last: Numbers) -> Costs:
+    stages = list(costs.stages)
+    for index in range(len(stages)):
+        for extra, there in ((first, placement.is_first(index)), (last, placement.is_last(index))):
+            if there:
+                stages[index] = _add(stages[index], extra)
+    return replace(costs, stages=tuple(stages))
+
+
+def _add(stage: StageCosts, extra: Numbers) -> StageCosts:
+    """A stage with more to do; its additional activations are held as long as the others are, in the same proportion."""
+    forward, backward, weight, more = (extra.get(name, 0.0) for name in EXTRA)
+    activation = stage.activation + more
+
+    def grown(part: float) -> float:
+        return min(activation, part + more * (part / stage.activation if stage.activation else 1.0))
+
+    return replace(
+        stage,
+        forward=stage.forward + forward,
+        backward=stage.backward + backward,
+        weight=stage.weight + weight,
+        activation=activation,
+        retained=grown(stage.retained),
+        fused=None if stage.fused is None else stage.fused + backward + weight,
+        recompute=stage.recompute + forward,
+        checkpoint=grown(stage.checkpoint),
+    )

@@ -1,0 +1,286 @@
+"""Plans of a training: a schedule with its programs for each number of microbatches, planned at first use.
+
+The schedule comes from a family, which plans any number of microbatches and can plan again at other costs; from a file, which
+is for one number; or it is megatron-core's own, which is not planned here at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+from megatron.pipeline.planner.combinations.needs import FILES
+from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.planning.compose import adapted, with_vocabulary
+from megatron.pipeline.planner.planning.document import naming
+from megatron.pipeline.planner.planning.planned import Planned, Variant
+from megatron.pipeline.planner.planning.refusals import ROUNDED_UP
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, Costs, with_equal_copies
+from megatron.pipeline.planner.schedule.core.loads import Load
+from megatron.pipeline.planner.schedule.core.names import STOCK, counted
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, Objective, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.rules.verify import verify, verify_programs
+from megatron.pipeline.planner.schedule.time.simulate import simulate
+
+Limits: TypeAlias = float | Sequence[float] | None  # on what every rank may hold, as in ``Request``
+FILE = "file:"  # before the path of a schedule, in place of a family's name
+
+
+class PlanCache:
+    """The plans of a training, by the number of microbatches and whether they are forwards alone.
+
+    Args:
+        request: ``schedule`` is a family's name, ``file:PATH`` (what ``mpipe plan --json`` writes) or ``stock``. ``costs`` are in
+            seconds and bytes, and decide orders and when receives are posted; without them passes are equal, and memory is
+            counted in microbatches; those of another number of stages are cut again (``Costs.of_depth``). Its number of
+            microbatches does not matter.
+        posting: how sends and receives are started.
+        host_bytes: the most host memory that a rank may take. It counts as soon as costs are in bytes.
+
+    Attributes:
+        made: those that exist by now.
+
+    Raises:
+        ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
+    """
+
+    def __init__(self, request: Request, posting: Posting = Posting.SINGLE, host_bytes: float | None = None) -> None:
+        assert request.costs is None or isinstance(request.costs, Costs)
+        self.name, self.vocabulary = request.schedule, request.vocabulary
+        self.objective, self.offload = Objective(request.objective), request.offload
+        self.notes: list[str] = []  # remarks of planning, for the log
+        self._request = request
+        self._posting = posting
+        self._host_bytes = host_bytes
+        self.made: dict[tuple[int, bool], Planned] = {}
+        self._file = _read(self.name.removeprefix(FILE), request.ranks) if self.name.startswith(FILE) else None
+        if self._file:
+            self._check_file(self._file)
+            self.vocabulary = self._file.vocabulary or self.vocabulary
+        self.placement: Placement = self._placement()
+        self.costs = request.costs and request.costs.of_depth(self.placement.depth)
+        if request.chunks not in (None, self.placement.chunks):
+            raise ChunksDoNotFit(f"{self.name} has {counted(self.placement.chunks, 'chunk')} per rank, got {request.chunks}")
+
+    @property
+    def is_stock(self) -> bool:
+        return self.name == STOCK
+
+    @property
+    def has_family(self) -> bool:
+        """Tell whether a family plans the schedule, and can do so again at other costs."""
+        return not self.is_stock and self._file is None
+
+    @property
+    def splits(self) -> int:
+        if self._file:
+            return self._file.splits
+        return 1 if self.is_stock else families.named(self.name).splits
+
+    @property
+    def offloads(self) -> bool:
+        """Tell whether any iteration copies activations to host memory."""
+        return bool(self.offload or (self._file and self._file.has_copies))
+
+    @property
+    def planned_costs(self) -> Costs:
+        """Costs that schedules are planned for: measured costs, or equal ones, where copies take as long as passes do (k = 1)."""
+        if self.costs:
+            return self.costs
+        costs = replace(self._request, vocabulary=self.vocabulary).equal_costs(self.placement)
+        return with_equal_copies(costs) if self.offloads else costs
+
+    @property
+    def planned(self) -> dict[int, Schedule]:
+        plans = list(self.made.items())  # a copy, since another thread may be asking
+        return {microbatches: plan.schedule for (microbatches, forward_only), plan in plans if not forward_only}
+
+    def plan(self, microbatches: int, forward_only: bool = False) -> Planned:
+        """The verified schedule and programs for a number of microbatches, made at first use.
+
+        Raises:
+            ValueError: the schedule does not exist for that number, breaks a rule, or exceeds the memory limit.
+        """
+        key = microbatches, forward_only
+        if key not in self.made:
+            self.made[key] = self._make(microbatches, forward_only)
+        return self.made[key]
+
+    def boundary(self, microbatches: int) -> tuple[tuple[Pass, ...], ...]:
+        """Passes between iterations, as in ``Schedule.boundary``; a file's are of its own number of microbatches."""
+        if self._file:
+            return self._file.boundary
+        return self.plan(microbatches).schedule.boundary if self.costs and self.costs.has_boundary else ()
+
+    def of_batch(self, microbatches: int, loads: Sequence[Load] = ()) -> Request:
+        """The request for microbatches, with these loads or equal ones, which another process can read; to be planned quickly."""
+        request, placement = self._at(microbatches, self.costs, self._request.memory_limit), self.placement
+        costs = replace(self.planned_costs, loads=tuple(loads))
+        recompute, fused = (
+            tuple(stages(placement) if callable(stages) else stages) for stages in (request.recompute, request.fused)
+        )
+        beside = request.beside(placement, self.vocabulary) if callable(request.beside) else request.beside
+        return replace(request, costs=costs, recompute=recompute, fused=fused, beside=beside, equal=EQUAL_PASSES, quick=True)
+
+    def check(self, microbatches: int, evaluates: bool = True) -> None:
+        """Plan ahead, so that a schedule that does not exist is refused before any process group or memory is taken."""
+        ranks = self.placement.ranks
+        if not self.is_stock:
+            self.plan(microbatches)
+            if evaluates:
+                self.plan(microbatches, forward_only=True)
+        elif self.placement.chunks > 1:
+            group = self._request.group or ranks
+            last = microbatches % group or group
+            if not ranks <= group <= microbatches or last < ranks:
+                wanted = f"groups of {group}, at least {ranks} in the last one,"
+                if self._request.group in (None, ranks):
+                    wanted = f"a multiple of {ranks} microbatches"
+                flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+                own = f"give {flag} {microbatches}, " if microbatches >= ranks else ""
+                raise ValueError(
+                    f"megatron-core's own interleaved schedule needs {wanted} for {ranks} pipeline ranks, and an iteration has "
+                    f"{microbatches}: change the batch size, {own}or take --pipeline-schedule interleaved"
+                )
+
+    def plan_again(self, costs: Costs, memory_limit: Limits) -> dict[int, Schedule]:
+        """Plan again at these costs, for every number of microbatches that is planned by now.
+
+        A schedule in use stays where it fits into the limit and the family's new one is not shorter; copies to host memory are
+        always planned anew. Nothing changes until ``adopt``; another thread may call this while iterations run.
+
+        Raises:
+            ValueError: there is no schedule within the limit.
+        """
+        return {m: self._better(schedule, costs, memory_limit) for m, schedule in self.planned.items()}
+
+    def adopt(self, costs: Costs, memory_limit: Limits, schedules: Mapping[int, Schedule]) -> None:
+        """Run other schedules from the next iteration on, on the same placement; all ranks must do so at the same time.
+
+        Args:
+            schedules: by the number of microbatches; those in use stay for the others.
+
+        Raises:
+            ValueError: a schedule breaks a rule or exceeds the limit; nothing has changed then.
+        """
+        plans = {}
+        for microbatches, schedule in schedules.items():
+            problem = self._problem(microbatches, costs, memory_limit)
+            verify(schedule, costs, problem.limits)
+            plans[microbatches, False] = self._proved(Planned(schedule, problem, Variant(self.name)))
+        self.made |= plans
+        self.costs, self._request = costs, replace(self._request, memory_limit=memory_limit)
+
+    def _placement(self) -> Placement:
+        ranks, chunks = self._request.ranks, self._request.chunks
+        if self._file:
+            return self._file.placement
+        return interleaved(ranks, chunks or 1) if self.is_stock else families.placement(self.name, ranks, chunks)
+
+    def _check_file(self, file: Schedule) -> None:
+        """Refuse a file's schedule that does not go with what is asked for on top of it."""
+        asked = {"vocab_parallel": self._request.vocabulary, "offload": self.offload}
+        has = {"file_vocabulary": file.vocabulary, "copies": file.has_copies}
+        refuse(Facts(asked | has, pipeline_schedule=self.name), FILES)
+
+    def _make(self, microbatches: int, forward_only: bool) -> Planned:
+        if self._file:
+            planned = self._of_file(self._file, microbatches, forward_only)
+        else:
+            made = self.made.get((microbatches, False))
+            planned = made or self._at(microbatches, self.costs, self._request.memory_limit).plan()
+        if forward_only:  # it keeps nothing for a backward: the limit is for iterations that train
+            planned = replace(planned, schedule=planned.schedule.forward_only())
+            verify(planned.schedule, forward_only=True)
+        return self._proved(planned)
+
+    def _of_file(self, file: Schedule, microbatches: int, forward_only: bool) -> Planned:
+        problem = self._problem(microbatches, self.costs, self._request.memory_limit)
+        if forward_only:  # a file is for one number of microbatches; its placement is all that evaluation needs
+            schedule = with_vocabulary(_forwards_in_order(file, microbatches), problem)
+        elif file.microbatches == microbatches:
+            schedule = adapted(file, problem, problem.offload)
+        else:
+            raise ValueError(
+                f"{self.name} is a schedule of {file.microbatches} microbatches, but an iteration has {microbatches} (global "
+                f"batch size / micro batch size / data-parallel size): plan one for {microbatches}"
+            )
+        return Planned(schedule, problem, Variant(self.name))
+
+    def _at(self, microbatches: int, costs: Costs | None, limit: Limits) -> Request:
+        """The request for a number of microbatches, at other costs and another limit."""
+        mode, host_limit, beside = self.offload, None, self._request.beside
+        if self._host_bytes is not None and mode:  # a limit in bytes cannot be kept before costs are in bytes
+            mode, host_limit = (mode, self._host_bytes / ROUNDED_UP) if costs else (None, None)
+        return replace(
+            self._request,
+            microbatches=microbatches,
+            costs=costs or self.planned_costs,
+            memory_limit=limit,
+            vocabulary=self.vocabulary,
+            offload=mode,
+            host_limit=host_limit,
+            beside=partial(beside, in_bytes=True) if costs and callable(beside) else beside,
+        )
+
+    def _problem(self, microbatches: int, costs: Costs | None, limit: Limits) -> Problem:
+        """Problem that a schedule for that request answers, within the limits that its family keeps."""
+        request = self._at(microbatches, costs, limit)
+        return request.problem() if self.has_family else request.on(self.placement, self.splits)
+
+    def _proved(self, planned: Planned) -> Planned:
+        """The plan, once its programs are known to be right, and to contain only what the runtime can run."""
+        schedule = planned.schedule
+        if schedule.placement.replicas > 1:
+            raise ValueError(f"{self.name} holds the model {schedule.placement.replicas} times, which nothing here can train")
+        if schedule.splits > 1 and schedule.reruns:
+            raise ValueError(f"{self.name} runs slices of microbatches again (R), which the runtime cannot: plan it without one")
+        verify_programs(schedule, planned.programs, self._posting)
+        return planned
+
+    def _better(self, used: Schedule, costs: Costs, limit: Limits) -> Schedule:
+        """The family's schedule at these costs, or the one in use where that is allowed and as short."""
+        fresh = replace(self._at(used.microbatches, costs, limit), quick=False, keep=False).plan().schedule
+        if self.offload:
+            return fresh
+        problem = self._problem(used.microbatches, costs, limit)
+        try:
+            verify(used, costs, problem.limits)
+        except ValueError:
+            return fresh
+        lengths = [self.objective.length(simulate(schedule, problem.costs)) for schedule in (fresh, used)]
+        return fresh if lengths[0] < lengths[1] else used
+
+
+def _read(path: str, ranks: int) -> Schedule:
+    def verified(text: str) -> Schedule:
+        schedule = Schedule.from_json(text)
+        verify(schedule)
+        return schedule
+
+    schedule = naming(path, verified)
+    if schedule.ranks != ranks:
+        raise ValueError(f"{path} is a schedule for {schedule.ranks} pipeline ranks, not for {ranks}: plan one for {ranks}")
+    return schedule
+
+
+def _forwards_in_order(schedule: Schedule, microbatches: int) -> Schedule:
+    """The forwards of the first microbatch (or slice), repeated: right for any placement and number of microbatches."""
+    rows = tuple(
+        tuple(
+            work._replace(microbatch=microbatch)
+            for microbatch in range(microbatches * schedule.splits)
+            for work in row
+            if work.kind is Kind.F and work.microbatch == 0
+        )
+        for row in schedule.passes
+    )
+    return Schedule(schedule.name, schedule.placement, microbatches, rows, schedule.splits)

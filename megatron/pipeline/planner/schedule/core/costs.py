@@ -1,0 +1,358 @@
+"""Costs: seconds and bytes of every pass on every stage, and of every hop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Set
+from copy import copy
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from math import lcm
+from typing import Any
+
+from megatron.pipeline.planner.schedule.core import costs_fields
+from megatron.pipeline.planner.schedule.core.braids import braid_seconds
+from megatron.pipeline.planner.schedule.core.kinds import COPY_LANES, Lane
+from megatron.pipeline.planner.schedule.core.loads import Load
+from megatron.pipeline.planner.schedule.core.passes import Kind
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.reading import parse_json
+from megatron.pipeline.planner.schedule.core.stage_costs import (
+    ALL_TO_ALL,
+    PARTS,
+    WITHIN,
+    CopyCosts,
+    MemoryUnit,
+    StageCosts,
+    VocabularyCosts,
+    by_name,
+    combined,
+)
+
+__all__ = ["CopyCosts", "Costs", "MemoryUnit", "StageCosts", "VocabularyCosts", "uniform"]
+
+_FEWEST_BYTES = 2**17  # of a microbatch on its largest stage: as many MiB would be more than a GPU of 128 GiB has
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of every stage, the seconds of one hop between neighbouring ranks, what a spread vocabulary costs, and copies to
+    host memory.
+
+    Attributes:
+        unit: of memory; where it is not said, as in files of earlier releases, bytes if a stage has ``_FEWEST_BYTES`` or more.
+        beside_communication: how many times as long a braid computes while its layers communicate.
+        latency: seconds that RS and AG of a bucket take beside those of its bytes.
+        norm: seconds of the gradients' norm over all ranks, for which steps wait where iterations do not interlock.
+        at_once: whether all OPT of a rank come before its first AG, as of an optimizer that steps all weights in one piece.
+        loads: of every microbatch, where these are of unequal lengths: all else is then of a microbatch whose load is 1. Empty
+            where all are equal.
+
+    Raises:
+        ValueError: a time or size is negative or not finite, or more is kept for R, or moved, than F allocates.
+    """
+
+    stages: tuple[StageCosts, ...]
+    hop: float = 0.0
+    vocabulary: VocabularyCosts = VocabularyCosts()
+    copies: CopyCosts = CopyCosts()
+    unit: MemoryUnit | None = None
+    beside_communication: float = 1.0
+    loads: tuple[Load, ...] = ()
+    latency: float = 0.0
+    norm: float = 0.0
+    at_once: bool = False
+
+    def __post_init__(self) -> None:
+        if self.unit is None:
+            are_bytes = max((stage.activation for stage in self.stages), default=0.0) >= _FEWEST_BYTES
+            object.__setattr__(self, "unit", MemoryUnit.BYTES if are_bytes else MemoryUnit.MICROBATCHES)
+        for name in ("hop", "latency", "norm"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"the {name} must take 0 seconds or more, got {getattr(self, name)}")
+        if not 1 <= self.beside_communication < float("inf"):
+            raise ValueError(f"beside_communication must be a number of at least 1, got {self.beside_communication:g}")
+        named: list[tuple[str, StageCosts | VocabularyCosts]] = [("the vocabulary", self.vocabulary)]
+        named += [(f"stage {index}", stage) for index, stage in enumerate(self.stages)]
+        for of, costs in named:
+            for field in fields(costs):
+                value = getattr(costs, field.name)
+                if not (value is None and field.default is None) and not 0 <= value < float("inf"):
+                    raise ValueError(f"{field.name} of {of} must be a number of at least 0, got {value}")
+        for number, load in enumerate(self.loads):
+            if not all(0 < times < float("inf") for times in load):
+                raise ValueError(f"loads: those of microbatch {number} must be numbers above 0, got {tuple(load)}")
+        self._check_parts_of_stages()
+
+    def _check_parts_of_stages(self) -> None:
+        for index, stage in enumerate(self.stages):
+            for whole, names in WITHIN:
+                together, most = sum(map(stage.value, names)), stage.value(whole)
+                if together > most * (1 + 1e-9):
+                    given = [name for name in names if stage.value(name)]
+                    take, are = ("takes", "part it is") if len(given) == 1 else ("take", "parts they are")
+                    most_of = f"more than the {most:g} of {whole}, whose {are}"
+                    raise ValueError(f"stage {index}: {', '.join(given)} {take} {together:g}, {most_of}")
+
+    def check_placement(self, placement: Placement) -> None:
+        """Raises:
+        ValueError: the costs are for another number of stages than the placement has.
+        """
+        stages = placement.last_stage + 1
+        if len(self.stages) != stages:
+            raise ValueError(
+                f"costs of {len(self.stages)} stages for a placement of {stages} ({placement.ranks} ranks with "
+                f"{placement.chunks} chunks each); give one StageCosts per stage"
+            )
+
+    def check_microbatches(self, count: int) -> None:
+        """Raises:
+        ValueError: the costs are for another number of microbatches.
+        """
+        if self.loads and len(self.loads) != count:
+            raise ValueError(f"loads of {len(self.loads)} microbatches for {count}; give one for each, or none")
+
+    def of(self, microbatch: int) -> Costs:
+        """The costs of one microbatch (or slice)."""
+        return self._each[microbatch] if self.loads else self
+
+    def each(self, value: Callable[[Costs], float], count: int) -> list[float]:
+        """A value of the costs of every microbatch (or slice), of which there are ``count``."""
+        return [value(one) for one in self._each[:count]] if self.loads else [value(self)] * count
+
+    def seconds_of_each(self, kind: Kind, stage: int, count: int) -> list[float]:
+        """``seconds`` of a pass of every microbatch (or slice): a list to read, made once."""
+        key = kind, stage, count
+        if key not in self._seconds:
+            self._seconds[key] = self.each(lambda costs: costs.seconds(kind, stage), count)
+        return self._seconds[key]
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[Kind, int, int], list[float]]:
+        return {}
+
+    def with_loads(self, loads: tuple[Load, ...]) -> Costs:
+        """The costs of microbatches with other loads; those of a load that both have are made once."""
+        made = replace(self, loads=loads)
+        vars(made)["_of"] = self._of
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields: nothing is pickled that follows from them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def _each(self) -> list[Costs]:
+        return [self._of.get(load) or self._times(load) for load in self.loads]
+
+    @cached_property
+    def _of(self) -> dict[Load, Costs]:
+        return {}
+
+    def _times(self, load: Load) -> Costs:
+        """The costs of a load. They are not checked: these have been, and a load changes no sign and no part's share."""
+        made = {stage: stage.times(load) for stage in dict.fromkeys(self.stages)}  # most are alike
+        times = self._of[load] = copy(self)
+        for name in ("_of", "_each", "_seconds"):
+            vars(times).pop(name, None)
+        stages = tuple(made[stage] for stage in self.stages)
+        vars(times).update(stages=stages, hop=self.hop * load.tokens, vocabulary=self.vocabulary.times(load), loads=())
+        return times
+
+    @property
+    def largest(self) -> Load:
+        """The most that any microbatch takes of each."""
+        return Load(*map(max, zip(*self.loads, strict=True)))  # 1 where there are none
+
+    def of_depth(self, stages: int) -> Costs:
+        """The costs of the same model cut into another number of stages: those here are cut evenly, and joined in their order.
+
+        What the first and the last stage cost more than the stages between them (the embedding, the output layer) stays at the
+        ends.
+        """
+        if stages == len(self.stages):
+            return self
+        common = lcm(stages, len(self.stages))
+        parts, joined = common // len(self.stages), common // stages
+        pieces = [piece for place in range(len(self.stages)) for piece in self._parts(place, parts)]
+        return replace(self, stages=tuple(combined(sum, pieces[start : start + joined]) for start in range(0, common, joined)))
+
+    def _parts(self, place: int, parts: int) -> list[StageCosts]:
+        """A stage in equal parts; what an end of the model costs more than its neighbour is in the part at that end."""
+        stage, last = self.stages[place], len(self.stages) - 1
+        if parts == 1 or place not in (0, last) or last < 2:
+            return [stage.share(parts)] * parts
+        plain = combined(min, [stage, self.stages[1 if place == 0 else last - 1]]).share(parts)
+        end = combined(lambda values: values[0] - (parts - 1) * values[1], [stage, plain]).capped(stage)
+        return [end, *[plain] * (parts - 1)] if place == 0 else [*[plain] * (parts - 1), end]
+
+    def with_recomputation(self, weights: bool = False) -> Costs:
+        """The costs where backwards make again what forwards did not keep, and no R runs: as of ``StageCosts``."""
+        return replace(self, stages=tuple(stage.with_recomputation(weights) for stage in self.stages))
+
+    def shielded(self, stages: Set[int]) -> Costs:
+        """The costs where B of these stages has work behind its collectives: see ``StageCosts.shielded``."""
+        if not stages:
+            return self
+        return replace(self, stages=tuple(one.shielded() if stage in stages else one for stage, one in enumerate(self.stages)))
+
+    def without_fused(self) -> Costs:
+        """The costs where BW takes what B and W take."""
+        return replace(self, stages=tuple(replace(stage, fused=None) for stage in self.stages))
+
+    def sliced(self, splits: int) -> Costs:
+        """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
+        if splits == 1:
+            return self
+        loads = tuple(load for load in self.loads for _ in range(splits))
+        return replace(self, stages=tuple(stage.sliced(splits) for stage in self.stages), loads=loads)
+
+    def seconds(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
+        """Seconds of a pass; of a copy, with no other copy at the same time.
+
+        Args:
+            stage: where it runs; passes of the vocabulary take the same on every rank.
+            recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
+        """
+        if kind.is_copy:
+            return self.stages[stage].moved(recomputed) * float(getattr(self.copies, kind.row.seconds))
+        return (self.vocabulary if kind.row.shard else self.stages[stage]).seconds(kind)
+
+    def bucket_seconds(self, kind: Kind, stage: int, buckets: int) -> float:
+        """Seconds of RS, OPT or AG of one of a stage's buckets, which are equally large."""
+        return self.stages[stage].seconds(kind) / buckets + (self.latency if kind.row.lane else 0.0)
+
+    @property
+    def has_boundary(self) -> bool:
+        """Tell whether it is known what ranks do between two iterations."""
+        return any(stage.has_boundary for stage in self.stages)
+
+    def braid(self, stage: int, kind: Kind, other: int, microbatches: tuple[int, int] = (0, 0)) -> tuple[float, float]:
+        """Seconds of a braid: until its forward is over, and from then on.
+
+        Args:
+            stage: of its forward.
+            kind, other: of its backward, and its stage.
+            microbatches: of its forward and of its backward.
+        """
+        ours, theirs = (self.of(at).stages[where] for at, where in zip(microbatches, (stage, other), strict=True))
+        if not (ours.has_parts or theirs.has_parts):
+            return ours.seconds(Kind.F), theirs.seconds(kind)
+        output, whole = braid_seconds(ours.parts(Kind.F), theirs.parts(kind), self.beside_communication)
+        return output, whole - output
+
+    def allocated(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
+        """Activation memory that a pass on a stage allocates (positive) or frees (negative) by its end."""
+        return self.vocabulary.allocated(kind) if kind.row.shard else self.stages[stage].allocated(kind, recomputed)
+
+    @property
+    def communicating(self) -> tuple[float, ...]:
+        """Seconds of every stage in which layers communicate, in F and the backward of one microbatch."""
+        return tuple(sum(map(stage.value, (*ALL_TO_ALL["forward"], *ALL_TO_ALL["backward"]))) for stage in self.stages)
+
+    def hidden(self) -> Costs:
+        """The costs if all that layers communicate took no time: no schedule, with any braids, is shorter than at these."""
+
+        def without(stage: StageCosts) -> StageCosts:
+            less = {name: sum(map(stage.value, parts)) for name, parts in ALL_TO_ALL.items()}
+            seconds = {name: stage.value(name) - hidden for name, hidden in less.items()}
+            fused = None if stage.fused is None else min(stage.fused, seconds["backward"] + stage.weight)
+            changed: dict[str, Any] = {"fused": fused, **seconds, **dict.fromkeys(PARTS)}
+            return replace(stage, **changed).bounded()
+
+        return replace(self, stages=tuple(map(without, self.stages)))
+
+    def slowest(self, lane: Lane) -> float:
+        """The share of its speed that a pass on a lane keeps while all other lanes run."""
+        return self.copies.slowest if lane in COPY_LANES else 1.0
+
+    def k(self, recomputed: Set[int] = frozenset()) -> float:
+        """Time of copying all activations to host memory and back, over that of passes (Wan et al., "PipeOffload", section 3).
+
+        Args:
+            recomputed: the stages that run R, which have less to be moved and take longer.
+        """
+        again = [index in recomputed for index in range(len(self.stages))]
+        work = sum(stage.total + stage.recompute * more for stage, more in zip(self.stages, again, strict=True))
+        moved = sum(stage.moved(more) for stage, more in zip(self.stages, again, strict=True))
+        return moved * (self.copies.to_host + self.copies.to_device) / work if work else 0.0
+
+    @property
+    def exchange(self) -> float:
+        """Seconds of a collective of the vocabulary."""
+        return self.hop if self.vocabulary.exchange is None else self.vocabulary.exchange
+
+    def fields(self) -> dict[str, Any]:
+        """Fields that ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary, copies,
+        ``latency``, ``norm`` and ``beside_communication`` where they cost something, ``at_once`` where it is so, ``loads`` where
+        microbatches are unequal."""
+        rows = [by_name(stage) for stage in self.stages]
+        spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}
+        copies = {} if self.copies == CopyCosts() else {"copies": asdict(self.copies)}
+        beside = {} if self.beside_communication == 1 else {"beside_communication": self.beside_communication}
+        loads = {"loads": [list(load) for load in self.loads]} if self.loads else {}
+        between = {name: getattr(self, name) for name in ("latency", "norm", "at_once") if getattr(self, name)}
+        return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies | beside | loads | between
+
+    def to_json(self) -> str:
+        """One JSON object, ``{"hop": .., "unit": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
+        return json.dumps(self.fields())
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read what ``to_json`` wrote, or a person.
+
+        ``hop`` is 0 where it is left out; for ``unit`` see the class. A stage must have ``forward``, ``backward`` and ``weight``;
+        where ``retained`` is left out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
+        ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
+        with its defaults; ``beside_communication`` is 1 where it is left out, ``latency`` and ``norm`` are 0, and
+        ``at_once`` is false; ``loads`` has the numbers of a ``Load`` for every microbatch. ``of`` may say of which training they
+        are; nothing here reads it.
+
+        Raises:
+            ValueError: not JSON, or as ``costs_fields.read``.
+        """
+        return cls(**costs_fields.read(parse_json(text, "costs"), cut=False))
+
+    @classmethod
+    def from_fields(cls, data: object) -> Costs:
+        """Costs from what ``fields`` returned: as ``from_json`` reads, also where chunks have parts of layers.
+
+        Raises:
+            ValueError: as ``costs_fields.read``.
+        """
+        return cls(**costs_fields.read(data, cut=True))
+
+
+# A rank's whole share where nothing is known.
+EQUAL_PASSES = StageCosts(1.0, 1.0, 1.0)
+# The default where F, B and W take 1: an output layer that adds a third to a rank's work.
+EQUAL_SHARDS = VocabularyCosts(S=0.5, T=0.5)
+
+
+def with_equal_copies(costs: Costs) -> Costs:
+    """Costs with the default of copies: k is 1, and both directions take the same time."""
+    work, moved = (sum(values) for values in zip(*((stage.total, stage.moved()) for stage in costs.stages), strict=True))
+    seconds = work / moved / 2 if moved else 0.0
+    return replace(costs, copies=replace(costs.copies, to_host=seconds, to_device=seconds))
+
+
+def uniform(
+    placement: Placement,
+    forward: float = 1.0,
+    backward: float = 1.0,
+    weight: float = 1.0,
+    hop: float = 0.0,
+    activation: float = 1.0,
+    retained: float = 1.0,
+    vocabulary: VocabularyCosts | None = None,
+) -> Costs:
+    """Equal stages: the arguments are one rank's whole share of one microbatch, of which a chunk takes its part.
+
+    That is 1/chunks of it, and the whole where every chunk is of another replica of the model.
+
+    Args:
+        vocabulary: what a rank's shard costs where the vocabulary is spread.
+    """
+    stage = StageCosts(forward, backward, weight, activation, retained).share(placement.chunks_per_replica)
+    return Costs((stage,) * (placement.ranks * placement.chunks), hop, vocabulary or VocabularyCosts())

@@ -1,0 +1,237 @@
+"""Compiled list scheduling: the rank that is free first takes the pass of highest priority that fits into its memory.
+
+Its five kinds of passes are those of ``time/orders.py``, which has the compiled replay of the orders that are made here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.pipeline.planner.schedule.core.compiled import compiled
+from megatron.pipeline.planner.schedule.time.orders import DOWN, POST, UP, Array
+
+SLACK = 1e-9  # relative: rounding errors of sums are below this
+
+
+class Arrays(NamedTuple):
+    """One problem, with P ranks and S stages.
+
+    Attributes:
+        home: int[S], the rank of every stage.
+        hops: float[5, S, M], see ``orders.hops_of``.
+        counts: int[S], how many microbatches go through a stage.
+        replica: int[S], the model that a stage belongs to; its microbatch k is number k * replicas + replica.
+        replicas: how many models there are.
+        seconds: float[5, S, M].
+        before: int[5, S], the kind that precedes on the stage, -1 for none, -2 where the stage has no such passes.
+        allocated: float[5, S, M], by a pass when it starts (positive) or ends (negative).
+        together: float[5, S, M + 1], by the first k passes.
+        lengths: int[P], how many passes a rank has.
+        lines, first: the (kind, stage) of every rank's passes: those of a rank are ``lines[first[rank] : first[rank + 1]]``.
+    """
+
+    home: Array
+    hops: Array
+    counts: Array
+    replica: Array
+    replicas: int
+    seconds: Array
+    before: Array
+    allocated: Array
+    together: Array
+    lengths: Array
+    lines: Array
+    first: Array
+
+
+class PlacedPasses(NamedTuple):
+    """Passes that list scheduling has placed so far.
+
+    Attributes:
+        ends: float[5, S, M], -1 for passes that are not placed.
+        done: int[5, S], how many passes of each kind and stage are placed.
+        length: int[P], how many passes of each rank are placed.
+        free, clock, held: float[P], when a rank's last pass ends, when it decides next, and what it holds.
+    """
+
+    ends: Array
+    done: Array
+    length: Array
+    free: Array
+    clock: Array
+    held: Array
+
+    @staticmethod
+    def none(ranks: int, shape: tuple[int, int, int]) -> PlacedPasses:
+        return PlacedPasses(np.full(shape, -1.0), np.zeros(shape[:2], np.int64), np.zeros(ranks, np.int64), *np.zeros((3, ranks)))
+
+
+@compiled
+def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
+    arrays: Any,
+    limits: Array,
+    targets: Array,
+    caps: Array,
+    quotas: Array,
+    window: float,
+    in_order: bool,
+    order: Array,
+    progress: Any,
+    spare: Array,
+    from_zero: bool,
+) -> int:
+    """Fill ``order`` by list scheduling; returns 1 if every pass was placed, 0 if some cannot be, -1 if a rank is idle too long.
+
+    At every decision the rank that is free first considers the passes whose inputs arrive within ``window``, and takes the
+    one with the smallest target. While it waits for that pass, it runs others that end in time.
+
+    Memory cannot run into a dead end: when a pass allocates, the rank keeps enough room for all that its oldest
+    microbatch that still allocates there needs, counting what older microbatches will free. So the oldest unfinished
+    microbatch of the pipeline can always go on.
+
+    Args:
+        arrays: of the problem, ``Arrays``.
+        limits: float[P].
+        targets: float[5, S, M], priorities.
+        caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and between DOWN and its last pass.
+        window: seconds.
+        in_order: whether the DOWN of a rank run in the order of their targets, so that no later one takes the memory of an
+            earlier one.
+        order: int[P, N, 3], filled with (kind, stage, microbatch).
+        progress: ``PlacedPasses``, none so far.
+        spare: float[P], for how many seconds each rank may be idle; changed.
+        from_zero: whether a rank's time before its first pass counts too.
+    """
+    home, hops, counts, replica, replicas, seconds, before, allocated, together, lengths, lines, first = arrays
+    ends, done, length, free, clock, held = progress
+    stages = home.shape[0]
+    remaining = lengths.sum()
+    late = 0.0  # by how much all times may be later than the order makes necessary
+
+    while remaining > 0:
+        rank = 0
+        for other in range(1, clock.shape[0]):
+            if clock[other] < clock[rank]:
+                rank = other
+        now = clock[rank]
+        if now == np.inf:
+            return 0
+        mine = lines[first[rank] : first[rank + 1]]
+        oldest, reserved = -1, 0.0  # of this rank, not known yet: few passes need it
+        room = limits[rank] * (1 + SLACK) - held[rank]
+
+        turn = np.inf  # the smallest target of a DOWN
+        if in_order:
+            for line in range(mine.shape[0]):
+                kind, stage = mine[line, 0], mine[line, 1]
+                if kind == DOWN and done[DOWN, stage] < counts[stage]:
+                    turn = min(turn, targets[DOWN, stage, done[DOWN, stage]])
+
+        # The first round finds the pass to wait for; if the rank would be idle until then, the second finds one that fits before.
+        chosen, chosen_stage, chosen_ready = -1, -1, np.inf
+        horizon, deadline, kept = now + window, np.inf, 0.0
+        soonest = np.inf
+        for _ in range(2):
+            best, best_stage, best_ready, best_target = -1, -1, np.inf, np.inf
+            for line in range(mine.shape[0]):
+                kind, stage = mine[line, 0], mine[line, 1]
+                index = done[kind, stage]
+                if index >= counts[stage] or now + seconds[kind, stage, index] > deadline:
+                    continue
+                target = targets[kind, stage, index]
+                if target >= best_target:
+                    continue
+                if kind == DOWN:
+                    last = POST if before[POST, stage] != -2 else UP  # of a microbatch on the stage
+                    if target > turn or index - done[UP, stage] >= caps[stage] or index - done[last, stage] >= quotas[stage]:
+                        continue
+                takes = allocated[kind, stage, index]
+                if takes > 0 and takes + kept > room:
+                    continue
+                ready = _arrival(kind, stage, index, hops, before, ends)
+                if ready < 0:
+                    continue
+                if takes > 0:
+                    if oldest < 0:
+                        oldest, reserved = _reserve(mine, counts, replica, replicas, allocated, together, done)
+                    own = index * replicas + replica[stage] == oldest
+                    if (reserved if own else takes + reserved) > room:
+                        continue
+                soonest = min(soonest, ready)
+                if ready <= horizon:
+                    best, best_stage, best_ready, best_target = kind, stage, ready, target
+            if best >= 0:
+                chosen, chosen_stage, chosen_ready = best, best_stage, best_ready
+            if best < 0 or best_ready <= now * (1 + SLACK):
+                break
+            horizon, deadline = now * (1 + SLACK), best_ready * (1 + SLACK)
+            kept = max(0.0, allocated[best, best_stage, done[best, best_stage]])
+        if chosen < 0:
+            clock[rank] = soonest  # infinite if the rank has to wait for a result that is not made yet
+            continue
+        if chosen_ready > now * (1 + SLACK):
+            clock[rank] = chosen_ready  # decide again then
+            continue
+
+        index = done[chosen, chosen_stage]
+        begin = max(now, chosen_ready)
+        end = begin + seconds[chosen, chosen_stage, index]
+        late += begin - max(free[rank], chosen_ready)
+        if from_zero or length[rank] > 0:
+            spare[rank] -= begin - free[rank]
+            if spare[rank] + late < 0:
+                return -1
+        ends[chosen, chosen_stage, index] = end
+        order[rank, length[rank], 0] = chosen
+        order[rank, length[rank], 1] = chosen_stage
+        order[rank, length[rank], 2] = index
+        length[rank] += 1
+        held[rank] += allocated[chosen, chosen_stage, index]
+        done[chosen, chosen_stage] += 1
+        free[rank] = end
+        clock[rank] = end
+        remaining -= 1
+        neighbour = chosen_stage + (chosen == DOWN) - (chosen == UP)
+        if neighbour != chosen_stage and 0 <= neighbour < stages and hops[chosen, neighbour, index] >= 0:
+            waiting = home[neighbour]  # the rank that may wait for the result
+            if clock[waiting] > free[waiting]:
+                clock[waiting] = max(free[waiting], now)
+    return 1
+
+
+@compiled
+def _arrival(kind: int, stage: int, index: int, hops: Array, before: Array, ends: Array) -> float:
+    """When the inputs of a pass have arrived; -1 if a pass that makes one has no time yet (-1 in ``ends``)."""
+    ready = 0.0
+    if before[kind, stage] >= 0:
+        ready = ends[before[kind, stage], stage, index]
+        if ready < 0:
+            return -1.0
+    if hops[kind, stage, index] < 0:
+        return ready
+    made = ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
+    return max(ready, made + hops[kind, stage, index]) if made >= 0 else -1.0
+
+
+@compiled
+def _reserve(
+    mine: Array, counts: Array, replica: Array, replicas: int, allocated: Array, together: Array, done: Array
+) -> tuple[Any, float]:
+    """The oldest microbatch that still allocates on a rank, and the memory it needs there beyond what older ones will free."""
+    first, model = np.int64(2**62), np.int64(0)  # of the oldest: its number within its replica, and which that is
+    for line in range(mine.shape[0]):
+        kind, stage = mine[line, 0], mine[line, 1]
+        older = done[kind, stage] < first or (done[kind, stage] == first and replica[stage] < model)
+        if older and allocated[kind, stage, 0] > 0 and done[kind, stage] < counts[stage]:
+            first, model = done[kind, stage], replica[stage]
+    reserved = 0.0
+    for line in range(mine.shape[0]):
+        kind, stage = mine[line, 0], mine[line, 1]
+        edge = min(counts[stage], first + (replica[stage] < model))
+        reserved -= together[kind, stage, min(done[kind, stage], edge)]
+        belongs = edge < counts[stage] and replica[stage] == model
+        if belongs and allocated[kind, stage, edge] > 0 and done[kind, stage] <= edge:
+            reserved += allocated[kind, stage, edge]
+    return first * replicas + model, reserved

@@ -1,0 +1,224 @@
+"""Compiled replay of orders of the stages' passes: the search plans with it, and changes to a schedule are tried with it.
+
+It knows five kinds of passes, in the order in which a microbatch meets them on a stage:
+
+    PRE -> DOWN -> MID -> UP -> POST
+
+DOWN travels from the first stage to the last and UP back; the others stay on their stage. Read forwards in time, a schedule has F
+as DOWN, R as MID, B or BW as UP and W as POST. Read backwards it has W as PRE, B or BW as DOWN, R as MID and F as UP: so the code
+that plans the start of an iteration also plans its end.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.pipeline.planner.schedule.core.compiled import compiled
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.kinds import STAGE_KINDS, Kind, Where
+from megatron.pipeline.planner.schedule.core.passes import Pass
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.problem import SLACK, Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.timeline import Lengths
+from megatron.pipeline.planner.schedule.time.replay import Stuck
+
+_Row: TypeAlias = tuple[Pass, ...]
+Array: TypeAlias = NDArray[Any]
+
+PRE, DOWN, MID, UP, POST = range(5)
+KINDS = 5
+_KEPT = 4096  # rows whose arrays are kept: most rows are those of the order before
+
+
+def slots(backwards: bool = False) -> dict[Kind, int]:
+    """By kind of a stage, which of the five it is: DOWN or UP where it needs another stage, else MID or POST by its place."""
+    found: dict[Kind, int] = {}
+    for kind in STAGE_KINDS:
+        needed = {need.where for need in kind.row.needs}
+        stays = POST if UP in found.values() else MID
+        found[kind] = DOWN if Where.PREVIOUS in needed else UP if Where.NEXT in needed else stays
+    return {kind: POST - slot if backwards else slot for kind, slot in found.items()}
+
+
+def hops_of(placement: Placement, messages: Array) -> Array:
+    """Seconds until a pass has what the stage before (DOWN) or behind (UP) made, ``float[5, S, M]``; -1 where it needs nothing.
+
+    Args:
+        messages: float[S, M], seconds of a message of the M microbatches that go through a stage.
+    """
+    hops = np.full((KINDS, *messages.shape), -1.0)
+    for stage in range(1, placement.last_stage + 1):
+        if not placement.is_first(stage):
+            far = placement.home(stage)[0] != placement.home(stage - 1)[0]
+            hops[DOWN, stage] = hops[UP, stage - 1] = messages[stage] if far else 0
+    return hops
+
+
+def can_be_compiled(schedule: Schedule) -> bool:
+    """Tell whether all passes of a schedule run alone, and on the ranks."""
+    return all(row.kinds <= frozenset(STAGE_KINDS) for row in schedule.rows)
+
+
+class Orders:
+    """Replays schedules on one placement at some costs, with the times of ``simulate``, bit for bit."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        costs, slot = schedule.costs(costs), slots()
+        self._tables = [
+            {
+                (kind, chunk): (slot[kind], stage, costs.each(lambda costs: costs.seconds(kind, stage), schedule.slices))  # noqa: B023
+                for kind in slot
+                for chunk, stage in enumerate(stages)
+            }
+            for stages in schedule.placement.stages
+        ]
+        shape, messages = (KINDS, len(costs.stages)), costs.each(lambda costs: costs.hop, schedule.slices)
+        self._hops = hops_of(schedule.placement, np.tile(np.array(messages, float), (shape[1], 1)))
+        self._before = np.full(shape, -1)  # what precedes a pass on its own rank is never late
+        self._ends, self._seconds = np.empty((2, *self._hops.shape))
+        self._known: list[dict[int, tuple[_Row, Array, Array]]] = [{} for _ in schedule.passes]
+
+    def lengths(self, schedule: Schedule) -> Lengths:
+        """Those of a schedule for which ``can_be_compiled``, and in which each pass stands behind what it needs of its rank.
+
+        Raises:
+            Stuck: ranks would wait for each other for ever.
+        """
+        lengths = np.array([len(row) for row in schedule.passes])
+        order = np.zeros((len(lengths), lengths.max(), 3), np.int32)
+        ends, seconds = self._ends, self._seconds  # what another schedule has left there is not read
+        for rank, row in enumerate(schedule.passes):
+            order[rank, : len(row)], taken = self._row(rank, row)
+            seconds[tuple(order[rank, : len(row)].T)] = taken
+        span, makespan = replay(order, lengths, seconds, self._hops, self._before, ends)
+        if span < 0:
+            work = schedule.passes[0][0]
+            raise Stuck(0, work, (0, work))
+        return Lengths(span, makespan, math.fsum(ends[ends >= 0].tolist()))
+
+    def _row(self, rank: int, row: _Row) -> tuple[Array, Array]:
+        """Kind, stage, microbatch and seconds of every pass."""
+        known, table = self._known[rank], self._tables[rank]
+        if (found := known.get(id(row))) is None:
+            made = [table[kind, chunk] for kind, _, chunk in row]
+            passes = [(slot, stage, work.microbatch) for (slot, stage, _), work in zip(made, row, strict=True)]
+            if len(known) * len(self._known) > _KEPT:
+                known.clear()
+            seconds = np.array([each[2][work.microbatch] for each, work in zip(made, row, strict=True)], dtype=float)
+            # With the row, so that no other gets its id.
+            found = known[id(row)] = row, np.array(passes, np.int32).reshape(-1, 3), seconds
+        return found[1:]
+
+
+class Reordered:
+    """Replays one schedule with its microbatches in other orders.
+
+    Args:
+        schedule: of whole microbatches on one model, for which ``can_be_compiled``.
+    """
+
+    def __init__(self, schedule: Schedule, problem: Problem) -> None:
+        costs, placement, slot = schedule.costs(problem.costs), schedule.placement, slots()
+        each = [costs.of(number) for number in range(schedule.microbatches)]
+        kinds = [kind for kind in STAGE_KINDS if any(kind in row.kinds for row in schedule.rows)]
+        stages = range(len(costs.stages))
+        self._seconds, self._changes = (
+            np.array([[[value(cost, kind, stage) for cost in each] for stage in stages] for kind in kinds], float)
+            for value in (
+                lambda cost, kind, stage: cost.stages[stage].seconds(kind),
+                lambda cost, kind, stage: cost.stages[stage].allocated(kind, stage in problem.recompute),
+            )
+        )
+        self._hops = hops_of(placement, np.tile([cost.hop for cost in each], (len(stages), 1)))
+        self._before = np.full(self._hops.shape[:2], -1)
+        self._lengths = np.array(list(map(len, schedule.passes)))
+        self._order = np.zeros((len(self._lengths), self._lengths.max(), 3), np.int32)
+        self._filled = np.arange(self._order.shape[1]) < self._lengths[:, None]
+        number = {kind: place for place, kind in enumerate(kinds)}
+        passes = [
+            (number[kind], slot[kind], placement.stages[rank][chunk], microbatch)
+            for rank, row in enumerate(schedule.passes)
+            for kind, microbatch, chunk in row
+        ]
+        self._kind, its_slot, self._stage, self._place = np.array(passes).T
+        self._order[self._filled] = np.stack((its_slot, self._stage, self._place), axis=1)
+        self._at = its_slot, self._stage, self._place
+        self._taken, self._ends = np.zeros((2, *self._hops.shape))
+        self._held, self._limits = np.zeros(self._filled.shape), problem.limits and np.array(problem.limits) * SLACK
+        self.size = len(passes)
+
+    def lengths(self, order: Array) -> tuple[Lengths, float]:
+        """Those with microbatch ``order[k]`` in the place of the k-th, and how many times their limits ranks hold at most; at
+        least 1."""
+        which, excess = (self._kind, self._stage, order[self._place]), 1.0
+        if self._limits is not None:
+            self._held[self._filled] = self._changes[which]
+            excess = max(excess, float((self._held.cumsum(axis=1).max(axis=1) / self._limits).max()))
+        self._taken[self._at] = self._seconds[which]
+        hops = np.take(self._hops, order, axis=2)
+        span, makespan = replay(self._order, self._lengths, self._taken, hops, self._before, self._ends)
+        return Lengths(span, makespan, 0.0), excess
+
+
+def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Array, ends: Array) -> tuple[float, float]:
+    """Fill ``ends`` with the earliest times at which passes end; returns (span, makespan), or -1 if some can never run.
+
+    Args:
+        order: int[P, N, 3], the (kind, stage, microbatch) of every rank's passes.
+        lengths: int[P], how many of the N a rank has.
+        seconds: float[5, S, M], of these passes.
+        hops: float[5, S, M], see ``hops_of``.
+        before: int[5, S], the kind that must precede on the stage; negative if none must.
+        ends: float[5, S, M]; -1 for passes that are not in the order.
+    """
+    position, (begun, free) = np.zeros(len(lengths), np.int64), np.zeros((2, len(lengths)))
+    ends.fill(-1.0)
+    if not _replay(order, lengths, seconds, hops, before, ends, position, begun, free):
+        return -1.0, -1.0
+    return float((free - begun).max()), float(free.max())
+
+
+@compiled
+def _replay(
+    order: Array,
+    lengths: Array,
+    seconds: Array,
+    hops: Array,
+    before: Array,
+    ends: Array,
+    position: Array,
+    begun: Array,
+    free: Array,
+) -> bool:
+    """Fill ``ends``, and for every rank how far it came, and when it begins and ends; returns whether all came to the end."""
+    ranks = lengths.shape[0]
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(ranks):
+            while position[rank] < lengths[rank]:
+                kind, stage, index = order[rank, position[rank]]
+                start = free[rank]
+                if before[kind, stage] >= 0 and ends[before[kind, stage], stage, index] < 0:
+                    break
+                # No function for what ``engine`` and ``compact`` need too: a call counts references to arrays, and takes longer.
+                if hops[kind, stage, index] >= 0:
+                    made = ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
+                    if made < 0:
+                        break
+                    start = max(start, made + hops[kind, stage, index])
+                if position[rank] == 0:
+                    begun[rank] = start
+                free[rank] = start + seconds[kind, stage, index]
+                ends[kind, stage, index] = free[rank]
+                position[rank] += 1
+                moved = True
+    for rank in range(ranks):  # noqa: SIM110 - numba has no all()
+        if position[rank] < lengths[rank]:
+            return False
+    return True
