@@ -1,6 +1,6 @@
 """Why there is no schedule within a limit: one value for each refused schedule, and the words for every unit of memory.
 
-``planner/schedule/`` raises ``LimitTooLow`` with the least limit that suffices, in the costs' unit. The command line, training and
+``schedule/`` raises ``LimitTooLow`` with the least limit that suffices, in the costs' unit. The command line, training and
 planning again each show it in the unit in which the user gave the limit: a ``Unit``.
 """
 
