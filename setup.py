@@ -35,21 +35,22 @@ setup(
     packages=[*PACKAGES, "megatron.pipeline.patches"],
     package_dir={"megatron.pipeline.patches": "patches"},
     package_data={"": ["py.typed", "*.json", "*.html", "*.css", "*.js", "*.svg"]},
-    # Minimums alone: an environment keeps the torch and megatron-core that it has. A run warns of releases that are not tested.
+    # What planning needs. Minimums alone: an environment keeps the torch and megatron-core that it has, and a run warns of
+    # releases that are not tested.
     install_requires=[
-        "torch>=2.11",
-        "megatron-core>=0.16",
         "numpy>=1.26",
         "numba>=0.61",  # compiles the planner's inner loops
-        "einops>=0.8",
-        "psutil>=5.9",  # megatron-core's checkpoint writer hangs without it
         "PyYAML>=6.0",
-        "tensorboard>=2.15",
-        "matplotlib>=3.8",
-        "starlette>=0.40",  # mpipe serve, on
-        "uvicorn>=0.30",
     ],
     extras_require={
+        "train": [
+            "torch>=2.11",
+            "megatron-core>=0.16",
+            "einops>=0.8",
+            "psutil>=5.9",  # megatron-core's checkpoint writer hangs without it
+            "tensorboard>=2.15",
+        ],
+        "pictures": ["matplotlib>=3.8", "starlette>=0.40", "uvicorn>=0.30"],  # PNG files, and mpipe serve
         # NVIDIA's apex is detected by its fused_weight_gradient_mlp_cuda and is not on pip, so it is no extra.
         "transformer-engine": ["transformer-engine[pytorch]>=2.8"],
         "completion": ["shtab>=1.7"],  # mpipe --print-completion

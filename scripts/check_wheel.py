@@ -1,8 +1,8 @@
 """Build a wheel, by way of a source distribution, and use it outside the repository: ``check_wheel.py``.
 
-The wheel goes into two new environments. One has only what planning needs, neither torch nor megatron-core: ``mpipe`` must plan
-there, and its other commands must say in one line what is missing. The other has the packages of the environment that runs this
-script: there a GPT is trained.
+The wheel goes into two new environments. One has what pip installs for planning, neither torch nor megatron-core: ``mpipe`` must
+plan there, and its other commands must say in one line what is missing. The other has the packages of the environment that runs
+this script: there a GPT is trained.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What planning needs; README.md names the same.
-PLANNER = ("numpy", "numba", "PyYAML", "matplotlib", "starlette", "uvicorn")
 _PLANS = (
     "plan --schedule zb-v --pp 2 --microbatches 4 -o zb-v.json",
     "plan --schedule auto --pp 2 --microbatches 3",
@@ -107,8 +105,8 @@ def check_planner(folder: Path, wheel: Path) -> str:
     Raises:
         Failed: a command does not work, or does not say what it lacks.
     """
-    python = _environment(folder, wheel)
-    _run([python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), *PLANNER], folder)
+    python = _environment(folder)
+    _run([python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), f"{wheel}[pictures]"], folder)
     mpipe = str(Path(python).with_name("mpipe"))
     version = _run([mpipe, "--version"], folder)
     if not re.search(r"^megatron-pipeline \d.*\nmegatron-core not installed\ntorch not installed\n", version):
@@ -127,7 +125,7 @@ def check_planner(folder: Path, wheel: Path) -> str:
         if done.returncode != 2 or done.stdout or not re.fullmatch(line, done.stderr):
             raise Failed(f"mpipe {command} without them: exit code {done.returncode}, {done.stdout}{done.stderr}")
     _serve(mpipe, folder)
-    return f"planned with {', '.join(PLANNER)} alone: {names}"
+    return f"planned without torch and megatron-core: {names}"
 
 
 def _serve(mpipe: str, folder: Path) -> None:
@@ -152,7 +150,8 @@ def check_training(folder: Path, wheel: Path) -> str:
     Raises:
         Failed: one of them does not work.
     """
-    python = _environment(folder, wheel)
+    python = _environment(folder)
+    _run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], folder)
     # Paths alone: this repository may be installed among them as editable, and must not be found.
     below = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     [packages] = folder.glob("lib/python*/site-packages")
@@ -172,12 +171,10 @@ def check_training(folder: Path, wheel: Path) -> str:
     return f"imported {count} modules, tuned and trained: losses {losses}"
 
 
-def _environment(folder: Path, wheel: Path) -> str:
-    """The interpreter of a new environment that has the wheel and nothing else."""
+def _environment(folder: Path) -> str:
+    """The interpreter of a new environment that has pip alone."""
     venv.create(folder, with_pip=True, symlinks=True)
-    python = str(folder / "bin" / "python")
-    _run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], folder)
-    return python
+    return str(folder / "bin" / "python")
 
 
 def _alone() -> dict[str, str]:

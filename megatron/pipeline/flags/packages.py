@@ -62,4 +62,5 @@ def _required(package: str) -> str:
         required = metadata.requires(OWN) or []
     except metadata.PackageNotFoundError:
         required = []  # run from a directory
-    return next((each for each in required if re.match(rf"{re.escape(package)}\b(?!-)[^;]*$", each)), package)
+    ranges = [each.partition(";")[0].strip() for each in required]
+    return next((each for each in ranges if re.match(rf"{re.escape(package)}\b(?![-\[])", each)), package)
