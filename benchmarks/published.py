@@ -36,8 +36,8 @@ from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.balance import balanced_layers
 from megatron.pipeline.planner.shape.gpt import Shape
 
-DOCUMENTS = (ROOT / "docs" / "model.md", ROOT / "docs" / "vocabulary.md", ROOT / "benchmarks" / "README.md")
-DEVICES = ROOT / "megatron" / "pipeline" / "costmodel" / "devices"
+DOCUMENTS = tuple(ROOT / page for page in ("docs/model.md", "docs/notes/model.md", "docs/vocabulary.md", "benchmarks/README.md"))
+DEVICES = ROOT / "megatron" / "pipeline" / "planner" / "costmodel" / "devices"
 HIDDEN_SIZES = (4096, 5120, 6144, 7168, 8192, 10240)
 SEQUENCE_LENGTHS = (4096, 8192, 16384, 32768)
 

@@ -168,7 +168,7 @@ def test_what_is_named_is_there(path: str, least: int) -> None:
 
 def test_the_review_names_tests_that_are_there() -> None:
     """Every one of the 21 findings has a row, and tests or the word open."""
-    text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/notes/gpu.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \|(.*)$", text, re.M)
     assert [number for number, _ in rows] == [str(number) for number in range(1, 22)]
     assert all("::test_" in row or "open" in row for _, row in rows)
