@@ -16,7 +16,7 @@ import pytest
 
 from megatron.pipeline.cli import COMMANDS, main, parse
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPTS = [path for room in ("scripts", "benchmarks") for path in sorted((ROOT / room).rglob("*.py"))]
 
 

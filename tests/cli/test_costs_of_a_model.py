@@ -13,7 +13,7 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.planner.costmodel import origin
 from megatron.pipeline.planner.schedule.core.costs import Costs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GIB = 2**30
 LLAMA = ["costs", "--config", str(ROOT / "configs" / "llama3" / "8B.yaml"), "--gpu", "H100-80GB"]
 

@@ -16,7 +16,7 @@ from megatron.pipeline.flags.support import FEATURES, Feature, Support, check_tr
 from megatron.pipeline.planner.combinations.rows import EXCLUDED
 from megatron.pipeline.planner.combinations.table import Facts, sentences
 
-PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
 
 def on(feature: Feature) -> Namespace:

@@ -329,4 +329,4 @@ def test_a_plan_that_takes_too_long_names_the_command(monkeypatch: pytest.Monkey
 
 
 def test_the_script_that_installs_a_browser_is_one() -> None:
-    subprocess.run(["bash", "-n", Path(__file__).parents[1] / "scripts/install_chromium.sh"], check=True, timeout=30)
+    subprocess.run(["bash", "-n", Path(__file__).parents[2] / "scripts/install_chromium.sh"], check=True, timeout=30)

@@ -10,7 +10,7 @@ from command import refusal
 
 from megatron.pipeline.cli import main, rehearse
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIZES = "--config configs/tiny.yaml --mock-data"
 
 

@@ -14,7 +14,7 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLAN = ["plan", "--schedule", "zb-h1", "--pp", "4", "--microbatches", "8"]
 
 
