@@ -23,7 +23,7 @@ _COMBINATIONS = "These do not go together; every command, launch and `install()`
 def add(commands: Commands) -> None:
     help = "list which features of Megatron-LM work with our schedules"
     parser = add_command(commands, "support", help, run, "mpipe support", "mpipe support --markdown")
-    parser.add_argument("--markdown", action="store_true", help="as the tables of docs/support.md, with what excludes what")
+    parser.add_argument("--markdown", action="store_true", help="as the table of docs/support.md, and what excludes what")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def markdown() -> str:
-    """The tables as they are in docs/support.md: features, and which of them exclude each other."""
+    """The table of docs/support.md, of features, and the table of those that exclude each other."""
     combinations = [("feature", "does not go with", "because, and instead"), *in_general(OF_FEATURES)]
     return f"{_table(_rows())}\n\n{_COMBINATIONS}\n\n{_table(combinations)}"
 
