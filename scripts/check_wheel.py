@@ -42,7 +42,6 @@ _NEEDING = (
     f"memory {_MODEL}",
     f"costs {_MODEL} --gpu A100-80GB",
     f"tune {_MODEL} --gpus 2 --gpu A100-80GB",
-    "tune --measure --ranks 1 -o device.json",
     f"launch {ROOT / 'pretrain_gpt.py'}",
     f"launch --nproc-per-node 2 {ROOT / 'pretrain_gpt.py'}",
     f"rehearse -- {_MODEL}",

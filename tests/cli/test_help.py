@@ -120,7 +120,6 @@ TRAINS = "packages torch and megatron-core, which are not installed: pip install
     [
         ("memory --num-layers 2", TRAINS),
         (f"tune {MODEL} --gpus 2 --gpu A100-80GB", TRAINS),
-        ("tune --measure --ranks 1 -o device.json", TRAINS),
         (f"launch {ROOT / 'pretrain_gpt.py'}", TRAINS),
         (f"launch --nproc-per-node 2 {ROOT / 'pretrain_gpt.py'}", TRAINS),
         (f"rehearse -- {MODEL}", TRAINS),

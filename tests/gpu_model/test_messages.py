@@ -16,7 +16,7 @@ from pool import Pool
 
 from gpu_model import cuda, device, nccl
 from gpu_model.ranks import another_world
-from gpu_model.recorded import racing, recording
+from gpu_model.recorded import recording
 from gpu_model.trace import Post
 from megatron.pipeline.distributed.groups import few_ctas
 from megatron.pipeline.planner.schedule.lower.posting import Posting
@@ -42,29 +42,6 @@ def test_a_hop_is_measured_without_waiting_for_the_answer_of_another(gpus: Pool,
     """``torch.cuda.synchronize`` would wait for a posted receive whose sender waits for us; so would a shape that comes first."""
     measured, nothing = gpus.run(2, pinged, variable_lengths, timeout=60)
     assert len(measured) == 5 and nothing == []
-
-
-def products_beside_gathers() -> tuple[float | None, int, list[str]]:
-    """What is measured, how many all-gathers were begun meanwhile, and the races."""
-    from megatron.pipeline.tune.measure import machine
-
-    small = patch.multiple(machine, _WIDTH={"cuda": 64}, _GATHERED=2**10)
-    gather, begun = torch.distributed.all_gather_into_tensor, list[None]()
-
-    def counted(*given: torch.Tensor) -> object:
-        begun.append(None)
-        return gather(*given)
-
-    with small, patch("torch.distributed.all_gather_into_tensor", counted), racing() as races:
-        found = machine.beside_communication(torch.float32, torch.device("cuda", 0), 2)
-    return found, len(begun), races
-
-
-def test_products_are_timed_beside_gathers_of_all_ranks(gpus: Pool) -> None:
-    """As many on every rank, whatever each has measured, or some would wait for ever."""
-    (one, begun, races), other = gpus.run(2, products_beside_gathers, timeout=60)
-    assert one is not None and one >= 1 and begun == other[1] and races == other[2] == []
-    assert gpus.run(1, products_beside_gathers)[0][0] is None
 
 
 def timeouts(minutes: float) -> list[timedelta]:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch import launched
-from pool import PRELOADED, forked, free_port
+from pool import forked, free_port
 
 from megatron.pipeline.tune import trial
-from megatron.pipeline.tune.measure import processes
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends, measurements fork their ranks, and trials do without torchrun: test_trial.py has trials with it."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    monkeypatch.setattr(processes, "multiprocessing", Namespace(get_context=lambda _: context))
+    """Until the test ends, trials do without torchrun: test_trial.py has trials with it."""
     monkeypatch.setattr(trial, "_finish", _finish)
 
 

@@ -32,9 +32,7 @@ def layouts(flags: str = "", gpus: int = 4, gpu: Device = A100, per_node: int = 
         choices: fields of ``LayoutChoices``.
     """
     with quietly():
-        return Layouts(
-            tune.base_flags([*FLAGS.split(), *flags.split()], gpu), Cluster(gpu, gpus, per_node), LayoutChoices(**choices)
-        )
+        return Layouts(tune.base_flags([*FLAGS.split(), *flags.split()]), Cluster(gpu, gpus, per_node), LayoutChoices(**choices))
 
 
 def candidate(on: Layouts, schedule: str, stock: bool = False, chunks: int | None = None, **changes: Any) -> Candidate:

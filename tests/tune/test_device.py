@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatron.pipeline.planner.costmodel.device import Device, Link, MeasuredLayer, named, read, shipped
-
-LAYER = MeasuredLayer(1024, 1024.0, 2048.0, 4096.0, False, 512, 1, 2, True, 0.1, 0.2, 0.3)
+from megatron.pipeline.planner.costmodel.device import Device, Link, named, of_maker, read, shipped
 
 
 def told(**changes: Any) -> dict[str, Any]:
-    """A device's file, with its layer, and changes by the names of fields."""
-    base = json.loads(named("A100-80GB").to_json())
-    return {**base, "layers": [vars(LAYER)], **changes}
+    """A device's file, with a measured layer of a former release, and changes by the names of fields."""
+    return {**json.loads(named("A100-80GB").to_json()), "layers": [{"hidden": 1024}], **changes}
 
 
 def test_what_comes_with_the_package_says_where_it_is_from() -> None:
@@ -63,11 +60,10 @@ def test_every_field_is_needed(name: str) -> None:
         ({"hop": {"latency": 0}}, "hop of a device: missing bandwidth; it has latency, bandwidth"),
         ({"between": {"latency": 0, "bandwidth": 0}}, "the bandwidth of between must be a number above 0, got 0"),
         ({"within": {"latency": -1, "bandwidth": 1}}, "the latency of within must be seconds of at least 0 and below 1, got -1"),
-        ({"layers": {}}, "layers of a device must be a list, got {}"),
-        ({"layers": [3]}, "a measured layer: expected an object with hidden, queries"),
-        ({"layers": [{**vars(LAYER), "fused": 1}]}, "a measured layer: fused must be of type bool, got 1"),
-        ({"layers": [{**vars(LAYER), "hidden": 1.5}]}, "a measured layer: hidden must be of type int, got 1.5"),
-        ({"layers": [{**vars(LAYER), "weight": 0}]}, "weight of a measured layer must be a number above 0, got 0"),
+        ({"precisions": {}}, "precisions of a device must be a list, got {}"),
+        ({"precisions": [3]}, "a precision: expected an object with name, peak"),
+        ({"per_node": 1.5}, "a device: per_node must be of type int, got 1.5"),
+        ({"weight": 0}, "the weight of a device must be a number above 0, got 0"),
         ({"source": None}, "a device: source must be of type str, got None"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
@@ -78,6 +74,21 @@ def test_a_malformed_field_is_one_clear_error(changes: dict[str, Any], message: 
     with pytest.raises(ValueError, match=r"mine\.json: ") as error:
         read(str(path))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_the_makers_numbers_are_found_by_the_name_that_cuda_gives(name: str, kind: str | None) -> None:
+    found = of_maker(name)
+    assert (found and found.name) == kind
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\x00"])

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.pipeline.planner.costmodel import activations, traffic
-from megatron.pipeline.planner.costmodel.device import Device, MeasuredLayer, named
-from megatron.pipeline.planner.costmodel.estimate import estimate, layer_seconds, layer_size
+from megatron.pipeline.planner.costmodel.device import Device, named
+from megatron.pipeline.planner.costmodel.estimate import computing_seconds, estimate, layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.parameters import parameters
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
@@ -150,17 +150,14 @@ def test_a_fused_backward_hides_sums_over_tensor_parallel_ranks(sequence_paralle
     assert saved(DEVICE, replace(given, policy=ActivationPolicy())) == pytest.approx(0.0)
 
 
-def test_a_measured_layer_counts_in_place_of_the_formula() -> None:
-    """Where it is of the same size as a rank has; what ranks wait for comes on top."""
+def test_passes_of_a_gpu_that_was_measured_take_as_many_times_as_long() -> None:
+    """What ranks wait for comes on top."""
     given = replace(shape(), policy=ActivationPolicy(tensor=2, sequence_parallel=True))
-    links = Links.within(DEVICE)
-    assert layer_size(given) == (3072, 1536, 3072, 6144, False, 2048, 1, 2, True, "")
-    measured = MeasuredLayer(3072, 1536.0, 3072.0, 6144.0, False, 2048, 1, 2, True, 1.0, 2.0, 3.0)
-    device = replace(DEVICE, layers=(measured,))
+    by_formulas, links = computing_seconds(given, DEVICE), Links.within(DEVICE)
+    device = replace(DEVICE, forward=2.0, backward=3.0, weight=0.5)
     all_reduce = 2 * DEVICE.within.all_reduce(2 * 2048 * 3072, 2)
-    assert layer_seconds(given, device, links) == pytest.approx((1 + all_reduce, 2 + all_reduce, 3))
-    for other in (replace(given, seq=1024), replace(given, policy=ActivationPolicy()), replace(given, gated=True)):
-        assert layer_seconds(other, device, links) == layer_seconds(other, DEVICE, links)
+    expected = (2 * by_formulas.forward + all_reduce, 3 * by_formulas.backward + all_reduce, by_formulas.weight / 2)
+    assert layer_seconds(given, device, links) == pytest.approx(expected)
 
 
 def test_bytes_that_kernels_move() -> None:

@@ -321,6 +321,6 @@ def test_shared_experts_run_beside_the_exchange() -> None:
 def test_experts_one_after_another_keep_the_host_busy() -> None:
     """Launching each takes time; grouped, their number changes nothing."""
     few = replace(DEEPSEEK, microbatch=1, seq=64, quantized=None)
-    assert launch_seconds(few) == LAYER == launch_seconds(replace(few, experts=replace(OF_DEEPSEEK, count=512)))
+    assert launch_seconds(few, A100) == LAYER == launch_seconds(replace(few, experts=replace(OF_DEEPSEEK, count=512)), A100)
     single = replace(few, experts=replace(OF_DEEPSEEK, grouped=False))
-    assert launch_seconds(single).forward == pytest.approx(LAYER.forward + 2 * PRODUCT * 256 / 8)
+    assert launch_seconds(single, A100).forward == pytest.approx(LAYER.forward + 2 * PRODUCT * 256 / 8)

@@ -23,6 +23,8 @@ from tune.test_search import Here
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.cli.progress import Progress
+from megatron.pipeline.planner.costmodel import origin
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.tune import search
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -190,9 +192,10 @@ def test_where_stock_is_the_best_all_say_so(
         (
             BATCH,
             "give --gpus N and --gpu NAME; known GPUs are A100-40GB, A100-80GB, B200, B300, GB200, GB300, H100-80GB, H20, H200, "
-            "MI300X, MI355X and files of --measure",
+            "MI300X, MI355X and files of --gpu-from",
         ),
-        ([*BATCH, *FOUR, "--rehearsed", "configs/none.json"], "configs/none.json"),
+        ([*BATCH, *FOUR, "--gpu-from", "configs/none.json"], "configs/none.json"),
+        (["--measure"], "--measure is gone: measure with mpipe rehearse, .*: mpipe tune --gpu-from runs/rehearsal/costs.json"),
         ([*BATCH, "--gpus", "4"], "give --gpu NAME; known GPUs are"),
         ([*BATCH, "--gpus", "4", "--gpu", "A100"], "unknown GPU 'A100'; known are .* did you mean A100-40GB or A100-80GB"),
         ([*BATCH, "--gpus", "4", "--gpu", "none.json"], "none.json: No such file or directory"),
@@ -285,20 +288,21 @@ def test_progress_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str],
 def test_measured_searched_and_verified_on_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The three commands in a row, with two ranks."""
+    """With two ranks, of which one stage alone has times here."""
     forked_ranks.use(monkeypatch)
     monkeypatch.chdir(tmp_path)
     model = ["--config", str(TINY), *"--global-batch-size 8 --num-layers 4 --hidden-size 64 --seq-length 64".split()]
-    machine, directory = tmp_path / "machine.json", tmp_path / "tuned"
+    directory, stage = tmp_path / "tuned", StageCosts(4e-3, 4e-3, 4e-3, 1e6)
+    of = origin.described(predicted([*model, "--micro-batch-size", "4", "--transformer-impl", "local"]).args, "none", [1] * 4)
+    (machine := tmp_path / "costs.json").write_text(json.dumps(Costs((stage,) * 4).fields() | {"of": of}))
 
     def run(*arguments: str) -> str:
         assert main(["tune", *arguments]) == 0
         return capsys.readouterr().out
 
     sizes = ["--tensor", "1", "--micro-batch-sizes", "4"]
-    run("--measure", *model, "--ranks", "2", *sizes, "-o", str(machine))
-    few = "--pipeline 2 --schedules zb-h1 --iterations 3".split()
-    text = run(*model, "--gpus", "2", "--gpu", str(machine), *sizes, *few, "-o", str(directory), "--verify")
+    few = f"--pipeline 2 --schedules zb-h1 --iterations 3 --gpu-from {machine}".split()
+    text = run(*model, "--gpus", "2", "--gpu", "A100-80GB", *sizes, *few, "-o", str(directory), "--verify")
     table = text.split("predicted/measured")[1]
     for name in ("best: ", "stock: stock "):
         row = next(line for line in table.splitlines() if line.startswith(name))

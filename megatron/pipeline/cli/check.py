@@ -193,7 +193,7 @@ def _run(job: Job, side: Side) -> None:
     Raises:
         RuntimeError: one died, failed or hung; all have been ended.
     """
-    from megatron.pipeline.tune.measure import processes
+    from megatron.pipeline.tune import processes
 
     try:
         processes.run(rank, job, side.ranks, lambda _: None, _SILENCE)

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
-from megatron.pipeline.cli.memory import gpus_of, predicted, read_gpu, say_not_modelled
+from megatron.pipeline.cli.gpu import add_gpu_flags, measured_gpu, named_gpu
+from megatron.pipeline.cli.memory import gpus_of, predicted, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.planner.costmodel import device, ranges
 from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.estimate import estimate
 from megatron.pipeline.planner.costmodel.links import links_of
 from megatron.pipeline.planner.costmodel.memory import makes_weights_again
-from megatron.pipeline.planner.costmodel.origin import described, shares_layers
+from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.costmodel.replicas import with_replicas
 from megatron.pipeline.planner.planning.refusals import MIB
 from megatron.pipeline.planner.schedule.core.costs import Costs
@@ -39,21 +40,22 @@ def add(commands: Commands) -> None:
         f"of --pipeline-schedule; the other commands cut and join them for other numbers of stages. {HOW}",
         parents=[report_flags("one JSON object, which --costs takes", "write there instead of to the terminal: .json or .txt")],
     )
-    gpus = f"{', '.join(device.shipped())}, or a file that mpipe tune --measure has written"
-    parser.add_argument("--gpu", required=True, metavar="NAME|FILE", help=gpus)
-    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs that NVLink connects (those of the GPU's file)")
+    add_gpu_flags(parser)
     parser.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (as few as experts allow)")
     parser.set_defaults(takes_flags=True)
 
 
 def run(options: argparse.Namespace) -> None:
     check_output(options)
-    gpu = read_gpu(options.gpu)
+    gpu = named_gpu(options)
+    if gpu is None:
+        raise ValueError(f"give --gpu NAME, of {', '.join(device.shipped())} or a file, or --gpu-from FILE")
     prediction = predicted(options.flags, options.data_parallel_size)
     args, layers, placement = prediction.args, prediction.layers, prediction.schedule.placement
     say_not_modelled(args)
+    gpu = measured_gpu(gpu, options, args)
     costs = costs_of(args, placement, layers, gpu, options.gpus_per_node)
-    data: dict[str, Any] = costs.fields() | {"of": described(args, "priced" if shares_layers(args) else "none")}
+    data: dict[str, Any] = costs.fields() | {"of": described(args, "predicted", layers)}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
     write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(args)), options, brief)
 

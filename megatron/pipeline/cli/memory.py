@@ -19,9 +19,8 @@ from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.flags.upstream import settle
-from megatron.pipeline.planner.costmodel import device, ranges
+from megatron.pipeline.planner.costmodel import ranges
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
-from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.planning.request import MOST_RANKS
@@ -207,14 +206,6 @@ def say_not_modelled(args: Namespace) -> None:
     """One line on stderr about flags that matter, and that a prediction leaves out."""
     if args.not_modelled:
         print(f"mpipe: not in this prediction: {'; '.join(args.not_modelled)}", file=sys.stderr)
-
-
-def read_gpu(name: str) -> Device:
-    """The GPU of ``--gpu``; what ``device.read`` raises then names the flag."""
-    try:
-        return device.read(name)
-    except ValueError as error:
-        raise ValueError(f"--gpu: {error}") from None
 
 
 @contextmanager

@@ -12,16 +12,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.cli import tune_measure
 from megatron.pipeline.cli.arguments import Commands, add_command, count, names, whole_numbers
-from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, read_gpu, say_not_modelled
+from megatron.pipeline.cli.gpu import add_gpu_flags, measured_gpu, named_gpu
+from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.packages import no_picture
-from megatron.pipeline.flags.settings import Flags
+from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.planner.costmodel import device, ranges
-from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.costmodel.ranges import Range
@@ -61,7 +60,7 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "tune",
-        "find the fastest training of a model on a cluster, or measure this machine",
+        "find the fastest training of a model on a cluster",
         run,
         "mpipe tune --config configs/llama3/70B.yaml --gpus 64 --gpu A100-80GB --global-batch-size 64",
         "mpipe tune --config configs/llama3/8B.yaml --gpus 16 --gpu H100-80GB --pipeline 4,8 --schedules zb-v,v-auto",
@@ -69,8 +68,7 @@ def add(commands: Commands) -> None:
     )
     flag = parser.add_argument
     flag("--gpus", type=count, metavar="N", help="GPUs of the cluster")
-    flag("--gpus-per-node", type=count, metavar="N", help="of them that NVLink connects (those of the GPU's file)")
-    flag("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file that --measure has written")
+    add_gpu_flags(parser)
     flag("--gpu-memory", type=gpu_memory, metavar="X", help=f"GB of each that a training may take ({SHARE:.0%}% of what it has)")
     flag("--sequence-length", type=count, metavar="S", help="the same as --seq-length")
     flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
@@ -79,9 +77,11 @@ def add(commands: Commands) -> None:
     flag("--seconds", type=count, metavar="S", help="end planning after this time: the result then depends on the machine")
     flag("--processes", type=count, metavar="N", help="processes that plan (all cores); the result does not depend on it")
     group = parser.add_argument_group("limits of the search")
+    group.add_argument("--tensor", type=whole_numbers, metavar="1,2", help="tensor-parallel sizes (those of a node)")
     group.add_argument("--pipeline", type=whole_numbers, metavar="4,8", help="pipeline-parallel sizes (all)")
     group.add_argument("--context", type=whole_numbers, metavar="1,2", help="context-parallel sizes (leaving 4096 tokens)")
     group.add_argument("--expert", type=whole_numbers, metavar="1,2", help="expert-parallel sizes (powers of two)")
+    group.add_argument("--micro-batch-sizes", type=whole_numbers, metavar="1,2", help="samples at once (1,2,4,8)")
     group.add_argument(
         "--schedules", type=names, metavar="NAME,..", help="families (those that can be best); auto ones plan for what fits"
     )
@@ -90,16 +90,16 @@ def add(commands: Commands) -> None:
         "--verify", action="store_true", help="run the three best and stock here, and compare with what is predicted"
     )
     group.add_argument("--iterations", type=count, default=6, metavar="N", help="of each run of --verify (6)")
-    tune_measure.add_flags(parser)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(takes_flags=True)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.measure:
-        tune_measure.run(options)
-        return 0
-    if options.rehearsed:
-        raise ValueError("--rehearsed is for --measure -o FILE, which makes a file for --gpu of it: add --measure")
+        raise ValueError(
+            "--measure is gone: measure with mpipe rehearse, or a short training with --pipeline-costs profile, and give the "
+            "file that it writes: mpipe tune --gpu-from runs/rehearsal/costs.json"
+        )
     directory = Path(options.output or "runs/tune")
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"-o {directory} is a file: give a directory, which gets best.yaml and all else")
@@ -110,8 +110,9 @@ def run(options: argparse.Namespace) -> int:
     flags = options.flags + (["--seq-length", str(options.sequence_length)] if options.sequence_length else [])
     cluster = _cluster(options)
     with quietly():
-        base = base_flags(flags, cluster.device)
+        base = base_flags(flags, options.gpu_from.of.get("transformer_impl") if options.gpu_from else None)
         say_not_modelled(base)
+        cluster = replace(cluster, device=measured_gpu(cluster.device, options, _model(base)))
         sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
         layouts = Layouts(base, cluster, LayoutChoices(*sizes, options.schedules))
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
@@ -120,10 +121,11 @@ def run(options: argparse.Namespace) -> int:
     contents = report(base, cluster, found, stock) | {"files": [str(path) for path in written.values()]}
     (directory / "report.json").write_text(json.dumps(contents) + "\n", encoding="utf-8")
     print(json.dumps(contents) if options.json else _text(contents, cluster, found, stock), flush=True)
+    more = [*_write_gpu(directory, cluster, options), directory / "report.json"]
     picture = _draw(directory / "throughput.png", cluster, found, stock)
     if not options.json:
         print()
-        for path in (*written.values(), *picture, directory / "report.json"):
+        for path in (*written.values(), *picture, *more):
             wrote(str(path))
         print(f"\n{_how_to_run(cluster, directory)}")
     if options.verify and not found.interrupted:
@@ -170,9 +172,14 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
     return found, stock
 
 
+def _model(base: Flags) -> Settings:
+    """The flags of the model, which are the same in any layout, validated."""
+    return Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({})
+
+
 def report(base: Flags, cluster: Cluster, found: SearchResult, stock: SearchResult) -> dict[str, Any]:
     """Content of ``--json``."""
-    shape = Shape.of(Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({}))  # the same in any layout
+    shape = Shape.of(_model(base))
     return {
         "gpus": cluster.gpus,
         "gpus_per_node": cluster.per_node,
@@ -225,8 +232,8 @@ def row(result: Result) -> dict[str, Any]:
     }
 
 
-def base_flags(flags: list[str], gpu: Device | None = None) -> Flags:
-    """The flags that a search begins with. Layers are those of GPUs, unless those that were measured do not fuse attention."""
+def base_flags(flags: list[str], measured: str | None = None) -> Flags:
+    """The flags that a search begins with. Layers are those of GPUs, unless others of ``--transformer-impl`` were measured."""
     import megatron.core  # noqa: F401 - if it is not installed, say that before anything about the flags
 
     from megatron.pipeline.session.tokenizer import vocabulary_size
@@ -236,17 +243,15 @@ def base_flags(flags: list[str], gpu: Device | None = None) -> Flags:
         raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
     if base.hybrid_layer_pattern:
         base |= {"hybrid_layer_pattern": base.hybrid_layer_pattern.replace("|", "")}  # stages are searched
-    layers = gpu.layers if gpu else ()
-    unfused = bool(layers) and not any(layer.fused for layer in layers)
-    engine = base.transformer_impl or (LOCAL if unfused else "transformer_engine")
+    engine = base.transformer_impl or measured or "transformer_engine"
     return base | {"rampup_batch_size": None, "transformer_impl": engine, "vocab_size": vocabulary_size(base)}
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
-    missing = [flag for flag, value in (("--gpus N", options.gpus), ("--gpu NAME", options.gpu)) if not value]
-    if missing:
-        raise ValueError(f"give {' and '.join(missing)}; known GPUs are {', '.join(device.shipped())} and files of --measure")
-    gpus, gpu = options.gpus, read_gpu(options.gpu)
+    gpus, gpu = options.gpus, named_gpu(options)
+    if not gpus or gpu is None:
+        missing = [flag for flag, value in (("--gpus N", gpus), ("--gpu NAME", gpu)) if not value]
+        raise ValueError(f"give {' and '.join(missing)}; known GPUs are {', '.join(device.shipped())} and files of --gpu-from")
     per_node = min(gpus, options.gpus_per_node or gpu.node(gpus))
     if gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change --gpus or --gpus-per-node")
@@ -273,6 +278,16 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, found: SearchRes
         write_config(result, flags, path, head)
         written[name] = path
     return written
+
+
+def _write_gpu(directory: Path, cluster: Cluster, options: argparse.Namespace) -> list[Path]:
+    """A file for ``--gpu`` of what ``--gpu-from`` has measured, if it is given."""
+    named = named_gpu(options)
+    if not options.gpu_from or named is None:
+        return []
+    path = directory / "gpu.json"
+    path.write_text(replace(cluster.device, memory=named.memory).to_json(), encoding="utf-8")
+    return [path]
 
 
 def _draw(path: Path, cluster: Cluster, found: SearchResult, stock: SearchResult) -> list[Path]:

@@ -30,6 +30,11 @@ def device_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def gpu_name() -> str | None:
+    """CUDA's name of this process's GPU; None without one."""
+    return torch.cuda.get_device_name(this_device()) if torch.cuda.is_available() else None
+
+
 def to_device(numbers: Sequence[float]) -> torch.Tensor:
     """Numbers as a float64 tensor on this process's device; on a GPU the host does not wait for the copy."""
     device = this_device()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -10,16 +11,18 @@ from functools import partial
 from pathlib import Path
 from textwrap import indent
 
+from megatron.pipeline.distributed.device import gpu_name
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import EVERY_BATCH, PROFILE, Settings
-from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.planner.combinations.rows import SCHEDULES, VOCABULARY
 from megatron.pipeline.planner.combinations.table import flag_of, refuse
 from megatron.pipeline.planner.costmodel.memory import makes_weights_again
+from megatron.pipeline.planner.costmodel.origin import described, shares_layers
 from megatron.pipeline.planner.planning.choose import best as choose_best
 from megatron.pipeline.planner.planning.choose import least_limit
 from megatron.pipeline.planner.planning.document import read_costs
@@ -258,19 +261,21 @@ def replanning(args: Settings, pipeline: Pipeline) -> Steps | None:
     if args.pipeline.costs != PROFILE:
         return None
     limit = partial(_memory_limit, args.pipeline.memory_limit, _request(args, None))
-    steps = replan(pipeline, limit, partial(_write_costs, args), uncounted_sizes(args, pipeline))
+    write = partial(_write_costs, args, decoder_layers(args, pipeline.placement))
+    steps = replan(pipeline, limit, write, uncounted_sizes(args, pipeline))
     next(steps)
     return steps
 
 
-def _write_costs(args: Settings, text: str) -> Path | None:
-    """Write measured costs where ``--pipeline-costs FILE`` and ``mpipe --costs FILE`` can read them."""
+def _write_costs(args: Settings, layers: Sequence[int], text: str) -> Path | None:
+    """Write measured costs where ``--pipeline-costs FILE``, ``mpipe --costs FILE`` and ``--gpu-from FILE`` can read them."""
     own, directory = args.pipeline.costs_cache, args.save or args.pipeline.trace
     if own is None and directory is None:
         return None
     path = Path(own or f"{directory}/pipeline_costs.json")
     try:
-        write_text(path, text)
+        of = described(args, "run" if shares_layers(args) else "none", layers, gpu_name())
+        write_text(path, json.dumps(json.loads(text) | {"of": of}))
     except OSError as error:
         logger.warning("WARNING: the costs could not be written to %s (%s); training goes on", path, error.strerror)
         return None

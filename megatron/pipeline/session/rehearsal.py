@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
+from megatron.pipeline.distributed.device import gpu_name
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.layout import decoder_layers
@@ -137,7 +138,8 @@ def _write(args: Settings, found: Rehearsal) -> list[str]:
     if torch.distributed.get_rank() == 0:
         try:
             write_text(folder / RESULT, json.dumps(found.fields() | of_flags))
-            write_text(folder / COSTS, json.dumps(found.costs.fields() | {"of": described(args, _collectives(args))}))
+            of = described(args, _collectives(args), layers, gpu_name())
+            write_text(folder / COSTS, json.dumps(found.costs.fields() | {"of": of}))
             _draw(found, folder / PICTURE)
         except OSError as error:
             logger.warning("WARNING: the rehearsal could not be written to %s (%s)", args.rehearsal.directory, error.strerror)

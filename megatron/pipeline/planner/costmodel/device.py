@@ -1,7 +1,7 @@
 """Speeds of a GPU: products, memory and links; one JSON file for each kind, shipped or measured.
 
 The files in ``devices/`` have what makers publish, and one efficiency that is fitted to published trainings. Those that
-``mpipe tune --measure`` writes have what was measured on a machine, times of single layers included.
+``mpipe tune --gpu-from`` writes have an efficiency, and shares of F, B and W, that a short run measured (``origin.measured``).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -56,46 +57,6 @@ class Link:
 
 
 @dataclass(frozen=True)
-class MeasuredLayer:
-    """Seconds of the passes of one transformer layer, as one rank of those that share it runs it, without communication.
-
-    Attributes:
-        hidden: width of the residual stream.
-        queries, keys_and_values, ffn: widths of what the rank has of attention and of the MLP.
-        gated: whether the MLP has two matrices before its activation.
-        seq, microbatch: tokens of a sample, and samples.
-        number: bytes of an activation.
-        fused: whether attention is fused.
-        forward, backward, weight: seconds of F, B and W.
-        experts: in words, how many there are in the place of the MLP, and who shares them; empty for an MLP.
-    """
-
-    hidden: int
-    queries: float
-    keys_and_values: float
-    ffn: float
-    gated: bool
-    seq: int
-    microbatch: int
-    number: int
-    fused: bool
-    forward: float
-    backward: float
-    weight: float
-    experts: str = ""
-
-    @property
-    def work(self) -> Work:
-        """Its seconds."""
-        return Work(self.forward, self.backward, self.weight)
-
-    @property
-    def size(self) -> tuple[Any, ...]:
-        """Key of layers that are alike: all but the seconds."""
-        return tuple(value for name, value in vars(self).items() if name not in Work._fields)
-
-
-@dataclass(frozen=True)
 class Precision:
     """Products in fewer than 16 bits.
 
@@ -139,7 +100,7 @@ class Device:
         lent: the GPU whose efficiency it is, where none is fitted or measured.
         attention: operations of attention, those that a mask hides too, over ``peak`` where linears are in fewer bits.
         precisions: products in fewer than 16 bits.
-        layers: what was measured of single layers, which counts for these in place of the efficiency.
+        forward, backward, weight: how many times as long these passes of a layer take as by the formulas; 1: not measured.
         source: where the figures are from.
 
     Raises:
@@ -167,7 +128,9 @@ class Device:
     lent: str = ""
     attention: float = 1.0
     precisions: tuple[Precision, ...] = ()
-    layers: tuple[MeasuredLayer, ...] = ()
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 1.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -196,9 +159,18 @@ class Device:
             _positive(f"the bandwidth of {name}", link.bandwidth)
             _moment(f"the latency of {name}", link.latency)
         _moment("the latency of a device", self.latency)
-        for layer in self.layers:
-            for name, seconds in layer.work._asdict().items():
-                _positive(f"{name} of a measured layer", seconds)
+        for name, times in self.times._asdict().items():
+            _positive(f"the {name} of a device", times)
+
+    @property
+    def times(self) -> Work:
+        """How many times as long F, B and W of a layer take as by the formulas."""
+        return Work(self.forward, self.backward, self.weight)
+
+    @property
+    def is_measured(self) -> bool:
+        """Tell whether these are of a run."""
+        return self.times != (1.0, 1.0, 1.0)
 
     def products(self, precision: str = "") -> Device | Precision:
         """Peak and efficiency of products in a precision, by default in 16 bits.
@@ -244,14 +216,16 @@ class Device:
         Raises:
             ValueError: not JSON, a field is missing or unknown, or a number is out of range.
         """
-        row = _row("a device", parse_json(text, "a device"), cls)
+        content = parse_json(text, "a device")
+        if isinstance(content, dict):
+            content.pop("layers", None)  # of mpipe tune --measure, which is gone: the efficiency was fitted to them
+        row = _row("a device", content, cls)
         for name in ("within", "hop", "between"):
             row[name] = Link(**_row(f"{name} of a device", row[name], Link))
-        for name, what, kind in (("layers", "a measured layer", MeasuredLayer), ("precisions", "a precision", Precision)):
-            listed = row.get(name, [])
-            if not isinstance(listed, list):
-                raise ValueError(f"{name} of a device must be a list, got {listed!r}")
-            row[name] = tuple(kind(**_row(what, each, kind)) for each in listed)
+        listed = row.get("precisions", [])
+        if not isinstance(listed, list):
+            raise ValueError(f"precisions of a device must be a list, got {listed!r}")
+        row["precisions"] = tuple(Precision(**_row("a precision", each, Precision)) for each in listed)
         return cls(**row)
 
 
@@ -271,9 +245,15 @@ def named(name: str) -> Device:
         near = [one for one in shipped() if one.startswith(name)] or difflib.get_close_matches(name, shipped(), cutoff=0.3)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(
-            f"unknown GPU {name!r}; known are {', '.join(shipped())}, and files that mpipe tune --measure has written{meant}"
+            f"unknown GPU {name!r}; known are {', '.join(shipped())}, and files that mpipe tune --gpu-from has written{meant}"
         )
     return Device.from_json((_SHIPPED / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def of_maker(name: str) -> Device | None:
+    """The shipped device of a GPU that CUDA calls so, such as A100-80GB of NVIDIA A100-SXM4-80GB; a GH200 is no H200."""
+    words = set(re.split(r"[\s-]+", name))
+    return next((named(kind) for kind in shipped() if set(kind.split("-")) <= words), None)
 
 
 def read(name: str) -> Device:
@@ -284,7 +264,7 @@ def read(name: str) -> Device:
     """
     if not name.endswith(".json"):
         return named(name)
-    text = read_text(name, "a device as mpipe tune --measure writes it")
+    text = read_text(name, "a device as mpipe tune --gpu-from writes it")
     try:
         return Device.from_json(text)
     except ValueError as error:

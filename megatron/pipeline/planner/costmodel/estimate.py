@@ -2,8 +2,8 @@
 
 The model of time: a pass is its products, at a share of the device's peak; what its other kernels read and write, at the same
 share of the memory's bandwidth (``traffic``); what it waits for of the ranks that share its layers (``links``); and a moment to
-begin. A layer that was measured takes what was measured in place of the first two. The model of memory is that of
-``activations``; ``memory`` adds all else that a rank needs. docs/model.md has the formulas, and how well they agree with
+begin. Where a GPU was measured, the first two take as many times as long as they did (``Device.times``). The model of memory is
+that of ``activations``; ``memory`` adds all else that a rank needs. docs/model.md has the formulas, and how well they agree with
 published trainings.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.pipeline.planner.costmodel import activations, traffic
 from megatron.pipeline.planner.costmodel.activations import Held
-from megatron.pipeline.planner.costmodel.device import Device, MeasuredLayer
+from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds, hop_seconds, layer_communication
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, MemoryUnit, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
@@ -96,11 +96,10 @@ def estimate(
 
 def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
     """Seconds of F, B and W of one layer, on one of the ranks that share it."""
-    attention = _attention(shape, device)
+    attention = _attention(shape, device).by(device.times)
     waits = layer_communication(shape, links, (attention.forward, attention.backward), _beside_exchange(shape, device))
-    if measured := measured_layer(shape, device):  # its host's seconds are among them
-        return measured.work.plus(Work(*waits, 0.0))
-    return Work(*map(max, computing_seconds(shape, device).plus(Work(*waits, 0.0)), launch_seconds(shape)))
+    computing = computing_seconds(shape, device).plus(Work(*waits, 0.0))
+    return Work(*map(max, computing, launch_seconds(shape, device)))
 
 
 def _beside_exchange(shape: Shape, device: Device) -> tuple[float, float]:
@@ -133,15 +132,12 @@ def shielded_seconds(shape: Shape, device: Device, links: Links) -> tuple[float,
     """Seconds of the weight gradients of a layer's row-parallel linears, and what B and W save together where B computes them.
 
     The products of attention's and the MLP's last linear run while the sum of the linear before it, cut by columns, is under way
-    (``saved_seconds``). None where there is none to hide. Where the layer was measured, they are as large a share of W as by the
-    formulas.
+    (``saved_seconds``). None where there is none to hide.
     """
     if shape.latent or shape.hybrid or shape.policy.tensor == 1:
         return None
-    measured = measured_layer(shape, device)
-    scale = measured.work.weight / computing_seconds(shape, device).weight if measured else 1.0
     widths = [float(shape.attended), *([shape.ffn] if shape.experts is None else [])]
-    rows, each = [scale * product for product in _products(shape, device, widths)], _sum_seconds(shape, links)
+    rows, each = [device.weight * product for product in _products(shape, device, widths)], _sum_seconds(shape, links)
     return sum(rows), sum(links.hides(each, product) for product in rows)
 
 
@@ -162,21 +158,16 @@ def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
     """Seconds of those parts of a layer's passes that take turns with another microbatch's in a braid, by ``PARTS``.
 
     None where no ranks share experts. The rest of each pass is attention, the router, and experts that all tokens pass. Where
-    the host takes longer than a pass without its exchanges, these count only as far as they make it longer. Where the layer was
-    measured, what experts compute is as large a share of each pass as by the formulas.
+    the host takes longer than a pass without its exchanges, these count only as far as they make it longer.
     """
     if not (shape.experts and shape.experts.parallel > 1 and shape.experts.share):
         return {}
     exchange = [exchange_seconds(shape, links)] * 2
     forward, backward = map(device.moving, traffic.expert_traffic(shape))
     computing = _linear_work(shape, device, gpt.expert_work(shape)).plus(Work(forward, backward, 0.0)).plus(_thin(shape, device))
-    if measured := measured_layer(shape, device):
-        shares = zip(computing, measured.work, computing_seconds(shape, device), strict=True)
-        computing = Work(*(part * seconds / whole for part, seconds, whole in shares))
-    else:
-        longer = zip(exchange, layer_seconds(shape, device, links), launch_seconds(shape), strict=False)
-        exchange = [min(each, (whole - least) / 2) for each, whole, least in longer]
-    there, back = exchange
+    computing = computing.by(device.times)
+    longer = zip(exchange, layer_seconds(shape, device, links), launch_seconds(shape, device), strict=False)
+    there, back = (min(each, (whole - least) / 2) for each, whole, least in longer)
     seconds = (there, computing.forward, there, back, computing.backward, back, computing.weight)
     return dict(zip(PARTS, seconds, strict=True))
 
@@ -188,7 +179,7 @@ def computing_seconds(shape: Shape, device: Device) -> Work:
     """
     forward, backward = map(device.moving, traffic.layer_traffic(shape))
     linears = _linear_work(shape, device, gpt.linear_work(shape)).plus(_thin(shape, device))
-    return _attention(shape, device).plus(linears).plus(Work(forward, backward, 0.0))
+    return _attention(shape, device).plus(linears).plus(Work(forward, backward, 0.0)).by(device.times)
 
 
 def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
@@ -210,24 +201,7 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
         each = held.number * shape.tokens * held.of_cut_layers * shape.experts.mean_visited_ffn
         moved += shape.matrices * each
     products = attention + _linears(shape, device, operations * held.of_cut_layers)
-    return min(whole.forward, products + device.moving(moved))
-
-
-def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
-    """Measurement of a layer of this size, if there is one."""
-    held = shape.policy
-    wanted = layer_size(shape)
-    if held.context > 1 or shape.latent or shape.hybrid:
-        return None
-    return next((layer for layer in device.layers if layer.size == wanted), None)
-
-
-def layer_size(shape: Shape) -> tuple[Any, ...]:
-    """``MeasuredLayer.size`` on one of the ranks that share the layers."""
-    held, experts = shape.policy, shape.experts
-    words = f"{experts.count} top {experts.topk} over {experts.parallel} x {experts.tensor}" if experts else ""
-    widths = (shape.queries / held.tensor, shape.keys_and_values / held.tensor, shape.ffn / held.tensor)
-    return (shape.hidden, *widths, shape.gated, shape.seq, shape.microbatch, held.number, not held.attention_matrices, words)
+    return min(whole.forward, device.forward * (products + device.moving(moved)))
 
 
 def output_costs(shape: Shape, device: Device) -> StageCosts:
@@ -285,16 +259,17 @@ def _thin(shape: Shape, device: Device) -> Work:
     return Work(*map(device.moving, traffic.expert_products_traffic(shape)))
 
 
-def launch_seconds(shape: Shape) -> Work:
+def launch_seconds(shape: Shape, device: Device) -> Work:
     """Seconds in which the host launches the kernels of a layer with experts: no pass of it takes less, in any precision.
 
     It waits for the router's numbers of tokens in every pass, so no kernels are queued ahead. In fewer bits twice as many kernels
     count, with those that cast inputs and gradients: no more, so that these never make a pass take more than twice as long.
     Experts of a rank are one product where they are grouped, and else launched one by one. CUDA graphs launch what they have at
     once: half of it where experts are not among it. Of other layers it is not known; GPUs that were fitted have more to do there.
+    What was measured (``Device.times``) has it in it.
     """
     experts, quantized = shape.experts, shape.quantized.share if shape.quantized else 0.0
-    if experts is None or experts.graphs is None:
+    if experts is None or experts.graphs is None or device.is_measured:
         return Work(0.0, 0.0, 0.0)
     # The gate's product is one with the other before the activation.
     alone = 0.0 if experts.grouped else 2 * PRODUCT * experts.count / experts.parallel

@@ -1,16 +1,34 @@
-"""Origin of measured costs: what the ``costs.json`` of a rehearsal says beside its numbers."""
+"""Origin of measured costs: what a ``costs.json`` says beside its numbers, and the GPU that follows from both."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
+from megatron.pipeline.planner.costmodel.device import Device, Precision
+from megatron.pipeline.planner.costmodel.estimate import computing_seconds
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.reading import parse_json
+from megatron.pipeline.planner.shape.gpt import Shape, Work
 
-_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_experts")
-_RANKS = ("tensor_model_parallel_size", "expert_model_parallel_size", "micro_batch_size")
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "seq_length",
+    "num_experts",
+)
+_RANKS = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+_HOW = "micro_batch_size", "transformer_impl", "recompute_granularity"
+MAKE = "mpipe rehearse -- FLAGS writes one, and so does a training with --pipeline-costs profile"
+
+
+_Products = TypeVar("_Products", Device, Precision)
 
 
 class Rehearsed(NamedTuple):
@@ -23,30 +41,37 @@ class Rehearsed(NamedTuple):
     costs: Costs
     of: Mapping[str, Any]
 
+    @property
+    def gpu(self) -> str:
+        """Name that CUDA gives the GPU; empty where it was a processor, or is not known."""
+        return str(self.of.get("gpu") or "")
 
-def described(args: Namespace, collectives: str) -> dict[str, Any]:
+
+def described(args: Namespace, collectives: str, layers: Sequence[int], gpu: str | None = None) -> dict[str, Any]:
     """Describe the training that costs are of, for ``read``.
 
     Args:
-        collectives: those of tensor, context and expert parallelism, in words: ``none``, ``run``, ``priced`` or ``left out``.
+        collectives: those of tensor, context and expert parallelism, in words: ``none``, ``run``, ``priced`` or ``left out``;
+            ``predicted`` where nothing was measured.
+        layers: of every stage.
+        gpu: that was measured, by CUDA's name.
     """
-    quantized = [f"{kind} {getattr(args, f'{kind}_recipe')}" for kind in ("fp8", "fp4") if getattr(args, kind, None)]
-    numbers = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    return {name: getattr(args, name) for name in (*_SIZES, *_RANKS)} | {
-        "numbers": " ".join([numbers, *quantized]),
+    return {name: getattr(args, name) for name in (*_SIZES, *_RANKS, *_HOW)} | {
+        "numbers": _numbers(args),
         "collectives": collectives,
+        "layers": list(layers),
+        "gpu": gpu,
     }
+
+
+def _numbers(args: Namespace) -> str:
+    quantized = [f"{kind} {getattr(args, f'{kind}_recipe')}" for kind in ("fp8", "fp4") if getattr(args, kind, None)]
+    return " ".join(["bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", *quantized])
 
 
 def shares_layers(args: Namespace) -> bool:
     """Tell whether several ranks share a layer, and so exchange data within passes."""
-    sizes = args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size
-    return max(sizes) > 1
-
-
-def quantized(of: Mapping[str, Any]) -> list[str]:
-    """``fp8`` or ``fp4`` and its recipe, of what ``described`` wrote; empty without them."""
-    return str(of.get("numbers", "")).split()[1:]
+    return max(getattr(args, name) for name in _RANKS) > 1
 
 
 def read(text: str) -> Rehearsed:
@@ -61,20 +86,79 @@ def read(text: str) -> Rehearsed:
     return Rehearsed(costs, of)
 
 
-def check(of: Mapping[str, Any], model: Namespace, tensor: int, expert: int, samples: int) -> None:
-    """That a file is of this model, and has the time of its computation alone: links add what ranks of a layer exchange.
+def measured(gpu: Device, model: Namespace, run: Rehearsed) -> tuple[Device, Work, Work]:
+    """The GPU on which a run measured F, B and W of the layers of a model; what they took, and by the formulas of ``gpu``.
+
+    Its efficiencies are such that a layer's passes take as long together as they did, and its ``times`` such that each does.
+
+    Args:
+        gpu: whose memory, links and peaks count.
+        model: flags of the same model after ``validate``, in any layout, with ``padded_vocab_size``.
 
     Raises:
-        ValueError: it is of another; or collectives took time.
+        ValueError: the file does not say what a layer takes, or is of another model.
     """
-    wanted = {name: getattr(model, name) for name in _SIZES} | dict(zip(_RANKS, (tensor, expert, samples), strict=True))
-    other = [
-        f"--{name.replace('_', '-')} {of[name]}, not {value}" for name, value in wanted.items() if of.get(name, value) != value
-    ]
-    if other:
+    check(run.of, model)
+    took = of_layer(run.costs, run.of["layers"])
+    alone = dict.fromkeys((*_RANKS, "expert_tensor_parallel_size"), 1) | {name: run.of[name] for name in _HOW}
+    shape = Shape.of(Namespace(**vars(model) | alone | {"sequence_parallel": False}))
+    predicted = computing_seconds(shape, gpu)
+    faster, precision = predicted.total / took.total, shape.quantized.recipe.peak if shape.quantized else ""
+
+    def scaled(products: _Products, name: str) -> _Products:
+        lent = products.lent if name != precision else ""
+        return replace(products, efficiency=min(1.0, faster * products.efficiency), lent=lent)
+
+    others = tuple(scaled(one, one.name) for one in gpu.precisions)
+    source = f"{gpu.source}; F, B and W of a layer were measured{f' on {run.gpu}' if run.gpu else ''}"
+    found = replace(scaled(gpu, ""), attention=faster * gpu.attention, precisions=others, source=source)
+    times = (one / other for one, other in zip(took, computing_seconds(shape, found), strict=True))
+    return replace(found, **dict(zip(Work._fields, times, strict=True))), took, predicted
+
+
+def check(of: Mapping[str, Any], model: Namespace) -> None:
+    """That a file says what was measured, of this model, and has the time of its computation alone: links add what ranks of a
+    layer exchange.
+
+    Raises:
+        ValueError: it does not, is of another one, or has more.
+    """
+    needed = (*_SIZES, *_HOW, "numbers", "collectives", "layers")
+    if lacking := [name for name in needed if name not in of]:
+        raise ValueError(f"the file does not say of which training its costs are (no {lacking[0]}): {MAKE}")
+    if of["collectives"] == "predicted":
+        raise ValueError(f"its seconds were predicted, not measured: {MAKE}")
+    wanted = {f"--{name.replace('_', '-')}": (of[name], getattr(model, name)) for name in _SIZES}
+    wanted["numbers"] = of["numbers"], _numbers(model)
+    if other := [f"{name} {its}, not {ours}" for name, (its, ours) in wanted.items() if its != ours]:
         raise ValueError(f"the file is of {', '.join(other)}: give the flags of its training, or the file of this one")
-    if of.get("collectives") in ("run", "priced"):
+    if of["collectives"] != "none":
         raise ValueError(
-            "its seconds contain what ranks of a layer exchange, which mpipe tune adds by the links: rehearse with "
-            "--rehearse-replicas fake, and without a GPU's name or a file for --rehearse-hop"
+            "its seconds contain what ranks of a layer exchange, which a prediction adds by the links: measure with "
+            "--tensor-model-parallel-size, --context-parallel-size and --expert-model-parallel-size 1"
         )
+    if of["recompute_granularity"]:
+        raise ValueError("its backwards make activations again, which a prediction adds: measure without --recompute-granularity")
+
+
+def of_layer(costs: Costs, layers: Sequence[int]) -> Work:
+    """Seconds of a layer: medians over the stages between the first and the last, which have other work besides.
+
+    Args:
+        layers: of every stage.
+
+    Raises:
+        ValueError: the stages are too few, or have no W.
+    """
+    inner = [(stage, count) for stage, count in zip(costs.stages, layers, strict=False)][1:-1]
+    inner = [(stage, count) for stage, count in inner if count]
+    if not inner:
+        raise ValueError(
+            f"{len(costs.stages)} stages, and the first and the last have embedding and output layer besides: measure with 3 "
+            "stages or more, as --pipeline-schedule zb-v has on 2 ranks"
+        )
+    if not all(stage.forward > 0 and stage.backward > 0 and stage.weight > 0 for stage, _ in inner):
+        raise ValueError(
+            "F, B and W must each take time, and some take none: measure a schedule that splits the backward, as zb-h1"
+        )
+    return Work(*(median(getattr(stage, name) / count for stage, count in inner) for name in Work._fields))

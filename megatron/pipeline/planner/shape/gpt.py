@@ -35,6 +35,9 @@ class Work(NamedTuple):
     def times(self, count: float) -> Work:
         return Work(*(count * operations for operations in self))
 
+    def by(self, times: Work) -> Work:
+        return Work(*(one * each for one, each in zip(self, times, strict=True)))
+
     def plus(self, other: Work) -> Work:
         return Work(*(one + more for one, more in zip(self, other, strict=True)))
 

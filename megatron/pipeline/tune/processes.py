@@ -1,4 +1,4 @@
-"""Start the ranks that measure as processes of this machine, and wait until one of them sends the result."""
+"""Start ranks as processes of this machine, and wait until one of them sends the result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from megatron.pipeline.distributed.processes import free_port
-from megatron.pipeline.tune.measure.rank import SILENCE, Tell
+
+Tell = Callable[[str], object]  # what a rank is at; said again and again while it is
 
 _PATIENCE = 2.0  # seconds for the rank whose death makes others fail to be seen dead
 
@@ -20,11 +21,11 @@ class RankFailed(RuntimeError):
     """A rank died, failed or hung; one line says which, where and how."""
 
 
-def run(work: Callable[[Any, Tell], Any], job: Any, ranks: int, tell: Tell, silence: float = SILENCE) -> Any:
+def run(work: Callable[[Any, Tell], Any], job: Any, ranks: int, tell: Tell, silence: float) -> Any:
     """Call ``work(job, tell)`` on every rank of a world; returns what it returns on rank 0.
 
     Args:
-        work: a function at the top of a module; ``rank.run``.
+        work: a function at the top of a module.
         tell: called with what rank 0 is at, whenever that changes.
         silence: seconds that a rank may go without telling.
 

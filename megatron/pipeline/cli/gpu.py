@@ -1,0 +1,72 @@
+"""The GPU that a prediction is for: ``--gpu`` and ``--gpu-from``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import Namespace
+from functools import partial
+
+from megatron.pipeline.cli.arguments import count, file_of
+from megatron.pipeline.planner.costmodel import device, origin
+from megatron.pipeline.planner.costmodel.device import Device
+from megatron.pipeline.planner.planning.document import naming
+
+
+def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of both."""
+    parser.add_argument("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file of mpipe tune --gpu-from")
+    parser.add_argument(
+        "--gpu-from",
+        type=file_of(partial(naming, read=origin.read)),
+        metavar="FILE",
+        help="the GPU on which a run of this model measured costs.json (mpipe rehearse, --pipeline-costs profile): its F, B and "
+        "W count, all else is of --gpu, by default of the GPU that the file names",
+    )
+    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs that NVLink connects (those of the GPU's file)")
+
+
+def named_gpu(options: Namespace) -> Device | None:
+    """The GPU of ``--gpu``, or the one that the file of ``--gpu-from`` names; None where neither is given.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if options.gpu:
+        try:
+            return device.read(options.gpu)
+        except ValueError as error:
+            raise ValueError(f"--gpu: {error}") from None
+    if options.gpu_from is None:
+        return None
+    found = device.of_maker(options.gpu_from.gpu)
+    if found is None:
+        where = f"was measured on {options.gpu_from.gpu}" if options.gpu_from.gpu else "does not name a GPU"
+        raise ValueError(
+            f"--gpu-from: the file {where}: say whose memory and links to take with --gpu {' or '.join(device.shipped())}"
+        )
+    return found
+
+
+def measured_gpu(gpu: Device, options: Namespace, model: Namespace) -> Device:
+    """The same with the times of ``--gpu-from``, if that is given, and a line on stderr that says what was taken from it.
+
+    Args:
+        model: flags of the model after ``validate``, with ``padded_vocab_size``.
+
+    Raises:
+        ValueError: the file has no times of its layers.
+    """
+    if options.gpu_from is None:
+        return gpu
+    try:
+        found, took, predicted = origin.measured(gpu, model, options.gpu_from)
+    except ValueError as error:
+        raise ValueError(f"--gpu-from: {error}") from None
+    passes = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in zip("FBW", took, strict=True))
+    print(
+        f"mpipe: from --gpu-from: a layer takes {passes}, together {took.total / predicted.total:.3g} times as long as by the "
+        f"formulas: {gpu.name} with an efficiency of {found.efficiency:.3g}, not {gpu.efficiency:.3g}",
+        file=sys.stderr,
+    )
+    return found
