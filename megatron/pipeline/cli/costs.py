@@ -15,7 +15,7 @@ from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.estimate import estimate
 from megatron.pipeline.planner.costmodel.links import links_of
 from megatron.pipeline.planner.costmodel.memory import makes_weights_again
-from megatron.pipeline.planner.costmodel.origin import described, shares_layers
+from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.costmodel.replicas import with_replicas
 from megatron.pipeline.planner.planning.refusals import MIB
 from megatron.pipeline.planner.schedule.core.costs import Costs
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     args, layers, placement = prediction.args, prediction.layers, prediction.schedule.placement
     say_not_modelled(args)
     costs = costs_of(args, placement, layers, gpu, options.gpus_per_node)
-    data: dict[str, Any] = costs.fields() | {"of": described(args, "priced" if shares_layers(args) else "none")}
+    data: dict[str, Any] = costs.fields() | {"of": described(args, "priced")}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
     write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(args)), options, brief)
 

@@ -28,17 +28,17 @@ def described(args: Namespace, collectives: str) -> dict[str, Any]:
     """Describe the training that costs are of, for ``read``.
 
     Args:
-        collectives: those of tensor, context and expert parallelism, in words: ``none``, ``run``, ``priced`` or ``left out``.
+        collectives: of tensor, context and expert parallelism: ``run`` or ``priced``, where there are any.
     """
     quantized = [f"{kind} {getattr(args, f'{kind}_recipe')}" for kind in ("fp8", "fp4") if getattr(args, kind, None)]
     numbers = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     return {name: getattr(args, name) for name in (*_SIZES, *_RANKS)} | {
         "numbers": " ".join([numbers, *quantized]),
-        "collectives": collectives,
+        "collectives": collectives if _shares_layers(args) else "none",
     }
 
 
-def shares_layers(args: Namespace) -> bool:
+def _shares_layers(args: Namespace) -> bool:
     """Tell whether several ranks share a layer, and so exchange data within passes."""
     sizes = args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size
     return max(sizes) > 1
@@ -76,5 +76,5 @@ def check(of: Mapping[str, Any], model: Namespace, tensor: int, expert: int, sam
     if of.get("collectives") in ("run", "priced"):
         raise ValueError(
             "its seconds contain what ranks of a layer exchange, which mpipe tune adds by the links: rehearse with "
-            "--rehearse-replicas fake, and without a GPU's name or a file for --rehearse-hop"
+            "--tensor-model-parallel-size, --context-parallel-size and --expert-model-parallel-size of 1"
         )
