@@ -41,7 +41,7 @@ from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.schedule.time.simulate import simulate
 from megatron.pipeline.planner.view.picture import draw
 from megatron.pipeline.runtime.profiling import ITERATIONS
-from megatron.pipeline.session.rehearsal import COSTS, RESULT
+from megatron.pipeline.session.rehearsal.files import COSTS, RESULT
 from megatron.pipeline.session.trace import trace_of
 
 PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"

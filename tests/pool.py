@@ -233,7 +233,8 @@ def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, r
 
     import torch
 
-    from megatron.pipeline.distributed import groups, rehearsal_groups
+    from megatron.pipeline.distributed import groups
+    from megatron.pipeline.session.rehearsal import groups as rehearsal_groups
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port))

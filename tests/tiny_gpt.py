@@ -81,7 +81,6 @@ class Run:
         training = build_training(args, self.pipeline.placement)
         self.config, self.chunks, self.optimizer = training.config, training.chunks, training.optimizer
         self.pipeline.install()
-        self.pipeline.park(self.chunks, self.optimizer, self.config)
 
     def step(self, iteration: int, forward_only: bool = False, **options: Any) -> Step:
         """One training (or evaluation) step on tokens that depend on the iteration and the data-parallel rank alone."""

@@ -13,16 +13,12 @@ from gpu_model.recorded import racing, recording, stuck
 from gpu_model.trace import Item
 
 
-def races(flags: str, train: str = "train") -> list[str]:
-    """Of a whole training.
-
-    Args:
-        train: how, by name: a function of ``short_runs``.
-    """
-    from training import short_runs
+def races(flags: str) -> list[str]:
+    """Of a whole training."""
+    from training.short_runs import train
 
     with racing() as found:
-        error = getattr(short_runs, train)(flags)
+        error = train(flags)
     assert not error, error
     return found
 

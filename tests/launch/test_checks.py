@@ -65,7 +65,6 @@ def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
             {"pipeline_schedule": "file:zb.json"},
             "and --pipeline-schedule file:zb.json, a file, is for one",
         ),
-        ({"rehearse_replicas": "fake"}, "between replicas, of which --rehearse-replicas fake has one"),
         ({}, None),
     ],
 )
@@ -73,12 +72,6 @@ def test_packing_needs_packed_sequences_that_are_read_batch_by_batch(given: dict
     flags = {"sft": True, "micro_batch_size": 1, "pipeline_schedule": "zb-v", "pipeline_packing": True} | given
     with pytest.raises(ValueError, match=words) if words else nullcontext():
         refuse(of_flags(as_read(**flags)), FLAGS)
-
-
-def test_a_rehearsal_of_fewer_ranks_is_refused() -> None:
-    words = "^--rehearse-replicas fake makes the world with ranks that are not there, which the script does here: use"
-    with pytest.raises(ValueError, match=words):
-        check_flags(as_read(**SIZES_OF_RANKS, pipeline_schedule="zb-v", rehearse=True, rehearse_replicas="fake"))
 
 
 def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.record import clock
 from megatron.pipeline.record.recorder import Recorder
-from megatron.pipeline.runtime.device_lock import DeviceLock
+from megatron.pipeline.session.rehearsal.device_lock import DeviceLock
 
 
 def test_waits_for_a_core_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,17 +65,14 @@ def test_what_the_host_computes_between_passes_is_part_of_the_next() -> None:
 def test_taking_turns_is_not_the_hosts_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = 0.0
 
-    class Parked:
-        def enter(self) -> None:
-            nonlocal computed
-            computed += 8.0
+    def wait(*_: object) -> None:
+        nonlocal computed
+        computed += 8.0
 
-        leave = enter
-
-    monkeypatch.setattr("megatron.pipeline.runtime.device_lock.time.thread_time", lambda: computed)
+    monkeypatch.setattr("megatron.pipeline.session.rehearsal.device_lock.time.thread_time", lambda: computed)
+    monkeypatch.setattr("megatron.pipeline.session.rehearsal.device_lock.fcntl.flock", wait)
     with (tmp_path / "turns").open("ab") as file:
         turns = DeviceLock(file)
-        turns.parking = Parked()  # type: ignore[assignment]
         computed += 1.0
         with turns.turn():
             computed += 2.0

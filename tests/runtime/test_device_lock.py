@@ -14,7 +14,7 @@ import pytest
 import torch
 from pool import Pool
 
-from megatron.pipeline.runtime.device_lock import DeviceLock
+from megatron.pipeline.session.rehearsal.device_lock import DeviceLock
 
 Interval = tuple[float, float]
 

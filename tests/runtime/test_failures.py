@@ -69,8 +69,7 @@ def place(stderr: str, rank: int) -> str:
     ("how", "message", "flags"),
     [
         whole("raise", r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck", " --rehearse"),
-        whole("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse"),
-        rest("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse --rehearse-park"),
+        rest("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse"),
     ],
 )
 def test_ranks_that_take_turns_name_the_culprit(tmp_path: Path, how: str, message: str, flags: str) -> None:

@@ -17,10 +17,14 @@ from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_rehearsal import MEASURED
 from megatron.pipeline.planner.costmodel import origin
 from megatron.pipeline.planner.costmodel.device import Link, named
+from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.runtime.profiling import ITERATIONS
 from megatron.pipeline.session import memory as session_memory
+from megatron.pipeline.session.rehearsal import files
 from megatron.pipeline.trainer.program import prepare
 
 OFFLOAD = "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 4"
@@ -28,9 +32,8 @@ OFFLOAD = "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 
 
 def rehearsed(pool: Pool, folder: Path, ranks: int, flags: str) -> dict[str, Any]:
     """What a rehearsal found, once its losses are those of the same training without one."""
-    flags, parking, _ = f"--mock-data --pipeline-schedule {flags}".partition(" --rehearse-park")
+    flags = f"--mock-data --pipeline-schedule {flags}"
     assert pool.run(ranks, train, f"{flags} --metrics {folder}/plain.jsonl") == [""] * ranks
-    flags += parking
     rehearsal = f"--rehearse --rehearse-dir {folder}/found --rehearse-hop 0.001"
     assert pool.run(ranks, train, f"{flags} --metrics {folder}/rehearsed.jsonl {rehearsal}") == [""] * ranks
     assert metrics(folder / "rehearsed.jsonl") == metrics(folder / "plain.jsonl")
@@ -48,10 +51,9 @@ PP2 = "--pipeline-model-parallel-size 2"
         (2, "zb-auto --pipeline-model-parallel-size 2", {"F", "B", "W"}),
         whole(2, "stock --pipeline-model-parallel-size 2", {"F", "BW"}),
         rest(2, "v-half --pipeline-model-parallel-size 2 --vocab-parallel 2", {"F", "B", "W", "S", "T", "IF", "IB"}),
-        rest(4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel --bf16 --rehearse-park", {"F", "B", "W"}),
+        rest(4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel --bf16", {"F", "B", "W"}),
         whole(4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel", {"F", "B", "W"}),
-        whole(2, f"zb-h1 {PP2} --rehearse-park", {"F", "B", "W"}),
-        whole(2, f"v-half --use-distributed-optimizer {PP2} --rehearse-park", {"F", "B", "W"}),
+        whole(2, f"v-half --use-distributed-optimizer {PP2}", {"F", "B", "W"}),
         whole(4, "zb-h2 --pipeline-model-parallel-size 4 --post-validation", {"F", "B", "W"}),
         whole(2, f"{OFFLOAD} --pipeline-model-parallel-size 2", {"F", "B", "W"}),
         whole(4, "zb-h1 --pipeline-model-parallel-size 2 --num-experts 2 --expert-model-parallel-size 2", {"F", "B", "W"}),
@@ -118,10 +120,8 @@ FLAGS = (
         ("--rehearse --train-iters 4", "--rehearse measures 5 iterations, and --train-iters is 4: raise it"),
         ("--rehearse --exit-interval 4", "--rehearse measures 5 iterations, and --exit-interval is 4: raise it"),
         ("--rehearse-hop 1e-4", "--rehearse-hop 1e-4 is for a rehearsal: add --rehearse, or leave it out"),
-        ("--rehearse-park", "--rehearse-park is for a rehearsal: add --rehearse, or leave it out"),
-        ("--rehearse --rehearse-park --post-validation", "one rank's weights .* does not go with --post-validation: leave one"),
-        ("--rehearse --rehearse-park --pipeline-schedule stock", "does not go with --pipeline-schedule stock: leave one"),
-        ("--rehearse --rehearse-park --vocab-parallel 2", "does not go with --vocab-parallel 2: leave one"),
+        ("--rehearse --rehearse-park", "flags of an earlier release: --rehearse-park: weights stay on the device"),
+        ("--rehearse --rehearse-replicas fake", "--rehearse-replicas: all ranks of a rehearsal are there; leave it out"),
         ("--rehearse --rehearse-hop -1", "--rehearse-hop -1: a message takes 0 seconds or more"),
         ("--rehearse --rehearse-hop H100", "unknown GPU 'H100'; known are .*; did you mean H100-80GB?"),
         ("--rehearse --save runs/x", "--rehearse trains a few iterations, and --save runs/x would keep them: leave one"),
@@ -133,11 +133,6 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, flags: str, w
         validate(parse(f"{FLAGS} {flags}".split()), 2)
 
 
-def test_replicas_that_park_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not go with 2 data-parallel replicas: leave it out"):
-        validate(parse(f"{FLAGS} --rehearse --rehearse-park".split()), 4)
-
-
 @pytest.mark.parametrize(("hop", "seconds"), [("2e-4", 2e-4), ("H100-80GB", None), ("{tmp_path}/mine.json", 0.5)])
 def test_messages_take_what_links_do(tmp_path: Path, hop: str, seconds: float | None) -> None:
     gpu = named("H100-80GB")
@@ -145,6 +140,21 @@ def test_messages_take_what_links_do(tmp_path: Path, hop: str, seconds: float | 
     (tmp_path / "mine.json").write_text(replace(gpu, hop=Link(0.25, 4 * size)).to_json())
     args = validate(parse(f"{FLAGS} --rehearse --rehearse-hop {hop.format(tmp_path=tmp_path)}".split()), 2)
     assert args.rehearsal.seconds == (gpu.hop.seconds(size) if seconds is None else seconds)
+
+
+@pytest.mark.parametrize(("flags", "collectives"), [("", "none"), ("--tensor-model-parallel-size 2", "run")])
+def test_costs_say_whether_they_have_the_time_of_collectives(flags: str, collectives: str) -> None:
+    args = validate(parse(f"{FLAGS} --rehearse {flags}".split()), 4)
+    assert origin.described(args, "run")["collectives"] == collectives
+
+
+@pytest.mark.parametrize("hop", ["A100-80GB", "0.001"])
+def test_ranks_that_share_a_sequence_sum_their_gradients_over_links_that_are_known(hop: str) -> None:
+    args = validate(parse(f"{FLAGS} --rehearse --context-parallel-size 2 --rehearse-hop {hop}".split()), 4)
+    assert args.data_parallel_size == 1
+    plan = Request("zb-h1", 2, 4, Costs((StageCosts(1.0, 1.0, 1.0),) * 2), objective=Objective.MAKESPAN).plan()
+    seconds = files._replicas(args | {"padded_vocab_size": 384}, plan.schedule, plan.problem.costs, plan.value)
+    assert seconds is None if hop == "0.001" else seconds and seconds > 0
 
 
 def test_flags_know_how_many_iterations_are_measured() -> None:

@@ -41,13 +41,13 @@ def test_every_room_but_the_page_is_imported_without_them() -> None:
 
 def train_without(flags: str) -> tuple[str, list[str]]:
     """The error of a training without these packages, and its warnings about pictures."""
-    from megatron.pipeline.session import rehearsal
+    from megatron.pipeline.session.rehearsal import files
 
     warned: list[str] = []
     with pytest.MonkeyPatch.context() as changed:
         for name in absent():
             changed.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-        changed.setattr(rehearsal.logger, "warning", lambda text, *values: warned.append(text % values))
+        changed.setattr(files.logger, "warning", lambda text, *values: warned.append(text % values))
         return train(flags), warned
 
 

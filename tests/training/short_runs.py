@@ -120,25 +120,3 @@ def metrics(path: Path) -> list[tuple[int, float, float]]:
     """Iteration, loss and gradient norm of every iteration, exactly."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return [(record["iteration"], record["loss"], record["grad_norm"]) for record in records]
-
-
-def train_for_all(flags: str) -> str:
-    """The same as ``train``, on the ranks that are there in a world of all that the flags have (``--rehearse-replicas``)."""
-    from datetime import timedelta
-    from unittest.mock import patch
-
-    import torch
-
-    from megatron.pipeline.distributed import rehearsal_groups
-    from megatron.pipeline.flags.arguments import parse
-    from megatron.pipeline.flags.validation import validate
-    from megatron.pipeline.trainer import program
-
-    rank, there = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    share = validate(parse(f"{MODEL} {flags}".split()), there).rehearsal.share
-    torch.distributed.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    rehearsal_groups.open_world(rank, there, timedelta(seconds=60), share)
-    prepare = program.prepare
-    with patch.object(program, "prepare", lambda argv, _: prepare(argv, there)):
-        return train(flags)

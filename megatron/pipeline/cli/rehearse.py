@@ -89,9 +89,8 @@ def _check(ranks: str, program: str, *flags: str) -> None:
 
 
 def _ranks(flags: Sequence[str]) -> int:
-    """The least number of ranks of a training; those of one pipeline where others need not be there."""
-    args = parse(flags)
-    return int(args.pipeline_model_parallel_size) if args.rehearse_replicas else least_ranks(args)
+    """The least number of ranks of a training."""
+    return least_ranks(parse(flags))
 
 
 def _ranks_of_script(flags: Sequence[str]) -> int:

@@ -28,6 +28,7 @@ _NOT_NEEDED = {
 # Flags of the earlier forks of Megatron-LM, and what to give instead; docs/moving.md has their values one by one. The forks are
 # sail-sg/zero-bubble-pipeline-parallelism (with PipeOffload) and sail-sg/VocabularyParallelism.
 FORKS: dict[str, str] = upstream.table("forks")
+GONE: dict[str, str] = upstream.table("gone")  # flags of our earlier releases, and what to give instead
 
 
 def parse(argv: Sequence[str], predicts: bool = False) -> Flags:
@@ -62,19 +63,20 @@ def with_config(parser: argparse.ArgumentParser, argv: Sequence[str], predicts: 
 
     Raises:
         ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a flag is one of an
-            earlier fork (``FORKS``).
+            earlier fork (``FORKS``), or of an earlier release (``GONE``).
     """
     finder = _FlagParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     config = finder.parse_known_args(argv)[0].config
-    _refuse_forks(argv)
+    _refuse_old(argv)
     return [*(_read_config(parser, config, predicts, argv) if config else []), *argv]
 
 
-def _refuse_forks(flags: Iterable[str]) -> None:
-    found = [flag for flag in dict.fromkeys(flag.partition("=")[0] for flag in flags) if flag in FORKS]
-    if found:
-        raise ValueError(f"flags of an earlier fork (docs/moving.md): {'; '.join(f'{flag}: {FORKS[flag]}' for flag in found)}")
+def _refuse_old(flags: Iterable[str]) -> None:
+    names = dict.fromkeys(flag.partition("=")[0] for flag in flags)
+    for origin, table in (("an earlier fork (docs/moving.md)", FORKS), ("an earlier release", GONE)):
+        if found := [f"{flag}: {table[flag]}" for flag in names if flag in table]:
+            raise ValueError(f"flags of {origin}: {'; '.join(found)}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -144,7 +146,7 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, arg
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
-    _refuse_forks(f"--{upstream.key(str(name))}" for name in content)
+    _refuse_old(f"--{upstream.key(str(name))}" for name in content)
     known = {upstream.key(option): (option, action) for option, action in parser._option_string_actions.items()}
     tokens: list[str] = []
     for name, value in content.items():

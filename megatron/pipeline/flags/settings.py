@@ -137,7 +137,6 @@ class RehearsalSettings:
     Attributes:
         seconds: of a message between two stages, as ``hop`` says; None where it is measured.
         links: those of the machine that ``hop`` names, or None.
-        share: how many ranks of a stage there are for one that is there; 1 where all are.
     """
 
     on: bool = _add("--rehearse",
@@ -146,17 +145,10 @@ class RehearsalSettings:
     hop: str | None = _add("--rehearse-hop",
         "seconds of a message between two stages where the training will run; or H100-80GB, A100-80GB or a FILE of mpipe "
         "tune --measure, whose links then count, 8 GPUs a node. Measured here if not given", str, metavar="SECONDS")
-    park: bool = _add("--rehearse-park",
-        "a rank's weights, gradients and optimizer state are in host memory while other ranks have their turns")
-    replicas: str | None = _add("--rehearse-replicas",
-        "one rank of every stage runs, and stands in for those of tensor, context, expert and data parallelism: their "
-        "collectives take what the links of --rehearse-hop say, and losses mean nothing. :N for N data-parallel replicas, by "
-        "default as few as experts allow", str, metavar="fake[:N]")
     directory: str = _files("--rehearse-dir",
         "the rehearsal's numbers, costs and picture go here", str, "runs/rehearsal", metavar="DIR")
     seconds: float | None = None
     links: Links | None = None
-    share: int = 1
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def comparable(args: Flags, iterations: int, gpus: bool) -> tuple[Flags, list[st
         gpus: whether every rank will have one.
     """
     args |= neutral(Role.FILES, Role.LENGTH)
-    args |= {"rehearse": False, "rehearse_hop": None, "rehearse_park": False, "rehearse_replicas": None}
+    args |= {"rehearse": False, "rehearse_hop": None}
     args |= {"train_iters": iterations, "eval_iters": 0, "log_interval": 1, "num_workers": 0, "timing_log_level": 0}
     aside = []
     if (args.bf16 or args.fp16) and not args.overlap_moe_expert_parallel_comm:  # whose layer plans need 16 bits

@@ -16,7 +16,7 @@ from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation_experts import check_grouped_experts, of_experts
 from megatron.pipeline.flags.validation_files import check_outputs, of_data
 from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, of_hybrid
-from megatron.pipeline.flags.validation_rehearsal import of_rehearsal, of_replicas
+from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.planner.combinations.needs import DETAILS, TRAINED, UPSTREAM
 from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
@@ -39,9 +39,7 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     """
     args = of_hybrid(Settings.of(args))
     _check_required(args, () if elsewhere else ("train_iters", "lr"))
-    settings = of_replicas(args, world_size)
-    world_size *= settings.rehearsal.share
-    settings = _of_platform(settings, elsewhere)
+    settings = _of_platform(args, elsewhere)
     settings = _of_parallel_sizes(settings, world_size)
     settings = _of_model(settings)
     settings = of_experts(settings, world_size, elsewhere)

@@ -29,32 +29,6 @@ def least_ranks(args: Namespace) -> int:
     return math.prod(sizes) * least_replicas(args)
 
 
-def of_replicas(args: Settings, world_size: int) -> Settings:
-    """Settings of a rehearsal of which ``world_size`` ranks are there: all, or with ``--rehearse-replicas`` one of every stage,
-    with its share.
-
-    Raises:
-        ValueError: the flag is wrong, or another number of ranks was started.
-    """
-    if args.rehearsal.replicas is None:
-        return args
-    word, colon, number = args.rehearsal.replicas.partition(":")
-    if word != "fake" or (colon and not (number.isdecimal() and int(number))):
-        raise ValueError(
-            f"--rehearse-replicas {args.rehearsal.replicas}: fake, or fake:8 for 8 data-parallel replicas; leave it out to start "
-            "all ranks"
-        )
-    pipeline, shared = args.pipeline_model_parallel_size, args.tensor_model_parallel_size * args.context_parallel_size
-    share = shared * (int(number) if number else least_replicas(args))
-    if world_size != pipeline:
-        raise ValueError(
-            f"--rehearse-replicas {args.rehearsal.replicas} runs one rank for each of the {pipeline} of "
-            f"--pipeline-model-parallel-size, which stands in for {share}, and {world_size} were started: start "
-            f"{pipeline}, or leave --rehearse-replicas out"
-        )
-    return args | {"rehearsal": replace(args.rehearsal, share=share)}
-
-
 def of_rehearsal(args: Settings) -> Settings:
     """Settings of ``--rehearse``, with what ``--rehearse-hop`` says: seconds, and the links of the machine that it names.
 

@@ -10,8 +10,6 @@ from datetime import timedelta
 
 import torch
 
-from megatron.pipeline.distributed.rehearsal_groups import stand_in
-
 _NEWS, _SPEAKER = "news", "speaker"
 _PATIENCE = 2.0  # seconds for the store to answer a rank that ends; one that has stopped never answers
 
@@ -37,7 +35,7 @@ class Heartbeat:
         self._mine = mine
         self._interval = interval
         self._rank = torch.distributed.get_rank()
-        self._keys = [str(stand_in(rank)) for rank in range(torch.distributed.get_world_size())]
+        self._keys = [str(rank) for rank in range(torch.distributed.get_world_size())]
         self._exchanges = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)

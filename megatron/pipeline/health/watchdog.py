@@ -28,7 +28,6 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches.torch_checkpoint import CheckpointError
 
 from megatron.pipeline.distributed.groups import barrier
-from megatron.pipeline.distributed.rehearsal_groups import stand_in
 from megatron.pipeline.health.heartbeat import Heartbeat
 from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, name_rank
 
@@ -149,7 +148,7 @@ class Watchdog:
         """Ranks without a sign of life for this long. If this rank is among them, it is the store's keeper that is lost."""
         silent = self._seen.silent(seconds)
         if self._rank not in silent:
-            return {rank for rank in silent if stand_in(rank) == rank}  # others of a rehearsal are not there
+            return silent
         return set() if self._heartbeat.keeper is None else {self._heartbeat.keeper}
 
     def _blame(self, error: BaseException) -> str | None:

@@ -61,10 +61,6 @@ class NullRecorder:
     def observing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def finishing(self) -> AbstractContextManager[None]:
-        """A context for what ends the backwards after the last pass."""
-        return nullcontext()
-
     def end(self, _: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         """Nothing to end."""
 

@@ -144,8 +144,7 @@ class Iteration:
                 for chunk in call.chunks if self.first else ():
                     check_no_gradient_is_lost(chunk)
                 if not call.forward_only:
-                    with attempt.recorder.finishing():
-                        self._finish_gradients(call, attempt, reduces_late)
+                    self._finish_gradients(call, attempt, reduces_late)
         return list(attempt.stages.reported)  # plain, as upstream's: others look into it by its type
 
     def _begin(

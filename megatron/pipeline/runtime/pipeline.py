@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import cache, cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -27,11 +27,11 @@ from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.planner.schedule.lower.program import Send
 from megatron.pipeline.planner.schedule.time.simulate import simulate
+from megatron.pipeline.record.clock import Clock
 from megatron.pipeline.record.recorder import NullRecorder, Recorder
 from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.device_lock import DeviceLock, SerializedRecorder
 from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, in_places
 from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.later_plans import LaterPlans
@@ -40,6 +40,22 @@ from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.vocabulary import Groups
 
 __all__ = ["Pipeline"]
+
+
+class Turns(Protocol):
+    """Turns of ranks that share a device, with clocks for a ``Recorder``."""
+
+    clock: Clock
+
+    def host(self) -> float: ...
+
+    def recorder(self, recorder: NullRecorder) -> NullRecorder:
+        """A recorder that has every pass in a turn."""
+        ...
+
+    def optimizer_steps(self) -> AbstractContextManager[dict[int, list[float]]]:
+        """Steps of optimizers take turns too; yields their seconds."""
+        ...
 
 
 class Pipeline:
@@ -51,8 +67,7 @@ class Pipeline:
             statistics of the peak anew in every iteration.
         settings: how activations go to host memory.
         max_ctas: the most thread blocks of NCCL's kernels for messages and the vocabulary; None as ``groups.few_ctas``.
-        rehearses: the ranks share a device, and run their passes in turns.
-        parks: between its turns a rank's weights are not on the device, once ``park`` has been called.
+        turns: of ranks that share a device; made at first use, by all ranks of the world together.
         every_batch: how every batch is planned for the lengths of its microbatches; None for one plan for all.
 
     Attributes:
@@ -71,8 +86,7 @@ class Pipeline:
         measure: bool = False,
         settings: CopySettings | None = None,
         max_ctas: int | None = None,
-        rehearses: bool = False,
-        parks: bool = False,
+        turns: Callable[[], Turns] | None = None,
         every_batch: EveryBatch | None = None,
     ) -> None:
         if every_batch:
@@ -88,8 +102,7 @@ class Pipeline:
         # Opened when they are first needed, by all ranks of the world together.
         self._channels_of = cache(partial(Channels.open, max_ctas=max_ctas))
         self._groups_of = cache(partial(Groups.open, max_ctas=max_ctas))
-        self._turns = cache(DeviceLock.open) if rehearses else None
-        self._parks = parks
+        self.turns = turns
         self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
         # The first chunks of models that are built for this placement, and of those that have trained.
         self._built: WeakSet[torch.nn.Module] = WeakSet()
@@ -225,20 +238,6 @@ class Pipeline:
         )
         return self._iteration
 
-    def optimizer_steps(self) -> AbstractContextManager[dict[int, list[float]]]:
-        """Steps of optimizers take turns too, in a rehearsal; yields their seconds. Collective over the world at first."""
-        assert self._turns is not None, "a rehearsal has turns"
-        return self._turns().optimizer_steps()
-
-    def park(self, chunks: Sequence[torch.nn.Module], optimizer: Any, config: Any) -> None:
-        """Keep this rank's weights on the device in its turns alone (see ``DeviceLock.park``), if this pipeline parks.
-
-        Collective over the world.
-        """
-        if self._parks:
-            assert self._turns is not None, "ranks park between turns"
-            self._turns().park(chunks, optimizer, config)
-
     @property
     def situation(self) -> Situation:
         """Position of this rank, for a report of a failure. May be called from another thread."""
@@ -273,11 +272,11 @@ class Pipeline:
         return report.timeline.span / expected if expected else None
 
     def _in_turns(self, recorder: NullRecorder) -> NullRecorder:
-        return SerializedRecorder(recorder, self._turns()) if self._turns else recorder
+        return self.turns().recorder(recorder) if self.turns else recorder
 
     def _record(self, model: Any, plan: Planned | None = None) -> Recorder:
         chunks = model if isinstance(model, list) else [model]
-        clocks = (self._turns().clock, self._turns().host) if self._turns else ()
+        clocks = (self.turns().clock, self.turns().host) if self.turns else ()
         recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes, *clocks)
         self._measured = recorder, plan
         return recorder

@@ -18,6 +18,4 @@ def initialize_model_parallel(args: Settings, placement: Placement) -> None:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
-        # For checkpoints alone, and of gloo itself, which waits for ranks that are not there.
-        create_gloo_process_groups=args.rehearsal.share == 1,
     )

@@ -167,26 +167,18 @@ def uncounted_sizes(args: Settings, pipeline: Pipeline) -> Costs | None:
 def check_rehearsal_fits(args: Settings, pipeline: Pipeline, world_size: int) -> None:
     """Refuse a rehearsal whose ranks need more memory than the devices that they share have, all of them together.
 
-    With ``--rehearse-park`` a GPU has the activations of all ranks and the state of one.
-
     Raises:
         ValueError: how much is missing, and what to change.
     """
     if not args.rehearsal.on:
         return
     ranks = predicted_memory(args, pipeline)
-    state = [rank.allocated - rank.activations for rank in ranks]
-    if torch.cuda.is_available():
-        devices, what, together = torch.cuda.device_count(), "a GPU", max(state) if args.rehearsal.park else sum(state)
-    else:
-        devices, what, together = 1, "this machine", sum(state)
+    devices, what = (torch.cuda.device_count(), "a GPU") if torch.cuda.is_available() else (1, "this machine")
     memory = device_memory(this_device())
-    needed = (sum(rank.activations for rank in ranks) + together) * (world_size // len(ranks)) / devices
+    needed = sum(rank.allocated for rank in ranks) * (world_size // len(ranks)) / devices
     if needed > memory:
-        parks = torch.cuda.is_available() and not args.rehearsal.park
-        park = "add --rehearse-park, which has one rank's state there at a time, or " if parks else ""
         raise ValueError(
             f"--rehearse has all {world_size} ranks on one machine, where their weights, gradients, optimizer states and "
             f"activations take about {needed / GIB:.4g} GiB of {what}, which has {memory / GIB:.4g} GiB, "
-            f"{(needed - memory) / GIB:.4g} GiB less: {park}rehearse fewer --num-layers or a smaller --micro-batch-size"
+            f"{(needed - memory) / GIB:.4g} GiB less: rehearse fewer --num-layers or a smaller --micro-batch-size"
         )

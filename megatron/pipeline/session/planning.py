@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from textwrap import indent
 
@@ -52,6 +52,7 @@ from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.session.memory import beside, equal_stages, uncounted_sizes
+from megatron.pipeline.session.rehearsal.device_lock import DeviceLock
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +116,9 @@ def _plan(args: Settings, costs: Costs | None, measure: bool | None) -> Pipeline
     smallest, bandwidth = SMALLEST if own.min_size is None else own.min_size, own.cpu_bandwidth
     copies = CopySettings(own.host_memory, smallest, bandwidth and bandwidth * 1e9)
     measure = measure or profiles or args.rehearsal.on
-    turns = args.rehearsal.on, args.rehearsal.park
+    turns = cache(DeviceLock.open) if args.rehearsal.on else None
     batches = _every_batch(args) if args.pipeline.plan == EVERY_BATCH else None
-    pipeline = Pipeline(request, Posting(args.pipeline.p2p), measure, copies, args.pipeline.max_ctas, *turns, batches)
+    pipeline = Pipeline(request, Posting(args.pipeline.p2p), measure, copies, args.pipeline.max_ctas, turns, batches)
     if profiles:
         uncounted_sizes(args, pipeline)  # may be refused
     plans = pipeline.plans

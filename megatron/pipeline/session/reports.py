@@ -10,7 +10,7 @@ from megatron.pipeline.record.report import PendingReport, Report
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.metrics import Measured
 from megatron.pipeline.session.planning import replanning
-from megatron.pipeline.session.rehearsal import rehearsing
+from megatron.pipeline.session.rehearsal.files import rehearsing
 from megatron.pipeline.session.trace import write_trace
 
 

@@ -17,7 +17,6 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.timers import Timers
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.distributed import rehearsal_groups
 from megatron.pipeline.distributed.device import local_device
 from megatron.pipeline.distributed.groups import barrier
 from megatron.pipeline.distributed.processes import free_port, let_rank_0_speak
@@ -35,7 +34,7 @@ from megatron.pipeline.session.checkpoints import latest
 from megatron.pipeline.session.groups import initialize_model_parallel
 from megatron.pipeline.session.memory import check_rehearsal_fits
 from megatron.pipeline.session.planning import as_planned, plan_pipeline
-from megatron.pipeline.session.rehearsal import about_absent_ranks, price_absent_ranks
+from megatron.pipeline.session.rehearsal.groups import open_world
 from megatron.pipeline.session.startup_lines import first_words, plan_in_words
 from megatron.pipeline.session.tokenizer import build_tokenizer, sizes_of_vocabulary
 from megatron.pipeline.session.trace import draw_last_trace
@@ -130,20 +129,17 @@ def run(args: Settings, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watch
         at_end=lambda: save_lock.release(args.save),
     )
     with save_lock.saving_into(args.save), _megatron_state(args, pipeline.placement), guarded:
-        price_absent_ranks(args)
         pipeline.agree()
         pipeline.install()
         timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
         training = build_training(args, pipeline.placement, timers)
         loaded = checkpoint.load(args, training)
-        pipeline.park(training.chunks, training.optimizer, training.config)
         if watch is not None:
             watch(training)
         samples = Samples(args, tokenizer, training.chunks)
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
             for line in [
                 *first_words(args, pipeline, loaded),
-                *about_absent_ranks(args),
                 *(plan_in_words(args, pipeline) if log.writes else ()),
             ]:
                 log.line(line)
@@ -174,8 +170,8 @@ def _world(args: Settings, rank: int, world_size: int) -> Iterator[None]:
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    if shared or args.rehearsal.share > 1:
-        rehearsal_groups.open_world(rank, world_size, timeout, args.rehearsal.share)
+    if shared:
+        open_world(rank, world_size, timeout)
     else:
         torch.distributed.init_process_group(args.distributed_backend, rank=rank, world_size=world_size, timeout=timeout)
     yield
@@ -204,11 +200,12 @@ def _megatron_state(args: Settings, placement: Placement) -> Iterator[None]:
 def _has_loss(pipeline: Pipeline) -> bool:
     """Tell whether this is the one rank that logs: the last of those with the last stage."""
     pipeline_rank, _ = pipeline.placement.home(pipeline.placement.last_stage)
-    return bool(
-        parallel_state.get_pipeline_model_parallel_rank() == pipeline_rank
-        and rehearsal_groups.is_last_present(parallel_state.get_tensor_model_parallel_group())
-        and rehearsal_groups.is_last_present(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    groups = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
+    here = parallel_state.get_pipeline_model_parallel_rank() == pipeline_rank
+    return here and all(group.rank() == group.size() - 1 for group in groups)
 
 
 def _last_words(args: Settings, log: Log) -> str:

@@ -42,7 +42,7 @@ def build_training(args: Settings, placement: Placement, timers: Timers | None =
     compat.get("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker").clear()
     config = transformer_config(args, placement)
     chunks = build_model(args, config, placement)
-    optimizer = get_megatron_optimizer(optimizer_config(args), chunks, use_gloo_process_groups=args.rehearsal.share == 1)
+    optimizer = get_megatron_optimizer(optimizer_config(args), chunks)
     config.timers = timers
     config.grad_scale_func = optimizer.scale_loss
     if args.overlap_grad_reduce:

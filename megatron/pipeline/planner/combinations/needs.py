@@ -62,7 +62,7 @@ DETAILS = (
                 lambda to: to.met("offload") and not to.offload_profile),
     Combination("pipeline_costs_cache", "no pipeline_costs=profile", "is where --pipeline-costs profile writes",
                 "give both, or neither", lambda to: not to.offload_profile),
-    Combination("rehearse_hop | rehearse_park | rehearse_replicas", "no rehearse", "is for a rehearsal",
+    Combination("rehearse_hop", "no rehearse", "is for a rehearsal",
                 "add --rehearse, or leave it out"),
     Combination("rehearse_dir", "no rehearse", "is for a rehearsal", "add --rehearse, or leave it out",
                 lambda to: to.rehearse_dir != "runs/rehearsal"),

@@ -156,7 +156,6 @@ SLICES = (
 
 _ENDS = "decoder_first_pipeline_num_layers | decoder_last_pipeline_num_layers"
 _COUNTED = "account_for_embedding_in_pipeline_split | account_for_loss_in_pipeline_split"
-_PARK = "has one rank's weights on the device at a time, and does not go with {other}"
 VOCABULARY = (
     Row("vocab_logits_limit | vocab_mask_padding | label_smoothing | z_loss", "no vocab_parallel",
         ": only the output layer of --vocab-parallel can do that, megatron-core's own cannot",
@@ -185,7 +184,6 @@ FLAGS = (
         "reads each batch while the one before it trains, and {other} begins it, skips it, or changes its size"),
     Row("pipeline_packing", "pipeline_schedule", "packs into other numbers of microbatches, and {other}, a file, is for one",
         "take a family's schedule, or leave {flag} out", when=lambda to: str(to.pipeline_schedule).startswith("file:")),
-    Row("pipeline_packing", "rehearse_replicas", "exchanges sequences between replicas, of which {other} has one"),
     *VOCABULARY,
     Row("layer_redistribution", "pipeline_model_parallel_size=1", f"moves layers between pipeline ranks, {_ALONE}",
         "raise it, or leave {flag} out"),
@@ -203,15 +201,6 @@ FLAGS = (
         "measures what passes cost, and writes it to {rehearse_dir}/costs.json",
         "leave {other} out, and give --pipeline-costs with that file in a second run"),
     Row("rehearse", "save", "trains a few iterations, and {other} would keep them"),
-    Row("rehearse_replicas", "load", "lacks ranks that have their share of the weights in {load}, and its numbers mean nothing",
-        "leave --load out"),
-    Row("rehearse_park", "no ours", _PARK),
-    Row("rehearse_park", "post_validation", _PARK),
-    Row("rehearse_park", "offload", _PARK),
-    Row("rehearse_park", "vocab_parallel", _PARK),  # its collectives compute with weights
-    Row("rehearse_park", "data_parallel_size>1",
-        "has one rank's weights on the device at a time, and does not go with {data_parallel_size} data-parallel replicas",
-        "leave it out, or start one replica, which is as many ranks as pipeline, tensor and context sizes come to"),
 )  # fmt: skip
 
 _overlap = partial(Row, _EXPERTS)
@@ -278,8 +267,6 @@ _ahead = partial(Row, other="post_validation", instead="leave it out, or leave -
 _MASKS = "with {other}: Megatron-LM's models would draw other"
 # Megatron-LM's own scripts, under mpipe launch.
 LAUNCHED = (
-    _trainer("rehearse_park", reason="moves the optimizer's state, which the training loop has"),
-    _trainer("rehearse_replicas", reason="makes the world with ranks that are not there, which the script does here"),
     _trainer("rehearse", reason="with more ranks than GPUs has process groups of its own, and the script makes its own here",
              instead="use the pretrain_gpt.py of megatron.pipeline, or start as many ranks as there are GPUs",
              when=lambda to: to.crowded),

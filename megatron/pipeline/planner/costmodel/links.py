@@ -156,23 +156,6 @@ def links_of(device: Device, per_node: int, args: Namespace) -> Links:
     )
 
 
-def collective_seconds(kind: str, size: float, ranks: int, link: Link, spread: Spread | None = None) -> float:
-    """Seconds of one collective.
-
-    Args:
-        kind: of ``distributed/rehearsal_groups.py``.
-        size: bytes: of what is gathered, or is summed up and cut, of all ranks together; else of what a rank sends.
-        spread: for what each sends to each; None for the way round.
-    """
-    if kind == "all_reduce":
-        return link.all_reduce(size, ranks)
-    if kind in ("all_gather", "reduce_scatter"):
-        return link.all_gather(size, ranks)
-    if kind == "all_to_all" and spread is not None:
-        return spread.all_to_all(size, ranks)
-    return link.seconds(size)
-
-
 def layer_communication(
     shape: Shape, links: Links, attention: tuple[float, float], beside: tuple[float, float] = (0.0, 0.0)
 ) -> tuple[float, float]:

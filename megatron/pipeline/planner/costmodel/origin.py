@@ -51,14 +51,14 @@ def described(args: Namespace, collectives: str, layers: Sequence[int], gpu: str
     """Describe the training that costs are of, for ``read``.
 
     Args:
-        collectives: those of tensor, context and expert parallelism, in words: ``none``, ``run``, ``priced`` or ``left out``;
-            ``predicted`` where nothing was measured.
+        collectives: of tensor, context and expert parallelism, where there are any: ``run``; or ``predicted``, where nothing was
+            measured.
         layers: of every stage.
         gpu: that was measured, by CUDA's name.
     """
     return {name: getattr(args, name) for name in (*_SIZES, *_RANKS, *_HOW)} | {
         "numbers": _numbers(args),
-        "collectives": collectives,
+        "collectives": collectives if collectives == "predicted" or _shares_layers(args) else "none",
         "layers": list(layers),
         "gpu": gpu,
     }
@@ -69,7 +69,7 @@ def _numbers(args: Namespace) -> str:
     return " ".join(["bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", *quantized])
 
 
-def shares_layers(args: Namespace) -> bool:
+def _shares_layers(args: Namespace) -> bool:
     """Tell whether several ranks share a layer, and so exchange data within passes."""
     return max(getattr(args, name) for name in _RANKS) > 1
 

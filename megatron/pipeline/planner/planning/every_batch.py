@@ -24,10 +24,9 @@ from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, s
 if TYPE_CHECKING:
     from megatron.pipeline.planner.schedule.time.orders import Reordered
 
-__all__ = ["batch_fields", "ordered", "pack", "pack_at_once", "read_lengths"]
+__all__ = ["batch_fields", "ordered", "pack", "read_lengths"]
 
 _EFFORT, _FEWEST = 150_000, 50  # passes that the orders which are tried may replay; orders at least
-_MORE = 7  # packings from which on no more microbatches are tried
 _VALUE = attrgetter("value")
 
 Order: TypeAlias = tuple[int, ...]  # which of the given microbatches is in every place
@@ -157,48 +156,27 @@ def _best_order(replayed: Reordered, problem: Problem) -> Order:
 
 
 def pack(
-    sequences: Sequence[int], tokens: int, request: Request, replicas: int = 1, attention: float = 0.0
+    sequences: Sequence[int], tokens: int, ranks: int, replicas: int = 1, attention: float = 0.0, padded: bool = False
 ) -> list[list[list[int]]]:
-    """Places of the sequences of a global batch: the microbatch of a data-parallel replica, by planned time.
+    """Places of the sequences of a global batch: the microbatch of a data-parallel replica.
 
     No sequence is split, and all replicas have as many microbatches. Sequences are put, the longest first, where the least work
-    is, or where they fit first, or so in the order given, into as few microbatches as hold them, or some more for each replica.
-    The packing is taken that the slowest replica runs in the least planned time, and each replica has its microbatches in the
-    order that ``ordered`` finds.
+    is, or where they fit first, or so in the order given, into as few microbatches as hold them. The packing is taken whose
+    slowest replica takes least: the work of its microbatches, and on the way of the longest one through the other pipeline ranks
+    the wait for it. Of equal F, B and W; nothing is planned.
 
     Args:
         sequences: their lengths in tokens.
-        tokens: that fit into a microbatch; the costs of the request are those of one sequence of that length.
-        request: what each replica plans: its number of microbatches, and loads of its costs, are not used.
+        tokens: that fit into a microbatch.
+        ranks: of the pipeline.
         attention: see ``loads_of``.
+        padded: every microbatch has ``tokens`` tokens, of which those that it lacks are a sequence of padding.
 
     Returns:
         By replica and microbatch, the places of its sequences in ``sequences``.
 
     Raises:
-        ValueError: a sequence is longer than ``tokens``, there are too few sequences for as many microbatches in all replicas, or
-            as ``Request.plan``.
-    """
-
-    def asked(own: list[list[int]]) -> Request:
-        its = loads_of([[sequences[place] for place in microbatch] for microbatch in own], tokens, attention)
-        return _with_loads(replace(request, microbatches=len(own), quick=True), lambda _: its)
-
-    packings = _packings(sequences, tokens, replicas, attention)
-    best = min(packings, key=lambda packed: max(asked(own).plan().value for own in packed))
-    if not _can_be_ordered(asked(best[0]).plan()):
-        return best
-    return [[own[place] for place in ordered(asked(own)).order or ()] for own in best]
-
-
-def pack_at_once(
-    sequences: Sequence[int], tokens: int, ranks: int, replicas: int = 1, attention: float = 0.0, padded: bool = False
-) -> list[list[list[int]]]:
-    """The same within milliseconds, without a plan: a replica takes the work of its microbatches, and on the way of the longest
-    one through the other pipeline ranks waits for it. Of equal F, B and W.
-
-    Args:
-        padded: every microbatch has ``tokens`` tokens, of which those that it lacks are a sequence of padding.
+        ValueError: a sequence is longer than ``tokens``, or there are too few sequences for as many microbatches in all replicas.
     """
 
     def seconds(own: list[list[int]]) -> float:
@@ -207,7 +185,7 @@ def pack_at_once(
         work = _work([[*one, *more] for one, more in zip(packed, lacks, strict=True)], tokens, attention)
         return sum(work) + (ranks - 1) * max(work)
 
-    return min(_packings(sequences, tokens, replicas, attention, most=1), key=lambda packed: max(map(seconds, packed)))
+    return min(_packings(sequences, tokens, replicas, attention), key=lambda packed: max(map(seconds, packed)))
 
 
 def _work(microbatches: Sequence[Sequence[int]], tokens: int, attention: float) -> list[float]:
@@ -215,26 +193,21 @@ def _work(microbatches: Sequence[Sequence[int]], tokens: int, attention: float) 
     return [sum(load[:3]) for load in loads_of(microbatches, tokens, attention)]
 
 
-def _packings(
-    sequences: Sequence[int], tokens: int, replicas: int, attention: float, most: int = _MORE
-) -> list[list[list[list[int]]]]:
-    """Packings to choose from, at least one; with more microbatches while there are fewer than ``most``."""
+def _packings(sequences: Sequence[int], tokens: int, replicas: int, attention: float) -> list[list[list[list[int]]]]:
+    """Packings to choose from, at least one, with as few microbatches as hold the sequences."""
     if replicas < 1:
         raise ValueError(f"{replicas} replicas: give at least 1")
     work = _work([[length] for length in sequences], tokens, attention)
-    found: list[list[list[list[int]]]] = []
-    count = -(-sum(sequences) // (tokens * replicas))
-    while len(found) < most and replicas * count <= len(sequences):
-        for by_work, balanced in ((True, True), (True, False), (False, False)):
-            if bins := _bins(sequences, work, tokens, count * replicas, by_work, balanced):
-                found.append(_shared(bins, work, replicas))
-        count += 1
-    if not found:
-        raise ValueError(
-            f"{len(sequences)} sequences of up to {max(sequences)} tokens do not go into microbatches of {tokens} tokens, as "
-            f"many for each of {replicas} replicas: give room for {max(sequences)} tokens, and a sequence for each microbatch"
-        )
-    return found
+    fewest = -(-sum(sequences) // (tokens * replicas))
+    for count in range(fewest, len(sequences) // replicas + 1):
+        ways = ((True, True), (True, False), (False, False))
+        made = (_bins(sequences, work, tokens, count * replicas, by_work, balanced) for by_work, balanced in ways)
+        if found := [_shared(bins, work, replicas) for bins in made if bins]:
+            return found
+    raise ValueError(
+        f"{len(sequences)} sequences of up to {max(sequences)} tokens do not go into microbatches of {tokens} tokens, as "
+        f"many for each of {replicas} replicas: give room for {max(sequences)} tokens, and a sequence for each microbatch"
+    )
 
 
 def _bins(

@@ -7,24 +7,19 @@ import json
 import resource
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
 
-from megatron.pipeline.planner.planning.choose import stock_at_its_best
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.passes import Kind
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
-from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.planner.view.table import plain_table
 from megatron.pipeline.record.report import Report
-from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.runtime.profiling import TIMED, Steps, profiled
 
 _MIB = 2**20
 Number = TypeVar("Number", int, float)
@@ -140,51 +135,8 @@ class Rehearsal:
         ]
 
 
-def rehearse(
-    pipeline: Pipeline,
-    hop: float | None,
-    exchange: float | None,
-    tokens_of: Callable[[int], int],
-    layers: int,
-    replicas: Callable[[Schedule, Costs, float], float | None],
-    write: Callable[[Rehearsal], list[str]],
-    sizes: Costs | None = None,
-    times: int = TIMED,
-) -> Steps:
-    """Measure a pipeline that runs its passes in turns, and say what a device for every rank would make of it.
-
-    Args:
-        hop: seconds of a message between neighbouring ranks; None to measure it here, and a collective of the vocabulary.
-        exchange: with ``hop``, those of a collective of the vocabulary; None for as many.
-        tokens_of: from a number of microbatches to the tokens of an iteration.
-        layers: of the model.
-        replicas: from a schedule, measured costs and the seconds of its passes to what data-parallel replicas add, as in
-            ``Rehearsal``.
-        write: called on every rank with what was found; returns more lines for the log.
-        sizes, times: see ``profiled``.
-    """
-    with pipeline.optimizer_steps() as steps:
-        costs, timed = yield from profiled(pipeline, sizes, times)
-    report = timed[-1]
-    own = costs if hop is None else replace(costs, hop=hop, vocabulary=replace(costs.vocabulary, exchange=exchange))
-    schedule, timeline = report.schedule, simulate(report.schedule, own)
-    found = Rehearsal(
-        report,
-        own,
-        tuple(_passes(timed)),
-        timeline,
-        max(_of_all_ranks(sum(map(statistics.median, steps.values())))),
-        replicas(schedule, own, timeline.makespan),
-        stock_at_its_best(own, schedule.ranks, schedule.microbatches, layers),
-        tuple(max(peaks) for peaks in zip(*(one.peak_activation_bytes for one in timed), strict=True)),
-        tuple(activation_peaks(schedule, own)),
-        _of_all_ranks(_process_bytes()),
-        tokens_of(schedule.microbatches),
-    )
-    yield [*found.lines(hop is None), *write(found)]
-
-
-def _passes(timed: Sequence[Report]) -> list[Passes]:
+def passes_of(timed: Sequence[Report]) -> tuple[Passes, ...]:
+    """The passes of the iterations that were timed, by rank, stage and kind."""
     schedule = timed[0].schedule
     samples: dict[tuple[int, int | None, Kind], list[float]] = defaultdict(list)
     for report in timed:
@@ -194,22 +146,22 @@ def _passes(timed: Sequence[Report]) -> list[Passes]:
                     stage = None if work.kind.is_of_vocabulary else schedule.placement.stage(rank, work.chunk)
                     samples[rank, stage, work.kind].append(end - start)
     order = list(Kind)
-    return [
+    return tuple(
         Passes(kind, stage, rank, len(seconds), statistics.median(seconds), min(seconds), max(seconds))
         for (rank, stage, kind), seconds in sorted(
             samples.items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1], order.index(item[0][2]))
         )
-    ]
+    )
 
 
-def _process_bytes() -> int:
+def process_bytes() -> int:
     """The most memory that this process has had."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _of_all_ranks(mine: Number) -> tuple[Number, ...]:
+def of_all_ranks(mine: Number) -> tuple[Number, ...]:
     """A number of every rank of this pipeline. Collective over the pipeline."""
     group = parallel_state.get_pipeline_model_parallel_group()
     everyone = [mine] * group.size()

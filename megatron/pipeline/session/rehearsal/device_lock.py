@@ -13,14 +13,12 @@ import socket
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch.distributed import ProcessGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.pipeline.distributed.groups import new_group
@@ -28,7 +26,6 @@ from megatron.pipeline.planner.schedule.core.passes import Pass
 from megatron.pipeline.planner.schedule.lower.program import Collective, Message
 from megatron.pipeline.record.clock import undisturbed
 from megatron.pipeline.record.recorder import NullRecorder
-from megatron.pipeline.runtime.host_offload_of_weights import HostOffloadOfWeights, state_of
 
 
 class DeviceLock:
@@ -42,19 +39,21 @@ class DeviceLock:
     Attributes:
         clock: times what runs in a turn: what other processes of the machine take away does not count.
         host: seconds that this thread has computed, less what its turns take to begin and to end.
-        parking: moves this rank's weights away between its turns; None to leave them on the device.
     """
 
     def __init__(self, file: Any, together: torch.distributed.ProcessGroup | None = None) -> None:
         self._file = file
         self._together = together if together is not None and together.size() > 1 else None
         self.clock = undisturbed()
-        self.parking: HostOffloadOfWeights | None = None
         self._has_turn = False
         self._around = 0.0  # seconds of the thread
 
     def host(self) -> float:
         return time.thread_time() - self._around
+
+    def recorder(self, recorder: NullRecorder) -> NullRecorder:
+        """A recorder that has every pass in a turn."""
+        return SerializedRecorder(recorder, self)
 
     @classmethod
     def open(cls) -> DeviceLock:
@@ -94,7 +93,7 @@ class DeviceLock:
             with self._not_counted():
                 if torch.cuda.is_available():
                     torch.cuda.current_stream().synchronize()
-                self._leave()
+                self._meet()
         finally:
             with self._not_counted():
                 self._end()
@@ -107,71 +106,6 @@ class DeviceLock:
         finally:
             self._around += time.thread_time() - before
 
-    def park(self, chunks: Sequence[torch.nn.Module], optimizer: Any, config: Any) -> None:
-        """From here on what ``state_of`` lists is on the device in this rank's turns alone.
-
-        What reads or writes it outside passes takes turns too: the optimizer, the clearing of gradients, and upstream's end of
-        the backwards. These add up numbers over ranks of other stages, for which the turn is given up.
-        """
-        self.parking = HostOffloadOfWeights(lambda: state_of(chunks, optimizer))
-        with self.turn():
-            pass
-        for owner, name in (
-            *((chunk, "zero_grad_buffer") for chunk in chunks),
-            (optimizer, "zero_grad"),
-            (optimizer, "step"),
-            (config, "finalize_model_grads_func"),
-        ):
-            if (function := getattr(owner, name)) is not None:
-                setattr(owner, name, self._taking_turns(function))
-
-    def between_passes(self) -> AbstractContextManager[None]:
-        """For work on the weights that is no pass: a turn where they are parked, and none otherwise."""
-        return self._interruptible() if self.parking else nullcontext()
-
-    def _taking_turns(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def within(*arguments: Any, **keywords: Any) -> Any:
-            with self._interruptible():
-                return function(*arguments, **keywords)
-
-        return within
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """A turn that is given up during collectives with ranks that have turns of their own."""
-        if self._has_turn:
-            yield
-            return
-        distributed: Any = torch.distributed
-        functions = {name: getattr(distributed, name) for name in ("all_reduce", "broadcast")}
-        for name, function in functions.items():
-            setattr(distributed, name, partial(self._giving_up, function))
-        try:
-            with self.turn():
-                yield
-        finally:
-            for name, function in functions.items():
-                setattr(distributed, name, function)
-
-    def _giving_up(self, function: Callable[..., Any], tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        """A collective, outside the turn if a rank takes part that may be waiting for a turn."""
-        group = keywords.get("group") or next((one for one in arguments if isinstance(one, ProcessGroup)), None)
-        ranks = set(torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD))
-        same = torch.distributed.get_process_group_ranks(self._together) if self._together else [torch.distributed.get_rank()]
-        if ranks <= set(same):
-            return function(tensor, *arguments, **keywords)
-        assert not keywords.get("async_op"), "a collective over stages that outlives the turn cannot be given up for"
-        assert self.parking is not None
-        carried = tensor.clone() if self.parking.holds(tensor) else tensor
-        self._leave()
-        self._end()
-        found = function(carried, *arguments, **keywords)
-        self._begin()
-        if carried is not tensor:
-            tensor.detach().copy_(carried)
-        return found
-
     def _begin(self) -> None:
         self._meet()  # before the lock is taken: a rank that is late may wait for a message of another rank's pass
         if self._leads:
@@ -179,17 +113,9 @@ class DeviceLock:
         self._has_turn = True
         try:
             self._meet()
-            if self.parking:
-                self.parking.enter()
         except BaseException:
             self._end()
             raise
-
-    def _leave(self) -> None:
-        """Park, and wait until all that share the turn have."""
-        if self.parking:
-            self.parking.leave()
-        self._meet()
 
     def _end(self) -> None:
         self._has_turn = False
@@ -261,9 +187,6 @@ class SerializedRecorder(NullRecorder):
 
     def observing(self) -> AbstractContextManager[None]:
         return self._recorder.observing()
-
-    def finishing(self) -> AbstractContextManager[None]:
-        return self._turns.between_passes()
 
     def end(self, copies: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         self._recorder.end(copies)
