@@ -74,7 +74,6 @@ class StepsAhead:
         self._steps = PostValidation(pipeline, optimizer, args.steps.when, Keep(args.steps.copy))
         self._most = max(microbatch_counts(args))  # fewer ramp up: upstream saves where there are more
         self._call: Mapping[str, Any] = {}
-        self._arrive: Callable[[], object] = bool
         self._later: Any = None  # losses that forwards which ran ahead have added up for logs
         self._stood = False  # upstream gathers weights ahead only once a step has been taken
         self.taken: TakenStep | None = None
@@ -89,10 +88,6 @@ class StepsAhead:
             _exchange(self._later)
             self._later = None
 
-    def ends(self, arrive: Callable[[], object]) -> None:
-        """Its passes are over; what the loss function reported is there once ``arrive`` returns."""
-        self._arrive = arrive
-
     def _step(self) -> tuple[bool, float | None, None]:
         """In place of ``optimizer.step``."""
         args = self._training.get_args()
@@ -105,7 +100,6 @@ class StepsAhead:
         self._later = _exchange(mine)
         if taken.how == "synchronous" or taken.anew:
             self._later = None
-        self._arrive()
         self._stood |= taken.successful
         return taken.successful, taken.grad_norm, None
 

@@ -303,22 +303,14 @@ class Run:
 
     def _forward_backward(self, **options: Any) -> list[Any]:
         """An iteration; what the loss function reported is then on the last rank as well, where upstream looks for it."""
-        pipeline, trains = self.pipeline, not options.get("forward_only")
+        pipeline = self.pipeline
         assert pipeline is not None and self._last_rank is not None
-        ahead = self._ahead if trains else None
-        if ahead:
-            ahead.begins(options)
+        if self._ahead and not options.get("forward_only"):
+            self._ahead.begins(options)
         if self._packing:
             options = self._packing.packed(options)
         reports = pipeline.forward_backward(**options)
-        if not trains:
-            self._last_rank.bring(reports, parallel_state.get_pipeline_model_parallel_group())
-            return reports
-        arrive = self._last_rank.send(reports, options["num_microbatches"])
-        if ahead:
-            ahead.ends(arrive)  # upstream looks behind the optimizer's step
-        else:
-            arrive()
+        self._last_rank.bring(reports, parallel_state.get_pipeline_model_parallel_group())
         return reports
 
     def step(self, original: Callable[..., Any], training: Any, *rest: Any, **options: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,60 +36,15 @@ class _Jagged(NamedTuple):
 
 
 class LastRank:
-    """The first report tells what is reported; those like it send numbers alone."""
+    """The way home of reports; their form is sent where it is another than before."""
 
     def __init__(self, placement: Placement) -> None:
         self._home, self._last = placement.home(placement.last_stage)[0], placement.ranks - 1
-        self._like: dict[int, tuple[list[torch.Tensor], Any]] = {}  # by number of microbatches
-        self._sent: Any = None  # what may still be on its way, and its memory
-        self._template: Any = None  # of the last ``bring``, with ``_Like`` for tensors; pickled, on the rank that sends
-
-    def send(self, reports: list[Any], microbatches: int) -> Callable[[], object]:
-        """Send what has the same form in every iteration of that many microbatches; no rank waits before it needs it.
-
-        Args:
-            reports: empty but on the rank with the last stage.
-
-        Returns:
-            on the last rank the reports are in the list once this has been called.
-        """
-        if self._home == self._last:
-            return bool
-        group, mine = parallel_state.get_pipeline_model_parallel_group(), _with_further(reports)
-        source = torch.distributed.get_global_rank(group, self._home)
-
-        def arrived(found: Any) -> None:
-            if group.rank() == self._last:
-                _put(reports, found)
-
-        if microbatches not in self._like:
-            sent = [tree_map(_to_cpu, mine) if group.rank() == self._home else None]
-            torch.distributed.broadcast_object_list(sent, src=source, group=group)
-            leaves, shape = tree_flatten(sent[0])
-            if all(map(torch.is_tensor, leaves)):
-                self._like[microbatches] = leaves, shape
-            return lambda: arrived(sent[0])
-        leaves, shape = self._like[microbatches]
-        if group.rank() == self._home:
-            numbers = torch.cat([leaf.detach().reshape(-1).double() for leaf in tree_flatten(mine)[0]])
-        else:
-            numbers = torch.empty(sum(leaf.numel() for leaf in leaves), dtype=torch.float64, device=this_device())
-        if self._sent:
-            self._sent[0].wait()
-        self._sent = torch.distributed.broadcast(numbers, src=source, group=group, async_op=True), numbers
-
-        def arrive() -> None:
-            if group.rank() == self._last:
-                self._sent[0].wait()
-                parts = numbers.split([leaf.numel() for leaf in leaves])
-                alike = [part.view(leaf.shape).to(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
-                arrived(tree_unflatten(alike, shape))
-
-        return arrive
+        self._template: Any = None  # of the last reports, with ``_Like`` for tensors; pickled, on the rank that sends
 
     def bring(self, reports: list[Any], group: torch.distributed.ProcessGroup) -> None:
-        """Send what may have another form each time, tensors with their bits; the last rank waits for it, others take no part.
-        Nested tensors come, too, if their layout is ``torch.jagged``.
+        """Send reports, tensors with their bits; the last rank waits for them, others take no part. Nested tensors come, too, if
+        their layout is ``torch.jagged``.
 
         Args:
             reports: empty but on the rank with the last stage; filled on the last rank.
@@ -137,7 +91,7 @@ def _with_further(reports: list[Any]) -> tuple[list[Any], torch.Tensor | None]:
 
 
 def _put(reports: list[Any], found: Any) -> None:
-    reports[:], values = tree_map(_to_device, found)
+    reports[:], values = found
     if values is not None:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         MTPLossLoggingHelper.tracker.update(values=values, reduce_group=None, avg_group=replicas)
@@ -149,11 +103,3 @@ def _apart(leaf: Any) -> Any:
 
 def _joined(leaf: Any) -> Any:
     return torch.nested.nested_tensor_from_jagged(*leaf) if isinstance(leaf, _Jagged) else leaf
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu() if torch.is_tensor(value) else value
-
-
-def _to_device(value: Any) -> Any:
-    return value.to(this_device()) if torch.is_tensor(value) else value
