@@ -22,7 +22,7 @@ from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.planner.combinations.rows import SCHEDULES, VOCABULARY
 from megatron.pipeline.planner.combinations.table import flag_of, refuse
 from megatron.pipeline.planner.costmodel.memory import makes_weights_again
-from megatron.pipeline.planner.costmodel.origin import described, shares_layers
+from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.planning.choose import best as choose_best
 from megatron.pipeline.planner.planning.choose import least_limit
 from megatron.pipeline.planner.planning.document import read_costs
@@ -275,7 +275,7 @@ def _write_costs(args: Settings, layers: Sequence[int], text: str) -> Path | Non
         return None
     path = Path(own or f"{directory}/pipeline_costs.json")
     try:
-        of = described(args, "run" if shares_layers(args) else "none", layers, gpu_name())
+        of = described(args, "run", layers, gpu_name())
         write_text(path, json.dumps(json.loads(text) | {"of": of}))
     except OSError as error:
         logger.warning("WARNING: the costs could not be written to %s (%s); training goes on", path, error.strerror)
