@@ -40,7 +40,7 @@ REPLICAS_OF_MODELS = (8, 16, 64, 256, 1024)
 
 def round_costs(placement: Placement) -> Costs:
     ring = (REPLICAS - 1) / REPLICAS / SPEED
-    parts = placement.chunks_per_replica
+    parts = placement.chunks
     costs = uniform(placement, *PASSES)
     between = {"reduce": GRADIENTS * ring / parts, "step": STEP / parts, "gather": GRADIENTS / 2 * ring / parts}
     return replace(costs, stages=tuple(replace(stage, **between) for stage in costs.stages), norm=NORM, latency=LATENCY)

@@ -328,8 +328,8 @@ def main() -> None:
     if not 0 <= options.rank < options.pp:
         parser.error(f"--rank {options.rank} is none of --pp {options.pp} ranks, which count from 0")
     schedule = planning.plan(options.schedule, options.pp, options.microbatches)
-    if schedule.placement.replicas > 1 or schedule.splits > 1:
-        parser.error(f"{options.schedule} holds the model twice or cuts microbatches into slices: take another schedule")
+    if schedule.splits > 1:
+        parser.error(f"{options.schedule} cuts microbatches into slices: take another schedule")
 
     if cuda:
         torch.cuda.set_device(0)

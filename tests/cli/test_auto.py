@@ -39,7 +39,7 @@ def test_auto_is_the_object_of_its_choice_with_all_candidates(auto: dict[str, An
     candidates = auto.pop("candidates")
     assert {row["schedule"] for row in candidates} == set(families.FAMILIES)
     (best,) = (row for row in candidates if row["why_not"] is None)
-    single = [row["makespan"] for row in candidates if "makespan" in row and row["schedule"] not in ("dualpipe", "chimera")]
+    single = [row["makespan"] for row in candidates if "makespan" in row]
     assert best["makespan"] == auto["makespan"] <= 1.001 * min(single)
     alone = told(capsys, f"plan --schedule {auto['schedule']} --pp 3 --microbatches 6 --memory-limit 3")
     del auto["plan_seconds"], alone["plan_seconds"]
@@ -61,7 +61,6 @@ def test_the_table_says_why_not(auto: dict[str, Any], capsys: pytest.CaptureFixt
     by_name = {row.split()[0]: row for row in rows}
     assert by_name["dualpipe-v"].endswith("needs 3.5 microbatches, limit 3")
     assert by_name["1f1b"].endswith("% longer")
-    assert "needs an even number of ranks" not in by_name["zb-h1"] and "even number of ranks" in by_name["dualpipe"]
 
 
 def test_the_table_is_about_the_objective(capsys: pytest.CaptureFixture[str]) -> None:

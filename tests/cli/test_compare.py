@@ -60,7 +60,7 @@ def test_memory_of_1f1b_counts_the_extras_of_its_own_stages(tmp_path: Path, caps
     costs = tmp_path / "costs.json"
     stage = {"forward": 1, "backward": 1, "weight": 1, "activation": 3}
     costs.write_text(json.dumps({"stages": [stage] * 8}))
-    schedules = "--schedules 1f1b,interleaved,dualpipe"
+    schedules = "--schedules 1f1b,interleaved"
     data = json.loads(output(capsys, f"compare --pp 4 --microbatches 8 --costs {costs} {schedules} --json"))
     assert data["peak_of_1f1b"] == 4 * 2 * 3
     assert {row["schedule"]: row["memory_of_1f1b"] for row in data["schedules"]}["1f1b"] == 1
@@ -75,11 +75,6 @@ def test_several_numbers_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
         ("1f1b", 1),
     ]
     assert "at least 2 chunks per rank, got 1" in data["refused"]["interleaved v=1"]
-
-
-def test_what_no_training_runs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = output(capsys, f"{COMPARE} --schedules 1f1b,dualpipe,chimera").splitlines()
-    assert lines[-1] == "dualpipe, chimera: planned and simulated alone; a training holds the model once"
 
 
 def test_the_table_is_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,11 +129,13 @@ def test_refusals_with_one_reason_are_one_line(tmp_path: Path, capsys: pytest.Ca
     costs, plot = tmp_path / "costs.json", tmp_path / "plot.svg"
     costs.write_text(json.dumps({"stages": [{"forward": 1, "backward": 1, "weight": 1, "activation": 3}] * 3}))
     size = f"compare --pp 3 --microbatches 3 --costs {costs}"
-    lines = output(capsys, f"{size} -o {plot}").split("not possible here:\n")[1].splitlines()
-    assert lines == ["  dualpipe, chimera: needs an even number of ranks, at least 2, got 3", f"wrote {plot}"]
+    names = "1f1b,zb-h1,v-half,v-min"
+    limited = output(capsys, f"{size} --schedules {names} --memory-limit 6 -o {plot}")
+    lines = limited.split("not possible here:\n")[1].splitlines()
+    assert lines == ["  1f1b, zb-h1: needs 9, limit 6", f"wrote {plot}"]
     assert "a rank (in the costs file's unit) -->" in plot.read_text()
-    few = refusal(capsys, f"{size} --schedules dualpipe,chimera")
-    assert few == "mpipe: no schedule is possible: needs an even number of ranks, at least 2, got 3\n"
+    few = refusal(capsys, f"{size} --schedules interleaved,gis --chunks 1")
+    assert few == "mpipe: no schedule is possible: needs at least 2 chunks per rank, got 1\n"
 
 
 def test_compare_recomputes_and_fuses_as_plan_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from megatron.pipeline.cli.arguments import StageList, cost_flags
 from megatron.pipeline.cli.request import cost_flags_of
 from megatron.pipeline.planner.planning.costs import CostFlags, cost_fields, costs_of
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.planner.schedule.core.placement import Placement, bidirectional, interleaved, linear, v
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved, linear, v
 
 numbers = st.floats(1e-6, 1e6) | st.just(0.0)
 
@@ -104,13 +104,12 @@ def test_the_costs_of_a_plan_may_have_a_part_of_a_layer_on_a_chunk() -> None:
         (linear(3), [0], [2]),
         (interleaved(2, 3), [0], [5]),
         (v(3), [0], [5]),
-        (bidirectional(2), [0, 2], [1, 3]),
         (linear(1), [0], [0]),
     ],
 )
 def test_extras_go_to_the_ends_of_the_model_wherever_they_live(placement: Placement, first: list[int], last: list[int]) -> None:
     base = costs_of(flags("--cost", "F=2,B=3,W=1,BW=3.5,comm=0.5", "--activation", "B=2,W=1,R=0.5"), placement)
-    share = StageCosts(2, 3, 1, 1, 0.5, 3.5, 2, 0.25).share(placement.chunks_per_replica)
+    share = StageCosts(2, 3, 1, 1, 0.5, 3.5, 2, 0.25).share(placement.chunks)
     assert base == Costs((share,) * (placement.last_stage + 1), 0.5)
     extra = ("--first-stage", "F=0.25", "--last-stage", "F=1,B=2,W=4,activation=3")
     costs = costs_of(flags("--cost", "F=2,B=3,W=1,BW=3.5,comm=0.5", "--activation", "B=2,W=1,R=0.5", *extra), placement)
@@ -120,7 +119,7 @@ def test_extras_go_to_the_ends_of_the_model_wherever_they_live(placement: Placem
         assert stage.recompute == share.recompute + embedding + head
         assert stage.backward == share.backward + 2 * head
         assert stage.weight == share.weight + 4 * head
-        assert stage.fused == 3.5 / placement.chunks_per_replica + 6 * head
+        assert stage.fused == 3.5 / placement.chunks + 6 * head
         assert stage.activation == share.activation + 3 * head
         assert stage.retained == pytest.approx(stage.activation / 2)
         assert stage.checkpoint == pytest.approx(stage.activation / 4)
@@ -287,17 +286,6 @@ def test_costs_of_any_number_of_stages_plan_every_schedule(
         assert found["makespan"] == pytest.approx(run(capsys, command)["makespan"])
 
 
-@pytest.mark.parametrize("name", ["dualpipe", "chimera"])
-def test_a_file_has_the_stages_of_one_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
-    """Also for schedules that hold it twice."""
-    path = tmp_path / "costs.json"
-    command = f"plan --pp 4 --microbatches 8 --schedule {name}"
-    path.write_text(json.dumps({"stages": [{"forward": 1.0, "backward": 1.0, "weight": 1.0}] * 4}))
-    assert run(capsys, f"{command} --costs {path}")["passes"] == run(capsys, command)["passes"]
-    path.write_text(json.dumps({"stages": [{"forward": 0.5, "backward": 0.5, "weight": 0.5}] * 8}))
-    assert run(capsys, f"{command} --costs {path}")["passes"] == run(capsys, command)["passes"]
-
-
 def test_layers_are_split_with_the_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = "plan --schedule zb-h1 --pp 4 --microbatches 8 --last-stage F=0.5,B=0.5 --objective makespan --balance 20"
     data = run(capsys, flags)
@@ -312,9 +300,8 @@ def test_layers_are_split_with_the_schedule(capsys: pytest.CaptureFixture[str], 
     text = capsys.readouterr().out
     assert f"makespan of the even split; this one is {1 - data['makespan'] / split['even']:.1%} shorter" in text
     assert "by stage 6 5 5 4; --pipeline-model-parallel-layout 'Et*6|t*5|t*5|t*4L'" in text
-    compared = run(capsys, flags.replace("plan --schedule zb-h1", "compare --schedules zb-h1,dualpipe"))
+    compared = run(capsys, flags.replace("plan --schedule zb-h1", "compare --schedules zb-h1"))
     assert compared["schedules"][0]["balance"]["layers"] == [6, 5, 5, 4]
-    assert "a model that is held once" in compared["refused"]["dualpipe"]
 
 
 def test_an_even_split_beyond_the_limit_has_no_length(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,8 +23,7 @@ from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.planner.schedule.lower.program import Program
 
-ALONE = ("dualpipe", "chimera")  # two replicas of the model, which no training runs
-SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1 and name not in ALONE]
+SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1]
 EXTRAS = [None, *Vocabulary, Offload.FULL]
 MICROBATCHES = {2: 4, 4: 6, 8: 5}  # by ranks
 
@@ -52,7 +51,7 @@ def stuck_in(iterations: Sequence[Sequence[Program]], undone: bool = False) -> l
     return [line for posting in Posting for line in judge(traces(iterations, posting, undone), strictest).deadlock]
 
 
-@pytest.mark.parametrize("name", [name for name in families.FAMILIES if name not in ALONE])
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_familys_programs_end(name: str) -> None:
     for ranks, extra in product(MICROBATCHES, EXTRAS if name in SPREAD else [None]):
         assert stuck_in([programs(name, ranks, extra)]) == [], (ranks, extra)
@@ -81,7 +80,7 @@ def test_messages_in_another_order_are_a_deadlock(rank: int) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", [name for name in families.FAMILIES if name not in ALONE])
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_familys_programs_end_under_every_setting(name: str) -> None:
     for ranks, extra in product(MICROBATCHES, EXTRAS if name in SPREAD else [None]):
         for posting in Posting:

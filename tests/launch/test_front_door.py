@@ -37,7 +37,7 @@ PARALLEL = {
     "--disable-bias-linear",
     "bf16 and the distributed optimizer": "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 }
-NAMES = sorted({*FAMILIES, AUTO} - {"dualpipe", "chimera"})  # those are planned alone
+NAMES = sorted({*FAMILIES, AUTO})
 WITHOUT_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 TRAINING = f"{SIZES} {WITHOUT_DROPOUT} --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 --log-interval 1"
 needs_upstream = pytest.mark.skipif(find_spec("megatron.training") is None, reason="this megatron-core has no megatron.training")

@@ -138,7 +138,6 @@ def test_megatron_reads_the_layout(counts: tuple[int, ...]) -> None:
         ("1f1b", 3, "need at least 4 layers"),
         ("1f1b", 10_001, "give at most 10000 layers"),
         ("1f1b", 10**30, "give at most 10000 layers"),
-        ("dualpipe", 16, "--balance splits a model that is held once"),
     ],
 )
 def test_what_cannot_be_split(name: str, layers: int, message: str) -> None:

@@ -35,7 +35,7 @@ MIB = 2**20
         (Request("zb-hafl", 4, 8), ValueError, "unknown schedule 'zb-hafl'"),
         (Request("1f1b", 0, 8), ValueError, "a pipeline needs at least 1 rank, got 0"),
         (Request("1f1b", 4, 0), ValueError, "a schedule needs at least 1 microbatch, got 0"),
-        (Request("dualpipe", 3, 6), ValueError, "dualpipe needs an even number of ranks, at least 2, got 3"),
+        (Request("dualpipe", 4, 8), ValueError, "dualpipe, which held every stage twice, is gone: take dualpipe-v"),
         (Request("zb-v", 4, 8, chunks=3), ChunksDoNotFit, "zb-v has 2 chunks per rank, got 3"),
         (
             Request("1f1b", 4, 8, splits=2),
@@ -235,11 +235,6 @@ def test_stock_is_not_planned_and_checked_against_upstream_s_rule() -> None:
         match=r"a multiple of 4 microbatches for 4 pipeline ranks.* give --microbatch-group-size-per-virtual-pipeline-stage 6",
     ):
         plans.check(6)
-
-
-def test_what_holds_the_model_twice_cannot_be_trained() -> None:
-    with pytest.raises(ValueError, match="dualpipe holds the model 2 times, which nothing here can train"):
-        PlanCache(Request("dualpipe", 2, 4)).check(4)
 
 
 def test_the_unit_of_limits_is_the_peak_of_1f1b() -> None:

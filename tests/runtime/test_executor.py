@@ -26,7 +26,7 @@ from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import wiring
 
 
-@pytest.mark.parametrize("name", [name for name in families.FAMILIES if families.placement(name, 4).replicas == 1])
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_neighbours_in_the_model_are_connected(name: str) -> None:
     """By messages, or on one rank without; a backward answers the activations that its stage has sent."""
     schedule = planning.plan(name, 4, 8)

@@ -40,7 +40,7 @@ def peak_bytes_and_plan(pipeline: Any, _chunks: Any) -> tuple[list[int], Schedul
     return pipeline.report().peak_activation_bytes, planned
 
 
-SCHEDULES = [name for name, family in families.FAMILIES.items() if name not in ("dualpipe", "chimera")]
+SCHEDULES = [*families.FAMILIES]
 
 
 def stage_costs(schedule: str, vocabulary: str = "off") -> Costs:

@@ -121,7 +121,7 @@ class Model:
         works = []
         for chunk, stage in enumerate(self._problem.placement.stages[rank]):
             kinds = stage_kinds(stage in self._problem.recompute, stage in self._problem.fused)
-            works += [Pass(kind, number, chunk) for number in self._empty.numbers(rank, chunk) for kind in kinds]
+            works += [Pass(kind, number, chunk) for number in range(self._empty.slices) for kind in kinds]
         return works
 
     def _stage(self, rank: int, work: Pass) -> StageCosts:
@@ -243,7 +243,7 @@ class Model:
             return 0
         for stage in range(min(placement.stages[rank]) + 1):
             home, _ = placement.home(stage)
-            if placement.replicas > 1 or min(placement.stages[home]) != stage:
+            if min(placement.stages[home]) != stage:
                 return None
             if stage:
                 before = placement.home(stage - 1)[0]

@@ -54,7 +54,7 @@ def make_schedule(case: Case) -> tuple[Schedule, Costs]:
     placement = families.placement(case.family, case.ranks, case.chunks)
     costs = make_costs(case, placement)
     stages = range(case.ranks * placement.chunks)
-    microbatch = max(sum(costs.stages[stage].activation for stage in row) for row in placement.stages) / placement.replicas
+    microbatch = max(sum(costs.stages[stage].activation for stage in row) for row in placement.stages)
     schedule = planning.plan(
         case.family,
         case.ranks,
@@ -81,7 +81,7 @@ def make_costs(case: Case, placement: Placement) -> Costs:
         exchange = None if case.costs in ("equal", "hops") else 0.15
         vocabulary = VocabularyCosts(S=0.45, T=0.4, IF=0.05, IB=0.1, activation=0.3, exchange=exchange)
     count = case.ranks * placement.chunks
-    stages = tuple(_stage(case, stage, count, placement.chunks_per_replica) for stage in range(count))
+    stages = tuple(_stage(case, stage, count, placement.chunks) for stage in range(count))
     hop = {"hops": 0.3, "mixed": 0.12, "free": 0.0}.get(case.costs, 0.0)
     return Costs(stages, hop, vocabulary, COPIES[case.copies] if case.offload != "off" else CopyCosts())
 
@@ -109,7 +109,7 @@ def times(schedule: Schedule, costs: Costs) -> Iterator[str]:
 def orders(schedule: Schedule) -> Iterator[str]:
     """The placement, and every rank's passes in their order."""
     placement = schedule.placement
-    yield f"replicas {placement.replicas} splits {schedule.splits} vocabulary {canonical(schedule.vocabulary)}"
+    yield f"replicas 1 splits {schedule.splits} vocabulary {canonical(schedule.vocabulary)}"
     for rank, (stages, passes) in enumerate(zip(placement.stages, schedule.passes, strict=True)):
         yield f"rank {rank} stages {' '.join(map(str, stages))}"
         yield " ".join(map(str, passes))

@@ -55,7 +55,6 @@ class _Shapes:
     chunks: tuple[int | None, ...] = (None,)
     splits: tuple[int | None, ...] = (None,)
     grouped: bool = False
-    even: bool = False
     searches: bool = False
     spreads: bool = True  # the vocabulary
     limits: tuple[str, ...] = ("loose", "loose", "loose", "tight", "low")
@@ -77,8 +76,6 @@ SHAPES = {
     "v-min": _Shapes(searches=True),
     "v-auto": _Shapes(chunks=(None, None, 2, 3), searches=True, limits=_ANY),
     "dualpipe-v": _Shapes(),
-    "dualpipe": _Shapes(even=True, spreads=False),
-    "chimera": _Shapes(even=True, spreads=False),
 }
 _OF_ONE, _OF_ONE_THAT_SEARCHES = 52, 34  # cases of a family that are drawn
 _PART = 6  # every so many-th case is run by default
@@ -89,7 +86,7 @@ def _drawn(family: str, shapes: _Shapes) -> Iterator[Case]:
     """Endless cases of a family, always the same ones."""
     draw = random.Random(f"golden {family}")
     while True:
-        ranks = draw.choice((2, 4, 6, 8) if shapes.even else (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8))
+        ranks = draw.choice((1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8))
         most = max(4, min(2 * ranks + 3, 9)) if shapes.searches else 2 * ranks + 5
         spreads = ranks > 1 and shapes.spreads and draw.random() < 0.3
         offloads = draw.random() < 0.3
@@ -128,9 +125,6 @@ _CHOSEN_BY_HAND = (
     Case("1f1b", 4, 8, chunks=2),
     Case("interleaved", 4, 8, chunks=1),
     Case("v-half", 4, 8, chunks=3),
-    Case("chimera", 3, 8),
-    Case("dualpipe", 1, 8),
-    Case("dualpipe", 4, 8, vocabulary="1"),
     Case("seq-1f1b", 4, 8, splits=2, vocabulary="1"),
     Case("seq-1f1b", 4, 8, splits=2, offload="full"),
     Case("1f1b", 4, 8, splits=2),

@@ -11,7 +11,7 @@ from schedule.exact import optimum
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.core.placement import Placement, bidirectional, linear, v
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear, v
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
@@ -21,7 +21,7 @@ from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, s
 
 def unit_problem(placement: Placement, microbatches: int, limit: float | None = None, **options: Any) -> Problem:
     """Every pass of a chunk takes 1 and holds 1; the limit counts chunks."""
-    share = placement.chunks_per_replica
+    share = placement.chunks
     costs = uniform(placement, share, share, share, activation=share, retained=share)
     return Problem(placement, microbatches, costs, None if limit is None else (limit,) * placement.ranks, **options)
 
@@ -86,14 +86,14 @@ def test_everything_a_problem_can_hold() -> None:
     for placement, options in (
         (linear(4), {"recompute": frozenset({1, 3}), "fused": frozenset({0})}),
         (linear(4), {"splits": 2}),
-        (bidirectional(2), {"recompute": frozenset({2})}),
+        (v(2), {"recompute": frozenset({2})}),
         (v(2), {"objective": Objective.MAKESPAN}),
     ):
         problem = Problem(placement, 2, Costs(stages, 0.5), (2.5,) * placement.ranks, **options)  # type: ignore[arg-type]
         found = optimum(problem, seconds=20)
         verify(found.schedule, problem.costs, problem.limits)
         assert lower_bound(problem) <= found.bound <= found.value
-        assert found.proven or placement.replicas > 1  # there a rank may begin with one replica or the other
+        assert found.proven
         assert found.proven == (found.bound == found.value)
         kinds = {(problem.placement.stage(rank, work.chunk), work.kind) for rank, row in enumerate(found.schedule.passes)
                  for work in row}  # fmt: skip

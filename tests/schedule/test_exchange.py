@@ -13,7 +13,7 @@ from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.core.placement import bidirectional, linear, v
+from megatron.pipeline.planner.schedule.core.placement import linear, v
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.planner.schedule.lower.lower import messages
@@ -43,7 +43,7 @@ def test_what_is_written_as_csv_is_read_back(schedule: Schedule) -> None:
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_families_as_csv(name: str) -> None:
     schedule = planning.plan(name, 4, 6)
-    if schedule.splits == schedule.placement.replicas == 1:
+    if schedule.splits == 1:
         assert from_csv(to_csv(schedule), name) == schedule
 
 
@@ -101,7 +101,6 @@ def test_any_text_is_read_or_refused(text: str) -> None:
             Schedule("sliced", linear(1), 1, parse("F0 F1 BW1 BW0"), splits=2),
             "and sliced cuts each into 2 slices",
         ),
-        (Schedule("two", bidirectional(2), 2, parse("F0.0", "F1.0")), "one replica of the model, and two holds 2"),
     ],
 )
 def test_what_the_csv_cannot_say_is_named(schedule: Schedule, message: str) -> None:

@@ -51,13 +51,12 @@ def requests(draw: st.DrawFn) -> Request:
     generator = random.Random(draw(st.integers(0, 2**32)))
     placement = families.placement(name, ranks)
     stages = tuple(
-        StageCosts(*some_seconds(generator), retained=generator.choice([0.5, 1]), recompute=1.0)
-        for _ in range(placement.depth * placement.replicas)
+        StageCosts(*some_seconds(generator), retained=generator.choice([0.5, 1]), recompute=1.0) for _ in range(placement.depth)
     )
     costs = Costs(stages, generator.choice([0, 0.3]), copies=CopyCosts(0.3, 0.3), loads=some_loads(generator, microbatches))
     options: dict[str, object] = {}
     ask = draw(st.sampled_from(["nothing", "vocabulary", "offload", "recompute", "fused", "overlap"]))
-    if ask == "vocabulary" and placement.replicas == 1 and family.splits == 1:
+    if ask == "vocabulary" and family.splits == 1:
         options = {"vocabulary": draw(st.sampled_from(Vocabulary))}
         costs = replace(costs, vocabulary=replace(costs.vocabulary, S=0.4, T=0.3, activation=0.1))
     elif ask == "offload" and family.splits == 1:

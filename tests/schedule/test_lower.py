@@ -87,8 +87,6 @@ FEW_SHAPES = [(1, 2), (2, 5), (3, 1), (4, 6)]  # for families with a memory of t
 def test_families_lower_for_any_shape(name: str) -> None:
     family = families.FAMILIES[name]
     for ranks, microbatches in SHAPES if family.memory is None else FEW_SHAPES:
-        if ranks < family.least_ranks or (family.even_ranks and ranks % 2):
-            continue
         schedule = planning.plan(name, ranks, microbatches)
         for cost in COSTS:
             verify_programs(schedule, lower(schedule, uniform(schedule.placement, *cost)), Posting.BATCHED)

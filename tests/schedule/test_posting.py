@@ -32,7 +32,7 @@ from megatron.pipeline.planner.schedule.rules.deadlock import nothing_deadlocks
 from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS
 from megatron.pipeline.planner.schedule.rules.verify import ScheduleError, verify_programs
 
-SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1 and name not in ("dualpipe", "chimera")]
+SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1]
 
 
 def batches_do_not_deadlock(

@@ -71,6 +71,7 @@ def test_a_schedule_survives_json(schedule: Schedule) -> None:
         ({"microbatches": True}, "microbatches"),
         ({"placement": [[0], [0]]}, "stage"),
         ({"placement": 3}, "placement"),
+        ({"replicas": 2}, "hold every stage several times .* are gone: plan dualpipe-v"),
         ({"passes": [["F0.0"], ["X"]]}, "'X' is not a pass"),
     ],
 )

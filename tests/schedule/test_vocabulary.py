@@ -209,7 +209,6 @@ def test_auto_names_the_least_limit() -> None:
     [
         ("1f1b", 1, "--vocab-parallel 2 spreads .* --pipeline-model-parallel-size is 1"),
         ("seq-1f1b", 4, "--vocab-parallel 2 needs .* cuts them into 2 slices"),
-        ("dualpipe", 4, "--vocab-parallel 2 does not go with a schedule that holds the model several times"),
     ],
 )
 def test_what_cannot_spread_it_says_so(name: str, ranks: int, message: str) -> None:

@@ -228,7 +228,7 @@ def test_chunks_that_were_built_for_another_placement_are_refused_on_every_rank(
     [
         ("zb-h", {}, "unknown schedule 'zb-h'.* did you mean zb-h"),
         ("auto", {}, "unknown schedule 'auto'"),
-        ("dualpipe", {}, "install of dualpipe holds every layer on two ranks"),
+        ("dualpipe", {}, "dualpipe, which held every stage twice, is gone: take dualpipe-v"),
         ("file:nowhere.json", {}, "nowhere.json"),
         (3, {}, r"install\(3\): give a schedule's name"),
         ("zb-h1", {"costs": "nowhere.json"}, r"nowhere\.json"),

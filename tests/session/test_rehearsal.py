@@ -86,7 +86,7 @@ def test_numbers_are_those_of_training_and_every_pass_is_measured(
 
 @WHOLE
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", [name for name in families.FAMILIES if families.placement(name, 4).replicas == 1])
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_family_that_trains_rehearses_with_the_numbers_of_training(
     pool: Pool, tmp_path: Path, name: str, ranks: int
 ) -> None:

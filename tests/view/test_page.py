@@ -152,11 +152,10 @@ def planned(name: str, **options: Any) -> tuple[Schedule, Costs]:
         recomputed,
         offloaded,
         lambda: planned("v-half"),
-        lambda: planned("dualpipe"),
         lambda: planned("interleaved", overlap=True),
         *(lambda way=way: planned("zb-h1", vocabulary=way) for way in Vocabulary),
     ],
-    ids=["recomputed", "offloaded", "v", "twice", "braided", *Vocabulary],
+    ids=["recomputed", "offloaded", "v", "braided", *Vocabulary],
 )
 def test_lines_lead_to_the_passes_that_are_needed(made: Callable[[], tuple[Schedule, Costs]], tmp_path: Path) -> None:
     """What the page joins with lines, for one microbatch, is what the table of kinds has the passes wait for."""

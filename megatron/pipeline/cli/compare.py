@@ -163,8 +163,6 @@ def _print_table(compared: Comparison) -> None:
     ]
     print(plain_table(heads, cells))
     print(f"\n{above_bound(compared.objective)}")
-    if twice := [str(plan.variant) for plan in compared.planned if plan.schedule.placement.replicas > 1]:
-        print(f"{', '.join(twice)}: planned and simulated alone; a training holds the model once")
     if compared.refused:
         print("\nnot possible here:")
         print("\n".join(f"  {line}" for line in folded(compared.refused, request.unit, request.lowest_limit)))

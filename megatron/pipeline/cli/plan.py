@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     )
     bounds = (
         "The lower bound holds for every order of F, B, W or BW on the same placement within the memory of the schedule's "
-        "fullest rank. For 1f1b, interleaved, 1f1b-v, seq-1f1b and chimera, which fuse every backward, the distance shows what "
+        "fullest rank. For 1f1b, interleaved, 1f1b-v and seq-1f1b, which fuse every backward, the distance shows what "
         "splitting could gain."
     )
     parser = add_command(

@@ -93,7 +93,7 @@ def equal_stages(args: Settings, share: StageCosts, placement: Placement, vocabu
     Args:
         share: of a rank, where all are equal.
     """
-    stage = share.share(placement.chunks_per_replica)
+    stage = share.share(placement.chunks)
     sizes = _sizes(args, placement, vocabulary)
     if sizes is None or sizes.grows:
         return (stage,) * (placement.last_stage + 1)

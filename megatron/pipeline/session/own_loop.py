@@ -79,7 +79,7 @@ class OwnLoop:
         # Ranks and microbatches are known with the first iteration.
         request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
         request = replace(request, keep=True)
-        check_name(request.schedule, "install of", [STOCK])
+        check_name(request.schedule, [STOCK])
         if request.schedule.startswith(FILE):
             naming(request.schedule.removeprefix(FILE), Schedule.from_json)
         if costs is not None:
@@ -317,7 +317,7 @@ class OwnLoop:
                 logging.getLogger(__name__).warning("%s", text)
 
     def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
-        stage = EQUAL_PASSES.share(placement.chunks_per_replica)
+        stage = EQUAL_PASSES.share(placement.chunks)
         if self._trained is None or len(self._trained) != placement.depth:
             return (stage,) * placement.depth
         return [replace(stage, weight=stage.weight * trained) for trained in self._trained]

@@ -239,22 +239,15 @@ def _check_copies(args: Settings, plans: PlanCache) -> None:
         )
 
 
-def check_name(name: str, given: str = "--pipeline-schedule", others: Sequence[str] = (AUTO, STOCK)) -> None:
-    """Refuse what is no schedule, or none that trains, with a ValueError.
+def check_name(name: str, others: Sequence[str] = (AUTO, STOCK)) -> None:
+    """Refuse what is no schedule, with a ValueError.
 
     Args:
-        given: how the user has given it.
         others: names that stand for no family.
     """
-    if name in _PLANNED_ONLY:
-        better = "; dualpipe-v, its form on a V, holds every layer once" if name == "dualpipe" else ""
-        raise ValueError(
-            f"{given} {name} holds every layer on two ranks and is planned and simulated only{better}; those that "
-            f"train are {', '.join(_TRAINED)}"
-        )
-    if name not in (*_TRAINED, *others) and not name.startswith(FILE):
-        near = families.meant(name, [*_TRAINED, *others])
-        raise ValueError(f"unknown schedule {name!r}; known are {', '.join((*_TRAINED, *others))} and {FILE}PATH{near}")
+    if name not in (*families.FAMILIES, *others) and not name.startswith(FILE):
+        near = families.meant(name, [*families.FAMILIES, *others])
+        raise ValueError(f"unknown schedule {name!r}; known are {', '.join((*families.FAMILIES, *others))} and {FILE}PATH{near}")
 
 
 def replanning(args: Settings, pipeline: Pipeline) -> Steps | None:
@@ -281,10 +274,6 @@ def _write_costs(args: Settings, layers: Sequence[int], text: str) -> Path | Non
         logger.warning("WARNING: the costs could not be written to %s (%s); training goes on", path, error.strerror)
         return None
     return path
-
-
-_PLANNED_ONLY = [name for name, family in families.FAMILIES.items() if family.placement(4, family.chunks).replicas > 1]
-_TRAINED = [name for name in families.FAMILIES if name not in _PLANNED_ONLY]
 
 
 def _best(args: Settings, costs: Costs | None) -> tuple[Variant, str]:
@@ -317,7 +306,7 @@ def _best(args: Settings, costs: Costs | None) -> tuple[Variant, str]:
 def _trained(args: Settings) -> list[str]:
     """The families that train on these ranks."""
     several = args.pipeline_model_parallel_size > 1
-    return [name for name in _TRAINED if several or families.FAMILIES[name].chunks == 1]
+    return [name for name in families.FAMILIES if several or families.FAMILIES[name].chunks == 1]
 
 
 def _holding_less(args: Settings, costs: Costs | None) -> list[str]:

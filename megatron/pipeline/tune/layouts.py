@@ -215,8 +215,6 @@ def _variants(names: Sequence[str], ranks: int) -> Iterator[Variant]:
         return
     for name in names:
         family = families.named(name)
-        if ranks < family.least_ranks or (family.even_ranks and ranks % 2):
-            continue
         if family.any_chunks and family.chunks > 1:
             yield from (Variant(name, chunks) for chunks in _CHUNKS.get(name, (2,)))
         else:

@@ -108,7 +108,6 @@ FILES = (
 _csv = partial(Combination, "torch_csv", instead="write it as JSON, or plan it without")
 TORCH_CSV = (
     _csv("splits>1", "knows whole microbatches only, and {pipeline_schedule} cuts each into {splits} slices"),
-    _csv("models>1", "knows one replica of the model, and {pipeline_schedule} holds {models}"),
     _csv("vocab_parallel", "has no passes for the vocabulary, which {pipeline_schedule} spreads over all ranks"),
     _csv("unwritten", "has no kind for passes {unwritten}, which {pipeline_schedule} has"),
 )

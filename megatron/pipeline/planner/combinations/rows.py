@@ -105,7 +105,6 @@ SCHEDULES = (
     Row("vocab_parallel", "pipeline_model_parallel_size=1", f"spreads the vocabulary over pipeline ranks, {_ALONE}",
         "raise it, or leave {flag} out"),
     Row("vocab_parallel", "no ours", "needs a schedule that can have its passes, and megatron-core's own cannot", _1F1B),
-    Row("vocab_parallel", "models>1", "does not go with {other}", _ANOTHER),
     Row("vocab_parallel", "splits>1",
         "needs the losses of whole sequences, and the schedule cuts them into {splits} slices", _ANOTHER),
     Row("offload", "no ours", "needs a schedule that says when to copy, and megatron-core's own does not", _1F1B),

@@ -51,7 +51,6 @@ _WORDS = {  # of what no flag says
     "no grouped": "a schedule without groups of microbatches",
     "no ours": "--pipeline-schedule stock",
     "ours": "schedules of ours",
-    "models": "a schedule that holds the model several times",
     "reruns": "a schedule that runs forwards again (R)",
     "smoothed_loss": "vocab_parallel_cross_entropy with label_smoothing",
     "splits": "a schedule with slices",

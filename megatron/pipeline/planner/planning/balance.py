@@ -88,10 +88,8 @@ def check_layers(layers: int, placement: Placement, least: int = 3) -> None:
         least: layers that the stages need, where that is known.
 
     Raises:
-        ValueError: says how many can, or that the placement holds the model several times.
+        ValueError: says how many can.
     """
-    if placement.replicas > 1:
-        raise ValueError("--balance splits a model that is held once: leave it out, or take a schedule that holds one copy")
     if layers > MOST_LAYERS:
         raise ValueError(f"--balance {layers}: give at most {MOST_LAYERS} layers")
     if layers < max(3, least):
@@ -110,7 +108,7 @@ def balanced(placement: Placement, model: Model, microbatches: int, plan: Callab
 
     Raises:
         LimitTooLow: no split that was tried fits into the memory limit.
-        ValueError: there are fewer layers than stages that need one, or the placement holds the model several times.
+        ValueError: there are fewer layers than stages that need one.
     """
     stages, layers = placement.last_stage + 1, len(model.layers)
     least = [model.least(stage, placement) for stage in range(stages)]

@@ -123,25 +123,16 @@ def choose(planned: Sequence[Planned], refused: Sequence[Refusal] = ()) -> Choic
     """The shortest schedule; among those within 0.1 % of it the one that holds least, then the one that sends least, and then
     the simplest, whose family comes first in ``FAMILIES``.
 
-    Schedules that hold the model twice, DualPipe and Chimera, are never the best: a limit on activations does not count that.
-
-    Raises:
-        ValueError: there is nothing to choose from.
+    Args:
+        planned: at least one.
     """
-    single = [plan for plan in planned if plan.problem.placement.replicas == 1]
-    if not single:
-        raise ValueError(
-            "no schedule that holds the model once fits: raise the memory limit, or change the ranks or microbatches"
-        )
-    limit = min(plan.length for plan in single) * NEAR
-    shortest = min((plan for plan in single if plan.length <= limit), key=_ties)
+    limit = min(plan.length for plan in planned) * NEAR
+    shortest = min((plan for plan in planned if plan.length <= limit), key=_ties)
     why_not = {}
     for plan in planned:
         if plan is shortest:
             continue
-        if plan.problem.placement.replicas > 1:
-            reason = "holds the model twice"
-        elif plan.length > limit:
+        if plan.length > limit:
             reason = f"{plan.length / shortest.length - 1:.1%} longer"
         else:
             more = ("holds more", "sends more", "less simple")
@@ -206,5 +197,5 @@ def stock_at_its_best(costs: Costs, ranks: int, microbatches: int, layers: int |
 def _ties(plan: Planned) -> tuple[float, int, int]:
     """Order of schedules that are equally short: memory, messages per microbatch, and the family's place."""
     memory = float(f"{plan.peak:.9g}")  # sums of fractions such as 1/3 differ in their last bits
-    messages = plan.problem.placement.chunks_per_replica * plan.problem.splits
+    messages = plan.problem.placement.chunks * plan.problem.splits
     return memory, messages, list(families.FAMILIES).index(plan.schedule.name)

@@ -83,8 +83,8 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     """The costs of every stage of a placement: from the flags, then from a schedule's file, then by default.
 
     One rank's share is spread evenly over its chunks. Memory is counted in microbatches: what F allocates on a whole rank
-    is 1. The extras of the first and the last stage come on top, and ``--costs`` is meant, for every replica of the model. Where
-    ``--costs`` is of another number of stages it is cut again: see ``Costs.of_depth``.
+    is 1. The extras of the first and the last stage come on top. Where ``--costs`` is of another number of stages it is cut
+    again: see ``Costs.of_depth``.
 
     Args:
         file: the fields ``costs``, ``activation``, ``vocab_costs``, ``copies`` and ``stage_costs`` of a schedule's JSON, each of
@@ -102,7 +102,6 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
             if getattr(flags, flag):
                 raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
         costs = flags.costs.of_depth(placement.depth)
-        costs = replace(costs, stages=costs.stages * placement.replicas)
     elif file.get("stage_costs") is not None:
         costs = Costs.from_fields(file["stage_costs"])
         costs.check_placement(placement)
@@ -190,7 +189,7 @@ def share_of(costs: Costs, placement: Placement, value: Callable[[StageCosts], f
     """One rank's share, on average, of a value of every stage."""
     values = list(map(value, costs.stages))
     mean = values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
-    return mean * placement.chunks_per_replica
+    return mean * placement.chunks
 
 
 def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, copies: bool = False) -> dict[str, Any]:
@@ -256,7 +255,7 @@ def _check_parts(cost: Numbers) -> None:
 
 def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers | None) -> Costs:
     """The same costs on every stage for what is named, each chunk with its part of a rank's share."""
-    parts = placement.chunks_per_replica
+    parts = placement.chunks
     named = {_FIELDS[name]: value / parts for name, value in cost.items() if name in _FIELDS}
     if activation:
         held = activation.get("B", 1.0)

@@ -356,5 +356,4 @@ def _all_run(schedule: Schedule, kind: Kind) -> frozenset[int]:
         for work in passes
         if work.kind is kind
     )
-    homes = schedule.placement.home
-    return frozenset(stage for stage, count in runs.items() if count == len(schedule.numbers(*homes(stage))))
+    return frozenset(stage for stage, count in runs.items() if count == schedule.slices)

@@ -127,7 +127,7 @@ def _can_be_ordered(planned: Planned) -> bool:
     from megatron.pipeline.planner.schedule.time.orders import can_be_compiled
 
     schedule = planned.schedule
-    return schedule.splits == schedule.placement.replicas == 1 and can_be_compiled(schedule)
+    return schedule.splits == 1 and can_be_compiled(schedule)
 
 
 def _best_order(replayed: Reordered, problem: Problem) -> Order:

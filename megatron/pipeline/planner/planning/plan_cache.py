@@ -239,8 +239,6 @@ class PlanCache:
     def _proved(self, planned: Planned) -> Planned:
         """The plan, once its programs are known to be right, and to contain only what the runtime can run."""
         schedule = planned.schedule
-        if schedule.placement.replicas > 1:
-            raise ValueError(f"{self.name} holds the model {schedule.placement.replicas} times, which nothing here can train")
         if schedule.splits > 1 and schedule.reruns:
             raise ValueError(f"{self.name} runs slices of microbatches again (R), which the runtime cannot: plan it without one")
         verify_programs(schedule, planned.programs, self._posting)

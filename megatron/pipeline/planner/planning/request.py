@@ -177,7 +177,7 @@ class Request:
         costs = uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
         if callable(self.equal):
             return replace(costs, stages=tuple(self.equal(placement, self.vocabulary)))
-        return replace(costs, stages=(self.equal.share(placement.chunks_per_replica),) * len(costs.stages))
+        return replace(costs, stages=(self.equal.share(placement.chunks),) * len(costs.stages))
 
     def plan(self) -> Planned:
         """The family's schedule for this, which obeys every rule and stays within the limits.

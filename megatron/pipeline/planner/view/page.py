@@ -120,7 +120,6 @@ def encoded(entry: Entry) -> dict[str, Any]:
         **_table(entry.title, entry.timeline.ranks, changes),
         "copies": _table(entry.title, copies) if copies else None,
         "stages": placement.stages if placement else None,
-        "depth": placement.depth if placement else None,
         "splits": entry.schedule.splits if entry.schedule else 1,
         "vocabulary": entry.schedule.vocabulary if entry.schedule else None,
         "memory": bool(changes),

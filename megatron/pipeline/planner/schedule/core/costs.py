@@ -347,12 +347,10 @@ def uniform(
     retained: float = 1.0,
     vocabulary: VocabularyCosts | None = None,
 ) -> Costs:
-    """Equal stages: the arguments are one rank's whole share of one microbatch, of which a chunk takes its part.
-
-    That is 1/chunks of it, and the whole where every chunk is of another replica of the model.
+    """Equal stages: the arguments are one rank's whole share of one microbatch, of which a chunk takes 1/chunks.
 
     Args:
         vocabulary: what a rank's shard costs where the vocabulary is spread.
     """
-    stage = StageCosts(forward, backward, weight, activation, retained).share(placement.chunks_per_replica)
+    stage = StageCosts(forward, backward, weight, activation, retained).share(placement.chunks)
     return Costs((stage,) * (placement.ranks * placement.chunks), hop, vocabulary or VocabularyCosts())

@@ -15,28 +15,21 @@ class Placement:
 
     Every stage 0 .. ranks*chunks-1 has exactly one home, and all ranks hold the same number of chunks.
 
-    With several ``replicas`` the ranks hold the model more than once, as bidirectional pipelines do: the stages are cut into
-    that many runs of equal length, each run is one whole model, and microbatch i goes through replica i mod ``replicas``.
-
     Raises:
-        ValueError: the rows differ in length, are not a permutation of the stages, or cannot be cut into the replicas.
+        ValueError: the rows differ in length, or are not a permutation of the stages.
     """
 
     stages: tuple[tuple[int, ...], ...]
-    replicas: int = 1
 
     def __post_init__(self) -> None:
         if not self.stages or not self.stages[0]:
             raise ValueError("a placement needs at least one rank with at least one chunk")
         if len({len(row) for row in self.stages}) != 1:
             raise ValueError(f"every rank must hold the same number of chunks, got {[len(row) for row in self.stages]}")
-        count = self.ranks * self.chunks
-        if sorted(stage for row in self.stages for stage in row) != list(range(count)):
+        if sorted(stage for row in self.stages for stage in row) != list(range(self.depth)):
             raise ValueError(
-                f"every stage 0..{count - 1} needs exactly one (rank, chunk), got {[list(row) for row in self.stages]}"
+                f"every stage 0..{self.last_stage} needs exactly one (rank, chunk), got {[list(row) for row in self.stages]}"
             )
-        if self.replicas < 1 or count % self.replicas:
-            raise ValueError(f"{count} stages cannot be cut into {self.replicas} models of equal length")
 
     @property
     def ranks(self) -> int:
@@ -48,27 +41,20 @@ class Placement:
 
     @property
     def last_stage(self) -> int:
-        return self.ranks * self.chunks - 1
+        return self.depth - 1
 
     @property
     def depth(self) -> int:
-        return self.ranks * self.chunks // self.replicas
-
-    @property
-    def chunks_per_replica(self) -> int:
-        """Number of its chunks that a rank runs for one microbatch, where every replica is spread evenly."""
-        return max(1, self.chunks // self.replicas)
-
-    def replica(self, stage: int) -> int:
-        return stage // self.depth
+        """Number of stages."""
+        return self.ranks * self.chunks
 
     def is_first(self, stage: int) -> bool:
-        """Tell whether a model begins with this stage."""
-        return stage % self.depth == 0
+        """Tell whether the model begins with this stage."""
+        return stage == 0
 
     def is_last(self, stage: int) -> bool:
-        """Tell whether a model ends with this stage."""
-        return (stage + 1) % self.depth == 0
+        """Tell whether the model ends with this stage."""
+        return stage == self.last_stage
 
     def stage(self, rank: int, chunk: int = 0) -> int:
         return self.stages[rank][chunk]
@@ -107,11 +93,6 @@ def v(ranks: int) -> Placement:
     return wave(ranks, 2)
 
 
-def bidirectional(ranks: int) -> Placement:
-    """The model twice, once down the ranks (chunk 0) and once up (chunk 1): what DualPipe and Chimera use."""
-    return Placement(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)), replicas=2)
-
-
-def from_rows(rows: Sequence[Sequence[int]], replicas: int = 1) -> Placement:
+def from_rows(rows: Sequence[Sequence[int]]) -> Placement:
     """A general placement from ``rows[rank][chunk] = stage``."""
-    return Placement(tuple(tuple(row) for row in rows), replicas)
+    return Placement(tuple(tuple(row) for row in rows))

@@ -111,7 +111,7 @@ class Problem:
             problem = f"must be above 0, got {self.host_limit:g}" if self.offload else "needs offloading, and there is none"
             raise ValueError(f"a limit of host memory {problem}")
         if self.vocabulary:
-            sizes = {"pipeline_model_parallel_size": self.placement.ranks, "models": self.placement.replicas}
+            sizes = {"pipeline_model_parallel_size": self.placement.ranks}
             refuse(Facts(sizes, vocab_parallel=self.vocabulary, splits=self.splits), SCHEDULES)
 
     @property
@@ -128,15 +128,15 @@ class Problem:
 
     def microbatch_memory(self, rank: int) -> float:
         """Memory of the largest microbatch on a rank when all its chunks have run F (and R), and B where that allocates: with
-        that much every problem can be planned. With several replicas each microbatch goes through one of them.
+        that much every problem can be planned.
 
         With recompute the least that is needed can be below this: see ``bound.least_limit``.
         """
-        placement, held = self.placement, [0.0] * self.placement.replicas
-        for stage in placement.stages[rank]:
+        held = 0.0
+        for stage in self.placement.stages[rank]:
             cost = self.costs.stages[stage]
-            held[placement.replica(stage)] += cost.activation + (0.0 if stage in self.fused else cost.backward_allocates)
-        return max(held) * self.costs.largest.memory
+            held += cost.activation + (0.0 if stage in self.fused else cost.backward_allocates)
+        return held * self.costs.largest.memory
 
 
 # Chunks hold fractions such as 1/3 whose float sums stray in the last bits: that is not a broken limit.

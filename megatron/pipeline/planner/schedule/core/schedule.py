@@ -63,10 +63,6 @@ class Schedule:
         """Number of microbatches, or of all their slices."""
         return self.microbatches * self.splits
 
-    def numbers(self, rank: int, chunk: int) -> range:
-        """The microbatches (slices) that go through a chunk: all, or with several replicas its share of them."""
-        return range(self.placement.replica(self.placement.stage(rank, chunk)), self.slices, self.placement.replicas)
-
     def predecessors(self, rank: int, work: Pass) -> Iterator[tuple[int, Pass]]:
         """The passes whose results ``work`` needs, as (rank, pass); the table of kinds says which.
 
@@ -112,13 +108,10 @@ class Schedule:
         return json.dumps(self.fields())
 
     def fields(self) -> dict[str, Any]:
-        """Fields that ``to_json`` writes; ``replicas`` and ``splits`` only where they are not 1, ``vocab_parallel``,
-        ``shielded`` and ``boundary`` where there are any.
-        """
+        """Fields that ``to_json`` writes; ``splits`` only where it is not 1, others where there are any."""
         return {
             "schedule": self.name,
             "placement": self.placement.stages,
-            **({"replicas": self.placement.replicas} if self.placement.replicas > 1 else {}),
             "microbatches": self.microbatches,
             **({"splits": self.splits} if self.splits > 1 else {}),
             **({"vocab_parallel": self.vocabulary} if self.vocabulary else {}),
@@ -141,19 +134,19 @@ class Schedule:
         if missing:
             raise ValueError(f"not a schedule: missing {', '.join(missing)}")
         name, rows, microbatches, passes = data["schedule"], data["placement"], data["microbatches"], data["passes"]
-        replicas, splits = data.get("replicas", 1), data.get("splits", 1)
-        for field, value in (("microbatches", microbatches), ("replicas", replicas), ("splits", splits)):
+        if data.get("replicas", 1) != 1:
+            raise ValueError("not a schedule: ranks that hold every stage several times (replicas) are gone: plan dualpipe-v")
+        splits = data.get("splits", 1)
+        for field, value in (("microbatches", microbatches), ("splits", splits)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"not a schedule: {field} must be a whole number of at least 1, got {value!r}")
-        if replicas > 1 and splits > 1:
-            raise ValueError("not a schedule: replicas and splits cannot both be above 1")
         vocabulary = data.get("vocab_parallel")
         if type(vocabulary) is int:
             vocabulary = str(vocabulary)
         if vocabulary is not None and vocabulary not in list(Vocabulary):
             raise ValueError(f"not a schedule: vocab_parallel must be one of {', '.join(Vocabulary)}, got {vocabulary!r}")
-        if vocabulary is not None and (replicas > 1 or splits > 1):
-            raise ValueError("not a schedule: a spread vocabulary goes with neither replicas nor splits above 1")
+        if vocabulary is not None and splits > 1:
+            raise ValueError("not a schedule: a spread vocabulary does not go with splits above 1")
         shielded, between = data.get("shielded", []), data.get("boundary", [])
         if not isinstance(shielded, list) or not all(type(stage) is int for stage in shielded):
             raise ValueError(f"not a schedule: shielded must be a list of stages, got {shielded!r}")
@@ -161,7 +154,7 @@ class Schedule:
             raise ValueError("not a schedule: placement must be a list of stages per rank, such as [[0, 3], [1, 2]]")
         if wrong := [field for field in ("passes", "boundary") if not _is_table(data.get(field, []))]:
             raise ValueError(f"not a schedule: {wrong[0]} must be a list of passes per rank")
-        placement = from_rows(rows, replicas)
+        placement = from_rows(rows)
         if len(passes) != placement.ranks:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")
         order, boundary = (tuple(_read_row(rank, row) for rank, row in enumerate(table)) for table in (passes, between))

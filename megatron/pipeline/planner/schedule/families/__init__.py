@@ -10,8 +10,7 @@ from megatron.pipeline.planner.schedule.core.names import STOCK, counted
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit
 from megatron.pipeline.planner.schedule.families import (
-    chimera,
-    dualpipe,
+    dualpipe_v,
     gis,
     interleaved,
     seq_1f1b,
@@ -35,11 +34,10 @@ FAMILIES: dict[str, Family] = {
         zb_h1.FAMILY_H2,
         zb_auto.FAMILY,
         *v.FAMILIES,
-        dualpipe.FAMILY_V,
-        dualpipe.FAMILY,
-        chimera.FAMILY,
+        dualpipe_v.FAMILY,
     )
 }
+_GONE = ("dualpipe", "chimera")
 AUTO = "auto"  # in place of a family's name: the best of all of them (see ``planner/planning/choose.py``)
 
 
@@ -69,6 +67,8 @@ def facts(name: str) -> dict[str, Any]:
 
 def meant(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: which of the known ones it may be meant to be, if any is near."""
+    if name.lower() in _GONE:
+        return f"; {name}, which held every stage twice, is gone: take dualpipe-v"
     near = difflib.get_close_matches(name.lower(), list(known))
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
@@ -78,14 +78,11 @@ def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
 
     Raises:
         ChunksDoNotFit: the family does not come with that many chunks.
-        ValueError: the name is unknown, or the family does not come with that many ranks.
+        ValueError: the name is unknown, or there is no rank.
     """
     family = named(name)
     if ranks < 1:
         raise ValueError(f"a pipeline needs at least 1 rank, got {ranks}")
-    if ranks < family.least_ranks or (family.even_ranks and ranks % 2):
-        even = "an even number of ranks, " if family.even_ranks else ""
-        raise ValueError(f"{name} needs {even}at least {family.least_ranks}, got {ranks}")
     if chunks is None:
         chunks = family.chunks
     if chunks != family.chunks and not family.any_chunks:

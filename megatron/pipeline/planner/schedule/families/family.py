@@ -27,8 +27,6 @@ class Family:
         any_chunks: whether other numbers of chunks, of at least ``least_chunks``, are allowed.
         splits: slices per microbatch when the user does not say; other numbers are allowed where it is above 1.
         grouped: whether the family takes a ``group``.
-        least_ranks: the fewest ranks it needs.
-        even_ranks: whether their number must be even.
         memory: from the number of ranks p to the limit when the user sets none: 1F1B's peak for p, and as many p-th parts of it
             for another amount. None for as much as the order takes.
         memory_is: how a user's limit changes that: ``fixed``, it may not be lower, and more is not used; ``least``, it may
@@ -49,8 +47,6 @@ class Family:
     least_chunks: int = 1
     splits: int = 1
     grouped: bool = False
-    least_ranks: int = 1
-    even_ranks: bool = False
     memory: Callable[[int], float] | None = None
     memory_is: Literal["fixed", "least", "default"] = "default"
     keeps: Callable[[int], float] | None = None

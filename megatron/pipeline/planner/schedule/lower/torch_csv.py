@@ -33,11 +33,10 @@ def to_csv(schedule: Schedule) -> str:
     The order of every rank is kept. What is lost is the name, and which chunk a stage is on its rank: see ``from_csv``.
 
     Raises:
-        ValueError: the schedule recomputes, offloads, cuts microbatches into slices, or has several replicas of the model, none
-            of which torch's format can say.
+        ValueError: the schedule recomputes, offloads, or cuts microbatches into slices, none of which torch's format can say.
     """
     others = sorted({str(work.kind) for row in schedule.passes for work in row if work.kind not in _LETTERS})
-    known = {"splits": schedule.splits, "models": schedule.placement.replicas, "vocab_parallel": schedule.vocabulary}
+    known = {"splits": schedule.splits, "vocab_parallel": schedule.vocabulary}
     refuse(Facts(known, torch_csv=True, pipeline_schedule=schedule.name, unwritten=" and ".join(others)), TORCH_CSV)
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")

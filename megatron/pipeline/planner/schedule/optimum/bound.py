@@ -111,11 +111,11 @@ def _bound_of_braids(problem: Problem) -> float:
     """
     placement, costs = problem.placement, problem.costs
     bounds = [lower_bound(replace(problem, costs=costs.hidden(), overlap=False))]
-    plain = placement.replicas == problem.splits == 1 and not problem.recompute and not costs.loads
+    plain = problem.splits == 1 and not problem.recompute and not costs.loads
     for rank, stages in enumerate(placement.stages):
         there, back = _ways(problem, min(stages)) if plain and problem.objective is Objective.MAKESPAN else (0.0, 0.0)
         communicating = min(costs.each(lambda each: sum(each.communicating[stage] for stage in stages), problem.microbatches))  # noqa: B023
-        bounds.append(there + problem.microbatches // placement.replicas * communicating + back)
+        bounds.append(there + problem.microbatches * communicating + back)
         if plain:
             seconds, later = _with_forwards_alone(problem, rank)
             bounds.append(there + max(seconds, seconds - later + back))
@@ -203,17 +203,16 @@ def least_limit(problem: Problem, rank: int) -> float:
     """
     least = 0.0
     for stage, held in nested(problem, rank):
-        if problem.placement.replica(stage) < problem.microbatches:
-            cost = _largest(problem, problem.placement.replica(stage)).stages[stage]
-            again = cost.activation - cost.checkpoint if stage in problem.recompute else 0
-            least = max(least, held * problem.splits + float(again) / problem.splits)
+        cost = _largest(problem).stages[stage]
+        again = cost.activation - cost.checkpoint if stage in problem.recompute else 0
+        least = max(least, held * problem.splits + float(again) / problem.splits)
     return least
 
 
-def _largest(problem: Problem, replica: int) -> Costs:
-    """The costs of the microbatch that holds most, of those that go through a replica."""
-    costs, numbers = problem.costs, range(replica, problem.microbatches, problem.placement.replicas)
-    return costs.of(max(numbers, key=lambda number: costs.loads[number].memory)) if costs.loads and numbers else costs
+def _largest(problem: Problem) -> Costs:
+    """The costs of the microbatch that holds most."""
+    costs = problem.costs
+    return costs.of(max(range(problem.microbatches), key=lambda number: costs.loads[number].memory)) if costs.loads else costs
 
 
 def _origins(work: list[float], followed: int) -> Sequence[int | None]:
@@ -228,29 +227,24 @@ def nested(problem: Problem, rank: int) -> Iterator[tuple[int, float]]:
 
     It occupies the stages before on the same rank as well: their B are still to come.
     """
-    placement = problem.placement
-    for replica in range(placement.replicas):
-        held, costs = 0.0, _largest(problem, replica)
-        for stage in sorted(placement.stages[rank]):
-            if placement.replica(stage) == replica:
-                cost = costs.stages[stage]
-                held += float(cost.checkpoint if stage in problem.recompute else cost.activation) / problem.splits
-                yield stage, held
+    held, costs = 0.0, _largest(problem)
+    for stage in sorted(problem.placement.stages[rank]):
+        cost = costs.stages[stage]
+        held += float(cost.checkpoint if stage in problem.recompute else cost.activation) / problem.splits
+        yield stage, held
 
 
 def _rounds(problem: Problem, rank: int, limit: float, spans: Sequence[float]) -> float:
     """The span from which on microbatches can be between F and B of every stage, as many at once as the limit allows."""
     if limit == math.inf or problem.costs.loads:
         return 0.0
-    best = 0.0
-    total, firsts = problem.microbatches * problem.splits, dict[int, float]()
+    best, count = 0.0, problem.microbatches * problem.splits
+    first = spans[min(problem.placement.stages[rank])]
     for stage, held in nested(problem, rank):
-        replica = problem.placement.replica(stage)
-        way = firsts.setdefault(replica, spans[stage]) - spans[stage]  # of the first to this stage, and of the last from it
+        way = first - spans[stage]  # of the first to this stage, and of the last from it
         if held > 0:
             at_once = max(1, math.floor(limit / held * (1 + SLACK)))
-            count = len(range(replica, total, problem.placement.replicas))
-            best = max(best, -(-count // at_once) * spans[stage] + way if count else 0.0)
+            best = max(best, -(-count // at_once) * spans[stage] + way)
     return best
 
 

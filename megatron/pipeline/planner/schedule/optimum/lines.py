@@ -91,16 +91,15 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
     chains = [stage_kinds(stage in problem.recompute, stage in problem.fused) for stage in stages]
     known: dict[tuple[int, Kind], int] = {}
     made: list[Line] = []
+    memory = np.array([load.memory for load in costs.loads]) if costs.loads else total
+
+    def each(value: Callable[[Costs], float]) -> float | Times:
+        return np.array(costs.each(value, total), float) if costs.loads else float(value(costs))
+
     forwards = ((stage, kind) for stage in stages for kind in chains[stage] if kind.is_forward)
     backwards = ((stage, kind) for stage in reversed(stages) for kind in chains[stage] if not kind.is_forward)
     for stage, kind in chain(forwards, backwards):
-        (rank, chunk), replica = placement.home(stage), placement.replica(stage)
-        count = len(range(replica, total, placement.replicas))
-
-        def each(value: Callable[[Costs], float], replica: int = replica) -> float | Times:
-            if not costs.loads:
-                return float(value(costs))
-            return np.array(costs.each(value, total), float)[replica :: placement.replicas]
+        rank, chunk = placement.home(stage)
 
         def least_seconds(costs: Costs, stage: int = stage, kind: Kind = kind) -> float:
             return _least_seconds(leanest(costs.stages[stage]), kind)
@@ -113,8 +112,7 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
         change = leanest(costs.stages[stage]).allocated(kind, stage in problem.recompute)
         own = Kind(kind.row.replaces[0]) if kind.row.replaces else kind
         known[stage, own] = len(made)
-        memory = np.array([load.memory for load in costs.loads[replica :: placement.replicas]]) if costs.loads else count
-        made.append(Line(stage, rank, own, each(least_seconds), float(change), count, memory, tuple(before)))
+        made.append(Line(stage, rank, own, each(least_seconds), float(change), total, memory, tuple(before)))
     return tuple(made)
 
 

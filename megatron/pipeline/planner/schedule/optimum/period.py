@@ -69,7 +69,7 @@ def _chains(problem: Problem) -> list[float]:
     for line in lines(problem):
         seconds = float(line.between(0, line.count))
         for stage in problem.placement.stages[line.rank]:
-            if stage == line.stage or (stage < line.stage and line.kind is not Kind.W and problem.placement.replicas == 1):
+            if stage == line.stage or (stage < line.stage and line.kind is not Kind.W):
                 found[stage] += seconds
         if line.kind in (Kind.B, Kind.W):
             behind[line.stage] += seconds

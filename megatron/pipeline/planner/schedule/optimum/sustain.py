@@ -38,8 +38,7 @@ def sustaining_limits(problem: Problem) -> tuple[float, ...]:
             step, average = unit(problem, rank), area / (rate * count)
             limit = max(limit, math.ceil(average / step * (1 - SLACK)) * step if step else average)
             for stage, held in nested(problem, rank):
-                passing = len(range(problem.placement.replica(stage), total, problem.placement.replicas))
-                limit = max(limit, math.ceil(passing * spans[stage] / (rate * count) * (1 - SLACK)) * held)
+                limit = max(limit, math.ceil(total * spans[stage] / (rate * count) * (1 - SLACK)) * held)
         limits.append(limit)
     return tuple(limits)
 

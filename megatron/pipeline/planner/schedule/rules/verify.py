@@ -76,7 +76,6 @@ def every_pass_is_known(schedule: Schedule) -> None:
         raise ScheduleError(f"shielded has stage {unknown[0]}; the placement has stages 0..{schedule.placement.last_stage}")
     slices, chunks = schedule.slices, schedule.placement.chunks
     for rank, passes in enumerate(schedule.passes):
-        numbers = [schedule.numbers(rank, chunk) for chunk in range(chunks)]
         for work in passes:
             kind, microbatch, chunk = work
             if kind.row.bucket:
@@ -89,12 +88,6 @@ def every_pass_is_known(schedule: Schedule) -> None:
                 raise ScheduleError(f"rank {rank}: {work} is of chunk {chunk}; passes of the vocabulary have chunk 0")
             if not 0 <= chunk < chunks:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown chunk; they are 0..{chunks - 1}")
-            if microbatch not in numbers[chunk]:
-                raise ScheduleError(
-                    f"rank {rank}: {work} is of a microbatch that does not go through chunk {work.chunk}; with "
-                    f"{schedule.placement.replicas} replicas of the model, microbatch i goes through replica i mod "
-                    f"{schedule.placement.replicas}"
-                )
 
 
 def no_pass_is_repeated(schedule: Schedule) -> None:
@@ -126,7 +119,7 @@ def every_pass_is_there(schedule: Schedule, forward_only: bool) -> None:
             if kind.row.shard and not schedule.vocabulary:
                 continue
             instead = [other for other in row.kinds if kind in other.row.replaces]
-            for microbatch, chunk in _items(schedule, rank, kind):
+            for microbatch, chunk in _items(schedule, kind):
                 present = (kind, microbatch, chunk) in row.all
                 if not present and not any((other, microbatch, chunk) in row.all for other in instead):
                     raise _missing(rank, kind, microbatch, chunk)
@@ -227,10 +220,10 @@ def rounded_up(amount: float) -> str:
     return f"{amount + 10.0 ** (math.floor(math.log10(amount)) - 5):g}"
 
 
-def _items(schedule: Schedule, rank: int, kind: Kind) -> Iterator[tuple[int, int]]:
-    """Every (microbatch, chunk) of a kind on a rank, one by one: a file may claim more microbatches than fit into a list."""
+def _items(schedule: Schedule, kind: Kind) -> Iterator[tuple[int, int]]:
+    """Every (microbatch, chunk) of a kind on any rank, one by one: a file may claim more microbatches than fit into a list."""
     chunks = 1 if kind.row.shard else schedule.placement.chunks
-    return ((m, c) for c in range(chunks) for m in schedule.numbers(rank, c))
+    return ((m, c) for c in range(chunks) for m in range(schedule.slices))
 
 
 def _missing(rank: int, kind: Kind, microbatch: int, chunk: int) -> ScheduleError:

@@ -6,7 +6,7 @@ leaves its middle alone. Qi et al., "Pipeline Parallelism with Controllable Memo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,25 @@ from megatron.pipeline.planner.schedule.core.compiled import compiled
 from megatron.pipeline.planner.schedule.search.engine import SLACK
 from megatron.pipeline.planner.schedule.search.instance import Instance, Plan
 from megatron.pipeline.planner.schedule.time.orders import DOWN, Array
+
+
+class MovingPasses(NamedTuple):
+    """Passes that move to earlier times.
+
+    Attributes:
+        order, ends: of the plan.
+        held: float[P, N], of every rank after each of its passes.
+        idle: float[P, N], idle seconds of every rank up to the start of each of its passes.
+        seen: int[P], how many passes of every rank have had their turn, so that the next is most often at that place.
+        gap: int[P], the place behind the last idle time of every rank before the pass whose turn it is.
+    """
+
+    order: Array
+    ends: Array
+    held: Array
+    idle: Array
+    seen: Array
+    gap: Array
 
 
 def compact(instance: Instance, plan: Plan, limits: Array) -> Plan:
@@ -31,37 +50,25 @@ def compact(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 
 def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
-    order, ends, starts = plan.order.copy(), plan.ends.copy(), plan.ends - instance.seconds
+    starts = plan.ends - instance.seconds
     by_start = instance.numbers[np.argsort(starts.ravel()[instance.numbers], kind="stable")]
-    places = np.zeros((2, len(order)), np.int64)
-    if not _compact(instance.arrays, limits, order, ends, by_start, *np.zeros((2, *order.shape[:2])), *places):
+    shape = plan.order.shape[:2]
+    moving = MovingPasses(plan.order.copy(), plan.ends.copy(), *np.zeros((2, *shape)), *np.zeros((2, shape[0]), np.int64))
+    if not _compact(instance.arrays, limits, by_start, moving):
         return plan
-    compacted = instance.replay(order)
+    compacted = instance.replay(moving.order)
     # Where two times differ by no more than a rounding error, a pass may have moved before one that it needs.
     return compacted if compacted is not None and compacted.value <= plan.value else plan
 
 
 @compiled
 def _compact(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
-    arrays: Any,
-    limits: Array,
-    order: Array,
-    ends: Array,
-    by_start: Array,
-    held: Array,
-    idle: Array,
-    seen: Array,
-    gap: Array,
+    arrays: Any, limits: Array, by_start: Array, moving: Any
 ) -> int:
-    """Change ``order`` and ``ends`` in place, pass by pass in the order of their starts; returns how many passes moved.
-
-    Args:
-        held: float[P, N], of every rank after each of its passes.
-        idle: float[P, N], idle seconds of every rank up to the start of each of its passes.
-        seen: int[P], zeros: how many passes of every rank have had their turn, so that the next is most often at that place.
-        gap: int[P], zeros: the place behind the last idle time of every rank before the pass whose turn it is.
-    """
-    home, hops, _, _, _, seconds, before, allocated, _, lengths, _, _ = arrays
+    """Change orders and ends in place, pass by pass in the order of their starts; returns how many passes moved."""
+    home, hops, seconds, before = arrays.home, arrays.hops, arrays.seconds, arrays.before
+    allocated, lengths = arrays.allocated, arrays.lengths
+    order, ends, held, idle, seen, gap = moving.order, moving.ends, moving.held, moving.idle, moving.seen, moving.gap
     stages, many = ends.shape[1], ends.shape[2]
     moved = 0
     for rank in range(lengths.shape[0]):

@@ -16,14 +16,11 @@ SLACK = 1e-9  # relative: rounding errors of sums are below this
 
 
 class Arrays(NamedTuple):
-    """One problem, with P ranks and S stages.
+    """One problem, with P ranks, S stages and M microbatches.
 
     Attributes:
         home: int[S], the rank of every stage.
         hops: float[5, S, M], see ``orders.hops_of``.
-        counts: int[S], how many microbatches go through a stage.
-        replica: int[S], the model that a stage belongs to; its microbatch k is number k * replicas + replica.
-        replicas: how many models there are.
         seconds: float[5, S, M].
         before: int[5, S], the kind that precedes on the stage, -1 for none, -2 where the stage has no such passes.
         allocated: float[5, S, M], by a pass when it starts (positive) or ends (negative).
@@ -34,9 +31,6 @@ class Arrays(NamedTuple):
 
     home: Array
     hops: Array
-    counts: Array
-    replica: Array
-    replicas: int
     seconds: Array
     before: Array
     allocated: Array
@@ -46,45 +40,61 @@ class Arrays(NamedTuple):
     first: Array
 
 
+class Policy(NamedTuple):
+    """What list scheduling prefers.
+
+    Attributes:
+        targets: float[5, S, M], priorities: the smallest first.
+        caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and between DOWN and its last pass; None
+            for any number, until ``Instance.construct`` says so in arrays.
+        window: seconds for which a rank waits for a pass with a smaller target.
+        in_order: whether the DOWN of a rank run in the order of their targets, so that no later one takes the memory of an
+            earlier one.
+    """
+
+    targets: Array
+    caps: Array | None = None
+    quotas: Array | None = None
+    window: float = 0.0
+    in_order: bool = False
+
+
 class PlacedPasses(NamedTuple):
     """Passes that list scheduling has placed so far.
 
     Attributes:
         ends: float[5, S, M], -1 for passes that are not placed.
+        order: int[P, N, 3], (kind, stage, microbatch) of every rank's passes.
         done: int[5, S], how many passes of each kind and stage are placed.
         length: int[P], how many passes of each rank are placed.
         free, clock, held: float[P], when a rank's last pass ends, when it decides next, and what it holds.
+        spare: float[P], for how many seconds each rank may yet be idle.
     """
 
     ends: Array
+    order: Array
     done: Array
     length: Array
     free: Array
     clock: Array
     held: Array
+    spare: Array
 
     @staticmethod
-    def none(ranks: int, shape: tuple[int, int, int]) -> PlacedPasses:
-        return PlacedPasses(np.full(shape, -1.0), np.zeros(shape[:2], np.int64), np.zeros(ranks, np.int64), *np.zeros((3, ranks)))
+    def none(arrays: Arrays, spare: Array) -> PlacedPasses:
+        shape, ranks = arrays.seconds.shape, len(arrays.lengths)
+        order = np.full((ranks, int(arrays.lengths.max()), 3), -1, np.int32)
+        done, length, (free, clock, held) = np.zeros(shape[:2], np.int64), np.zeros(ranks, np.int64), np.zeros((3, ranks))
+        return PlacedPasses(np.full(shape, -1.0), order, done, length, free, clock, held, spare)
 
 
 @compiled
 def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
-    arrays: Any,
-    limits: Array,
-    targets: Array,
-    caps: Array,
-    quotas: Array,
-    window: float,
-    in_order: bool,
-    order: Array,
-    progress: Any,
-    spare: Array,
-    from_zero: bool,
+    arrays: Any, limits: Array, policy: Any, placed: Any, from_zero: bool
 ) -> int:
-    """Fill ``order`` by list scheduling; returns 1 if every pass was placed, 0 if some cannot be, -1 if a rank is idle too long.
+    """Place passes by list scheduling; returns 1 if all were placed, 0 if some cannot be, -1 if a rank is idle too long.
 
-    At every decision the rank that is free first considers the passes whose inputs arrive within ``window``, and takes the
+    At every decision the rank that is free first considers the passes whose inputs arrive within the window, and takes the
     one with the smallest target. While it waits for that pass, it runs others that end in time.
 
     Memory cannot run into a dead end: when a pass allocates, the rank keeps enough room for all that its oldest
@@ -94,20 +104,17 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
     Args:
         arrays: of the problem, ``Arrays``.
         limits: float[P].
-        targets: float[5, S, M], priorities.
-        caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and between DOWN and its last pass.
-        window: seconds.
-        in_order: whether the DOWN of a rank run in the order of their targets, so that no later one takes the memory of an
-            earlier one.
-        order: int[P, N, 3], filled with (kind, stage, microbatch).
-        progress: ``PlacedPasses``, none so far.
-        spare: float[P], for how many seconds each rank may be idle; changed.
-        from_zero: whether a rank's time before its first pass counts too.
+        policy: ``Policy``.
+        placed: ``PlacedPasses``, none so far.
+        from_zero: whether a rank's time before its first pass counts as idle, too.
     """
-    home, hops, counts, replica, replicas, seconds, before, allocated, together, lengths, lines, first = arrays
-    ends, done, length, free, clock, held = progress
-    stages = home.shape[0]
-    remaining = lengths.sum()
+    home, hops, seconds, before, allocated = arrays.home, arrays.hops, arrays.seconds, arrays.before, arrays.allocated
+    together, lines, first = arrays.together, arrays.lines, arrays.first
+    targets, caps, quotas = policy.targets, policy.caps, policy.quotas
+    ends, order, done, length = placed.ends, placed.order, placed.done, placed.length
+    free, clock, held, spare = placed.free, placed.clock, placed.held, placed.spare
+    stages, many = home.shape[0], seconds.shape[2]
+    remaining = arrays.lengths.sum()
     late = 0.0  # by how much all times may be later than the order makes necessary
 
     while remaining > 0:
@@ -123,22 +130,22 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         room = limits[rank] * (1 + SLACK) - held[rank]
 
         turn = np.inf  # the smallest target of a DOWN
-        if in_order:
+        if policy.in_order:
             for line in range(mine.shape[0]):
                 kind, stage = mine[line, 0], mine[line, 1]
-                if kind == DOWN and done[DOWN, stage] < counts[stage]:
+                if kind == DOWN and done[DOWN, stage] < many:
                     turn = min(turn, targets[DOWN, stage, done[DOWN, stage]])
 
         # The first round finds the pass to wait for; if the rank would be idle until then, the second finds one that fits before.
         chosen, chosen_stage, chosen_ready = -1, -1, np.inf
-        horizon, deadline, kept = now + window, np.inf, 0.0
+        horizon, deadline, kept = now + policy.window, np.inf, 0.0
         soonest = np.inf
         for _ in range(2):
             best, best_stage, best_ready, best_target = -1, -1, np.inf, np.inf
             for line in range(mine.shape[0]):
                 kind, stage = mine[line, 0], mine[line, 1]
                 index = done[kind, stage]
-                if index >= counts[stage] or now + seconds[kind, stage, index] > deadline:
+                if index >= many or now + seconds[kind, stage, index] > deadline:
                     continue
                 target = targets[kind, stage, index]
                 if target >= best_target:
@@ -155,9 +162,8 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
                     continue
                 if takes > 0:
                     if oldest < 0:
-                        oldest, reserved = _reserve(mine, counts, replica, replicas, allocated, together, done)
-                    own = index * replicas + replica[stage] == oldest
-                    if (reserved if own else takes + reserved) > room:
+                        oldest, reserved = _reserve(mine, allocated, together, done)
+                    if (reserved if index == oldest else takes + reserved) > room:
                         continue
                 soonest = min(soonest, ready)
                 if ready <= horizon:
@@ -216,22 +222,18 @@ def _arrival(kind: int, stage: int, index: int, hops: Array, before: Array, ends
 
 
 @compiled
-def _reserve(
-    mine: Array, counts: Array, replica: Array, replicas: int, allocated: Array, together: Array, done: Array
-) -> tuple[Any, float]:
+def _reserve(mine: Array, allocated: Array, together: Array, done: Array) -> tuple[Any, float]:
     """The oldest microbatch that still allocates on a rank, and the memory it needs there beyond what older ones will free."""
-    first, model = np.int64(2**62), np.int64(0)  # of the oldest: its number within its replica, and which that is
+    many = np.int64(allocated.shape[2])
+    oldest = many
     for line in range(mine.shape[0]):
         kind, stage = mine[line, 0], mine[line, 1]
-        older = done[kind, stage] < first or (done[kind, stage] == first and replica[stage] < model)
-        if older and allocated[kind, stage, 0] > 0 and done[kind, stage] < counts[stage]:
-            first, model = done[kind, stage], replica[stage]
+        if allocated[kind, stage, 0] > 0 and done[kind, stage] < oldest:
+            oldest = done[kind, stage]
     reserved = 0.0
     for line in range(mine.shape[0]):
         kind, stage = mine[line, 0], mine[line, 1]
-        edge = min(counts[stage], first + (replica[stage] < model))
-        reserved -= together[kind, stage, min(done[kind, stage], edge)]
-        belongs = edge < counts[stage] and replica[stage] == model
-        if belongs and allocated[kind, stage, edge] > 0 and done[kind, stage] <= edge:
-            reserved += allocated[kind, stage, edge]
-    return first * replicas + model, reserved
+        reserved -= together[kind, stage, min(done[kind, stage], oldest)]
+        if oldest < many and allocated[kind, stage, oldest] > 0 and done[kind, stage] <= oldest:
+            reserved += allocated[kind, stage, oldest]
+    return oldest, reserved

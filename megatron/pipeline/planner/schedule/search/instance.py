@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -61,23 +60,6 @@ class Few:
                 self.plans = [each for each in self.plans if each.value <= self.longest()]
 
 
-class Seed(NamedTuple):
-    """The parameters of list scheduling, see ``engine.construct``.
-
-    Attributes:
-        targets: float[5, S, M], priorities: the smallest first.
-        caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and between DOWN and its last pass.
-        window: seconds for which a rank waits for a pass with a smaller target.
-        in_order: whether the forwards of a rank run in the order of their targets.
-    """
-
-    targets: Array
-    caps: Array | None = None
-    quotas: Array | None = None
-    window: float = 0.0
-    in_order: bool = False
-
-
 class Instance:
     """The arrays of a problem, read forwards or backwards in time; see ``engine`` for their meaning.
 
@@ -89,37 +71,31 @@ class Instance:
 
     def __init__(self, problem: Problem, backwards: bool = False) -> None:
         self.problem, self.backwards = problem, backwards
-        placement, stages = problem.placement, range(problem.placement.last_stage + 1)
+        placement, stages = problem.placement, range(problem.placement.depth)
         self.home = home = np.array([placement.home(stage)[0] for stage in stages])
-        self.replica = np.array([placement.replica(stage) for stage in stages])
-        unequal, numbers = bool(problem.costs.loads), range(problem.microbatches)
-        own = [numbers[first :: placement.replicas] for first in self.replica.tolist()]
-        self.counts = np.array(list(map(len, own)))
-        costs = [problem.costs.of(number) for number in numbers] if unequal else [problem.costs]
-        own = [each[::-1] if backwards else each for each in own] if unequal else [range(1)] * len(stages)
+        unequal, many = bool(problem.costs.loads), problem.microbatches
+        costs = [problem.costs.of(number) for number in range(many)] if unequal else [problem.costs]
+        costs = costs[::-1] if backwards else costs
         self.seconds, self.allocated = np.zeros((2, *self.shape))
         self.before = np.full((KINDS, len(stages)), -2)
-        messages = np.zeros(self.shape[1:])
         slot_of = slots(backwards)
-        for stage, count in zip(stages, self.counts.tolist(), strict=True):
-            recomputed, each = stage in problem.recompute, [costs[number] for number in own[stage]]
-            messages[stage, :count] = [cost.hop for cost in each]
+        for stage in stages:
+            recomputed = stage in problem.recompute
             kinds = stage_kinds(recomputed, stage in problem.fused)
             last = -1
             for kind in reversed(kinds) if backwards else kinds:
                 slot = slot_of[kind]
-                self.seconds[slot, stage, :count] = [cost.stages[stage].seconds(kind) for cost in each]
-                allocated = [cost.stages[stage].allocated(kind, recomputed) for cost in each]
-                self.allocated[slot, stage, :count] = np.array(allocated, float) * (-1 if backwards else 1)
+                self.seconds[slot, stage] = [cost.stages[stage].seconds(kind) for cost in costs]
+                allocated = [cost.stages[stage].allocated(kind, recomputed) for cost in costs]
+                self.allocated[slot, stage] = np.array(allocated, float) * (-1 if backwards else 1)
                 self.before[slot, stage] = last
                 last = slot
-        self.hops = hops_of(placement, messages)
-        many = self.shape[2]
+        self.hops = hops_of(placement, np.tile([cost.hop for cost in costs], (len(stages), many // len(costs))))
         together = np.zeros((KINDS, len(stages), many + 1))
         if unequal:
             np.cumsum(self.allocated, axis=2, out=together[:, :, 1:])
             self.mean_seconds, self.mean_allocated, self.mean_hops = (
-                each.sum(axis=2) / np.maximum(self.counts, 1) for each in (self.seconds, self.allocated, self.hops)
+                each.sum(axis=2) / many for each in (self.seconds, self.allocated, self.hops)
             )
             each = self.seconds.sum(axis=(0, 1))
             self.begins = (each.cumsum() - each) / (each.mean() or 1.0)
@@ -132,15 +108,14 @@ class Instance:
             together += self.mean_allocated[:, :, None] * np.arange(many + 1)
             self.begins = np.arange(many)
         self.lengths = np.zeros(placement.ranks, np.int64)
-        np.add.at(self.lengths, home, (self.before != -2).sum(axis=0) * self.counts)
+        np.add.at(self.lengths, home, (self.before != -2).sum(axis=0) * many)
         stage_of, kind_of = np.nonzero((self.before != -2).T)
         by_rank = np.argsort(home[stage_of], kind="stable")
         lines = np.stack((kind_of, stage_of), axis=1)[by_rank]
         first = np.searchsorted(home[stage_of][by_rank], np.arange(placement.ranks + 1))
         self.arrays = engine.Arrays(
-            home, self.hops, self.counts, self.replica, placement.replicas, self.seconds, self.before, self.allocated,
-            together, self.lengths, lines, first,
-        )  # fmt: skip
+            home, self.hops, self.seconds, self.before, self.allocated, together, self.lengths, lines, first
+        )
 
     @cached_property
     def reversed(self) -> Instance:
@@ -149,9 +124,9 @@ class Instance:
 
     @property
     def is_v(self) -> bool:
-        """Tell whether rank r has the stages r and 2p-1-r of one model."""
+        """Tell whether rank r has the stages r and 2p-1-r of the model."""
         ranks = range(len(self.lengths))
-        return self.problem.placement.replicas == 1 and self.home.tolist() == [*ranks, *reversed(ranks)]
+        return self.home.tolist() == [*ranks, *reversed(ranks)]
 
     @property
     def size(self) -> int:
@@ -161,24 +136,25 @@ class Instance:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of arrays over all passes: kinds, stages, microbatches."""
-        return KINDS, len(self.home), int(self.counts.max())
+        return KINDS, len(self.home), self.problem.microbatches
 
-    def construct(self, seed: Seed, limits: Array, longest: float = np.inf) -> Plan | None:
+    def construct(self, policy: engine.Policy, limits: Array, longest: float = np.inf) -> Plan | None:
         """List scheduling; None if the limits leave no room for one microbatch.
 
         Args:
             longest: a plan of a higher value is not finished, and its value is infinite.
         """
-        order = np.full((len(limits), int(self.lengths.max()), 3), -1, np.int32)
         any_number = np.full(len(self.home), 2**31)
-        caps = any_number if seed.caps is None else seed.caps
-        quotas = any_number if seed.quotas is None else seed.quotas
-        progress, targets = engine.PlacedPasses.none(len(limits), self.shape), np.ascontiguousarray(seed.targets, float)
-        whole = seed.window, seed.in_order, order, progress, self._spare(longest), self.problem.objective is Objective.MAKESPAN
-        placed = engine.construct(self.arrays, limits, targets, caps, quotas, *whole)
-        if placed < 0:
-            return Plan(np.inf, np.inf, np.inf, order, progress.ends)
-        return self.replay(order) if placed else None
+        policy = policy._replace(
+            targets=np.ascontiguousarray(policy.targets, float),
+            caps=any_number if policy.caps is None else policy.caps,
+            quotas=any_number if policy.quotas is None else policy.quotas,
+        )
+        placed = engine.PlacedPasses.none(self.arrays, self._spare(longest))
+        found = engine.construct(self.arrays, limits, policy, placed, self.problem.objective is Objective.MAKESPAN)
+        if found < 0:
+            return Plan(np.inf, np.inf, np.inf, placed.order, placed.ends)
+        return self.replay(placed.order) if found else None
 
     def _spare(self, longest: float) -> Array:
         """For how many seconds each rank can be idle in a plan of a value, float[P]."""
@@ -190,7 +166,7 @@ class Instance:
     def work(self) -> Array:
         """Seconds of all passes of every rank, float[P]."""
         work = np.zeros(len(self.lengths))
-        np.add.at(work, self.home, self.mean_seconds.sum(axis=0) * self.counts)
+        np.add.at(work, self.home, self.mean_seconds.sum(axis=0) * self.shape[2])
         return work
 
     def replay(self, order: Array) -> Plan | None:
@@ -212,8 +188,7 @@ class Instance:
     @cached_property
     def numbers(self) -> Array:
         """All passes, int[N]: the places of their times in an array of all, flat."""
-        exists = (self.before != -2)[:, :, None] & (np.arange(self.shape[2]) < self.counts[:, None])
-        return np.flatnonzero(exists)
+        return np.flatnonzero(np.broadcast_to((self.before != -2)[:, :, None], self.shape))
 
     def within(self, plan: Plan, limits: Array) -> bool:
         """Tell whether no rank of a plan ever holds more than its limit."""
@@ -229,9 +204,7 @@ class Instance:
             if len(row) != self.lengths[rank]:
                 return None
             stages = placement.stages[rank]
-            order[rank, : len(row)] = [
-                (slot_of[kind], stages[chunk], microbatch // placement.replicas) for kind, microbatch, chunk in row
-            ]
+            order[rank, : len(row)] = [(slot_of[kind], stages[chunk], microbatch) for kind, microbatch, chunk in row]
         return self.replay(order)
 
     def turned(self, order: Array) -> Array:
@@ -239,7 +212,7 @@ class Instance:
         place = self.lengths[:, None] - 1 - np.arange(order.shape[1])
         turned = order[np.arange(len(order))[:, None], place]
         turned[:, :, 0] = POST - turned[:, :, 0]
-        turned[:, :, 2] = self.counts[turned[:, :, 1]] - 1 - turned[:, :, 2]
+        turned[:, :, 2] = self.shape[2] - 1 - turned[:, :, 2]
         turned[place < 0] = -1
         return turned
 
@@ -247,17 +220,12 @@ class Instance:
         """The passes of every rank."""
         placement, fused = self.problem.placement, self.problem.fused
         names = {slot: kind for kind, slot in slots(self.backwards).items() if kind is not Kind.BW}
-        chunks = [placement.home(stage)[1] for stage in range(placement.last_stage + 1)]
         lines = {
-            (slot, stage): (Kind.BW if slot == UP and stage in fused else kind, first, chunk)
+            (slot, stage): (Kind.BW if slot == UP and stage in fused else kind, placement.home(stage)[1])
             for slot, kind in names.items()
-            for stage, (first, chunk) in enumerate(zip(self.replica.tolist(), chunks, strict=True))
+            for stage in range(placement.depth)
         }
         return tuple(
-            tuple(
-                Pass(kind, index * placement.replicas + first, chunk)
-                for slot, stage, index in row[:length]
-                for kind, first, chunk in (lines[slot, stage],)
-            )
+            tuple(Pass(kind, index, chunk) for slot, stage, index in row[:length] for kind, chunk in (lines[slot, stage],))
             for row, length in zip(plan.order.tolist(), self.lengths.tolist(), strict=True)
         )

@@ -50,7 +50,7 @@ def list_schedule_overlapped(problem: Problem) -> Order | None:
 
     None for what braids do not go with, for unequal microbatches, and where the limits have no room for one on every stage.
     """
-    if problem.recompute or problem.splits > 1 or problem.placement.replicas > 1 or problem.costs.loads:
+    if problem.recompute or problem.splits > 1 or problem.costs.loads:
         return None
     trials = _PairingTrials(problem)
     last = problem.placement.last_stage

@@ -17,8 +17,8 @@ from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
 from megatron.pipeline.planner.schedule.rules.verify import rounded_up
 from megatron.pipeline.planner.schedule.search.compact import compact
-from megatron.pipeline.planner.schedule.search.engine import SLACK
-from megatron.pipeline.planner.schedule.search.instance import Few, Instance, Plan, Seed
+from megatron.pipeline.planner.schedule.search.engine import SLACK, Policy
+from megatron.pipeline.planner.schedule.search.instance import Few, Instance, Plan
 from megatron.pipeline.planner.schedule.search.rounds import can_be_in_rounds, rounds
 from megatron.pipeline.planner.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.planner.schedule.time.orders import DOWN, Array
@@ -111,13 +111,13 @@ def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: 
     problem = instance.problem
     most = _room(instance, own)
     microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
-    chunk = microbatch / problem.placement.chunks_per_replica
+    chunk = microbatch / problem.placement.chunks
     if (long and fixed) or not chunk:
         yield most, True
         return
     in_rounds = instance.size > _MEDIUM and can_be_in_rounds(instance)
     steps = _STEPS_OF_LONG if long and not in_rounds else _STEPS
-    step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // steps)
+    step = chunk * max(1, problem.placement.depth // steps)
     sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
     unit = step if long else chunk
     whole = not problem.costs.loads and sizes <= {0.0, chunk} and min(most) >= max(unit, microbatch)
@@ -150,7 +150,7 @@ def _room(instance: Instance, limits: ArrayLike | None) -> Array:
     """The memory that every rank can use: its limit if it has one, or what all microbatches hold at once if that is less."""
     everything = np.zeros(len(instance.lengths))
     held = np.maximum(instance.mean_allocated, 0).sum(axis=0)
-    np.add.at(everything, instance.home, held * instance.counts)
+    np.add.at(everything, instance.home, held * instance.shape[2])
     return np.minimum(everything, np.inf if limits is None else limits)
 
 
@@ -287,7 +287,7 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
             targets = _repeated(small, plan, whole, block)
             exact = whole.sorted(targets)
             few.add([exact] if exact and whole.within(exact, room) else [])
-            few.add(whole.construct(Seed(targets, in_order=in_order), room, few.longest()) for in_order in (True, False))
+            few.add(whole.construct(Policy(targets, in_order=in_order), room, few.longest()) for in_order in (True, False))
     yield from (compact(whole, plan, room) for plan in _distinct(few.plans))
 
 
@@ -322,11 +322,8 @@ def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal
 def _cut_down(problem: Problem) -> Problem:
     """A long problem with fewer microbatches, enough that its start and its end do not overlap; one that is short, or has no
     middle that repeats, as it is."""
-    enough = problem.placement.replicas * (_ROUNDS * problem.ranks + 8)
-    long = (
-        not problem.costs.loads
-        and 3 * problem.microbatches * (problem.placement.last_stage + 1) // problem.placement.replicas > _WHOLE
-    )
+    enough = _ROUNDS * problem.ranks + 8
+    long = not problem.costs.loads and 3 * problem.microbatches * problem.placement.depth > _WHOLE
     return replace(problem, microbatches=enough) if long and problem.microbatches > enough + problem.ranks else problem
 
 
@@ -358,10 +355,10 @@ def _improve(instance: Instance, plan: Plan, limits: Array, tries: int, goal: fl
         in_order = bool(generator.integers(2))
         noise = np.zeros(instance.shape) if number < 2 else _noise(generator, instance.shape, period)
         if number % 2:
-            new = instance.construct(Seed(begin + noise, window=window, in_order=in_order), limits, best.value * _NEAR)
+            new = instance.construct(Policy(begin + noise, window=window, in_order=in_order), limits, best.value * _NEAR)
         else:
             targets = (current.makespan - current.ends)[::-1, :, ::-1]
-            turned = backwards.construct(Seed(targets + noise, window=window, in_order=in_order), limits)
+            turned = backwards.construct(Policy(targets + noise, window=window, in_order=in_order), limits)
             new = instance.replay(instance.turned(turned.order)) if turned else None
         if new is None or new.value > best.value * _NEAR:
             continue

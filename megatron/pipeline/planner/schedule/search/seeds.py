@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megatron.pipeline.planner.schedule.search.instance import Instance, Plan, Seed
+from megatron.pipeline.planner.schedule.search.engine import Policy
+from megatron.pipeline.planner.schedule.search.instance import Instance, Plan
 from megatron.pipeline.planner.schedule.time.orders import DOWN, MID, POST, UP, Array
 
 # How far apart a pass and the same pass of the next stage are, in passes: forward on the first and second half of the
@@ -30,15 +31,15 @@ def starts(instance: Instance, limits: Array, most: int, longest: Callable[[], f
     Args:
         longest: above which value the next plan is of no use; it then is infinite.
     """
-    simple = instance.construct(Seed(greedy(instance)), limits, longest())
+    simple = instance.construct(Policy(greedy(instance)), limits, longest())
     if simple is not None:
         yield simple
     if instance.is_v:
         plan = instance.sorted(_packed(instance))
         if plan is not None and instance.within(plan, limits):
             yield plan
-    for seed in itertools.islice(_seeds(instance, limits), most):
-        plan = instance.construct(seed, limits, longest())
+    for policy in itertools.islice(_seeds(instance, limits), most):
+        plan = instance.construct(policy, limits, longest())
         if plan is not None:
             yield plan
 
@@ -52,7 +53,7 @@ def greedy(instance: Instance) -> Array:
     return targets
 
 
-def _seeds(instance: Instance, limits: Array) -> Iterator[Seed]:
+def _seeds(instance: Instance, limits: Array) -> Iterator[Policy]:
     """Parameters of list scheduling for one building block after another."""
     period, unit = period_and_unit(instance)
     one_home = len(set(instance.home.tolist())) == len(instance.home)
@@ -63,10 +64,10 @@ def _seeds(instance: Instance, limits: Array) -> Iterator[Seed]:
         if one_home:
             yield from _linear(instance, limits, targets, unit)
         else:
-            yield Seed(targets, in_order=True)
+            yield Policy(targets, in_order=True)
             for rounding in _ROUND:
-                yield Seed(targets, None, np.clip(np.ceil(held / period + rounding), 1, 2.0**31).astype(np.int64))
-            yield Seed(targets, None, _shares(instance, held, limits))
+                yield Policy(targets, None, np.clip(np.ceil(held / period + rounding), 1, 2.0**31).astype(np.int64))
+            yield Policy(targets, None, _shares(instance, held, limits))
 
 
 def period_and_unit(instance: Instance) -> tuple[float, float]:
@@ -143,16 +144,16 @@ def _packed(instance: Instance) -> Array:
     return offsets[:, :, None] + slots * instance.begins
 
 
-def _linear(instance: Instance, limits: Array, targets: Array, unit: float) -> Iterator[Seed]:
+def _linear(instance: Instance, limits: Array, targets: Array, unit: float) -> Iterator[Policy]:
     """One stage per rank: caps by how many microbatches more than the next rank each rank may run forward."""
     ranks = len(limits)
     behind = np.arange(len(instance.home))[::-1]
     sizes = instance.mean_allocated[DOWN]
     room = [limits[rank] / size for rank, size in zip(instance.home, sizes, strict=True) if size > 0]
     for depth in (1.0, 2.0, 1.5, *({min(room) / ranks} if room else ()), 3.0):
-        yield Seed(targets, np.maximum(1, np.floor(1 + depth * behind)).astype(np.int64), None)
-    yield Seed(targets)
-    yield Seed(targets, window=unit / 2)
+        yield Policy(targets, np.maximum(1, np.floor(1 + depth * behind)).astype(np.int64), None)
+    yield Policy(targets)
+    yield Policy(targets, window=unit / 2)
 
 
 def _shares(instance: Instance, held: Array, limits: Array) -> Array:

@@ -49,13 +49,12 @@ def hops_of(placement: Placement, messages: Array) -> Array:
     """Seconds until a pass has what the stage before (DOWN) or behind (UP) made, ``float[5, S, M]``; -1 where it needs nothing.
 
     Args:
-        messages: float[S, M], seconds of a message of the M microbatches that go through a stage.
+        messages: float[S, M], seconds of a message of the M microbatches.
     """
     hops = np.full((KINDS, *messages.shape), -1.0)
     for stage in range(1, placement.last_stage + 1):
-        if not placement.is_first(stage):
-            far = placement.home(stage)[0] != placement.home(stage - 1)[0]
-            hops[DOWN, stage] = hops[UP, stage - 1] = messages[stage] if far else 0
+        far = placement.home(stage)[0] != placement.home(stage - 1)[0]
+        hops[DOWN, stage] = hops[UP, stage - 1] = messages[stage] if far else 0
     return hops
 
 

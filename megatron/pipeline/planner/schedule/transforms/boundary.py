@@ -147,18 +147,8 @@ def _planned(passes: Passes, buckets: int, at_once: bool) -> Turn:
 
 
 def megatron(schedule: Schedule, problem: Problem, rules: Iterable[Rules] = MEGATRON) -> tuple[Schedule, Steady]:
-    """The schedule with the boundary of Megatron-LM's rules that has the shortest period, with the best number of buckets.
-
-    Raises:
-        ValueError: a chunk has no passes.
-    """
+    """The schedule with the boundary of Megatron-LM's rules that has the shortest period, with the best number of buckets."""
     plain = replace(schedule, boundary=())
-    for rank, row in enumerate(plain.passes):
-        if idle := set(range(plain.placement.chunks)) - {work.chunk for work in row}:
-            raise ValueError(
-                f"{plain.name} of {plain.microbatches} microbatch(es) runs nothing on chunk {min(idle)} of rank {rank}, so that "
-                "it has no gradients to reduce between iterations: give more microbatches, or leave out --replicas, RS, OPT, AG"
-            )
     cycle = Cycle(plain, problem.costs, waits_for_norm(problem))
     made = [by_rules(plain, rule, buckets) for rule in rules for buckets in BUCKETS]
     found = [(steady, each) for each in made if (steady := cycle.steady(each)) is not None]

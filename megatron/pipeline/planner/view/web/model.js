@@ -52,7 +52,6 @@ class Panel extends Table {
     this.lanes = kinds.filter((kind) => kind.lane).map((kind) => kind.name);
     this.needs = kinds.map((kind) => kind.needs.filter(({ modes }) => !modes.length || modes.includes(entry.vocabulary)));
     this.stages = entry.stages; // stages[rank][chunk]; null for a recording, whose placement is not known
-    this.depth = entry.depth; // stages of one model
     this.splits = entry.splits;
     this.ranks = entry.counts.length;
     this.#beginAtZero();
@@ -169,9 +168,9 @@ class Panel extends Table {
 
   /** The stages that a need of a pass on a stage is about; passes of the vocabulary are on the first stage of their rank. */
   #stages(where, stage) {
-    const [isFirst, isLast] = [stage % this.depth === 0, (stage + 1) % this.depth === 0];
-    const around = { SAME: [stage], PREVIOUS: isFirst ? [] : [stage - 1], NEXT: isLast ? [] : [stage + 1] };
-    return around[where] ?? { FIRST: [0], LAST: [this.depth - 1], ALL: this.stages.map(([first]) => first) }[where];
+    const last = this.ranks * this.stages[0].length - 1;
+    const around = { SAME: [stage], PREVIOUS: stage === 0 ? [] : [stage - 1], NEXT: stage === last ? [] : [stage + 1] };
+    return around[where] ?? { FIRST: [0], LAST: [last], ALL: this.stages.map(([first]) => first) }[where];
   }
 
   /** The microbatch of a pass and the letter of its slice: 3, 3a. */
