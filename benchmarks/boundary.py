@@ -1,4 +1,4 @@
-"""What planning the boundary of iterations saves: simulated periods, as the tables of docs/notes/boundary.md.
+"""What planning the boundary of iterations saves: simulated periods, as the tables of benchmarks/README.md.
 
 First a pipeline of 8 ranks with 64 replicas, at round costs; then Llama 3 70B and DeepSeek-V3, at costs that ``mpipe costs``
 predicts for GPUs.
