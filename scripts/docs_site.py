@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("*.md", "docs/*.md", "docs/users/*.md", "docs/notes/*.md", "benchmarks/*.md", "configs/*.md", "examples/*.md", "tests/*.md")
+PAGES = ("*.md", "docs/**/*.md", "benchmarks/*.md", "configs/*.md", "examples/*.md", "tests/*.md")
 _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)")
 _LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]*)""")
 _NAMED_BLOCK = re.compile(r"^```(\w+) (\S+)$", re.M)  # a fenced block with a file's name

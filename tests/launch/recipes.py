@@ -143,7 +143,7 @@ RECIPES = {
         "Megatron-LM examples/llama/README.md (the row of 1024 GPUs) and Megatron-Bridge scripts/performance/configs/llama; what "
         "overlaps, of NVIDIA's MLPerf submissions",
         _LLAMA,
-        {"--num-layers": "30", "--num-virtual-stages-per-pipeline-rank": "4"},
+        {"--num-layers": "14", "--num-virtual-stages-per-pipeline-rank": "4"},
         (
             "--overlap-param-gather-with-optimizer-step",
             "--defer-embedding-wgrad-compute",

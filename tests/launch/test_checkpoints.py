@@ -78,7 +78,7 @@ def full(where: str, number: int, ranks: int, port: int, output: Path, arguments
 @pytest.mark.parametrize(
     ("where", "flags", "ranks"),
     [
-        ("torch_dist", "zb-v --ckpt-format torch_dist", 2),
+        rest("torch_dist", "zb-v --ckpt-format torch_dist", 2),
         rest("torch_dist", "zb-h1 --ckpt-format torch_dist", 4),
         rest("torch_dist", "zb-v --ckpt-format torch_dist --async-save", 2),
         rest("torch_dist", "stock --ckpt-format torch_dist", 2),
@@ -120,7 +120,7 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "how", "ranks"),
     [
-        ("zb-v --ckpt-format torch_dist", "flipped", 2),
+        rest("zb-v --ckpt-format torch_dist", "flipped", 2),
         rest("zb-h1 --ckpt-format torch_dist", "cut", 4),
         rest("stock --ckpt-format torch_dist", "missing", 2),
         ("zb-v --ckpt-format torch", "cut", 2),

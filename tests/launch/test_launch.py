@@ -35,7 +35,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     [
         rest("stock --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 8"),
         "v-half",
-        "interleaved --num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 8",
+        rest("interleaved --num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 8"),
         rest("1f1b --num-layers-in-first-pipeline-stage 5"),
         "zb-v --num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout Ett|(t|)*6L",
         "v-auto --pipeline-costs profile --pipeline-trace {tmp_path}/trace --log-interval 1",
@@ -141,7 +141,7 @@ def test_a_model_that_is_built_from_a_configuration(tmp_path: Path, stock: Steps
     assert [loss for loss, _ in found] == [loss for loss, _ in stock]
 
 
-@pytest.mark.parametrize("flags", ["zb-v --vocab-parallel 2", rest("seq-1f1b"), "gis-h --offload full"])
+@pytest.mark.parametrize("flags", ["zb-v --vocab-parallel 2", rest("seq-1f1b"), rest("gis-h --offload full")])
 def test_losses_agree_where_sums_are_reordered(tmp_path: Path, stock: Steps, flags: str) -> None:
     flags = f"{SIZES} --train-iters 3 --pipeline-model-parallel-size 4 --pipeline-schedule {flags}"
     assert launch(tmp_path, STAND_IN, flags, ranks=4) == [pytest.approx(step, rel=1e-5) for step in stock]

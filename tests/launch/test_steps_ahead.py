@@ -21,10 +21,10 @@ AHEAD = "--post-validation --post-validation-when always"
 FP16 = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2"
 
 
-def train(folder: Path, flags: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """On 4 pipeline ranks: the metrics of all iterations, and every rank's state at each checkpoint."""
+def train(folder: Path, flags: str, ranks: int) -> tuple[list[dict[str, Any]], list[Any]]:
+    """On pipeline ranks: the metrics of all iterations, and every rank's state at each checkpoint."""
     folder.mkdir()
-    launch(folder, STAND_IN, f"{SIZES} --pipeline-model-parallel-size 4 --save {folder} {flags}", ranks=4, patience=3000)
+    launch(folder, STAND_IN, f"{SIZES} --pipeline-model-parallel-size {ranks} --save {folder} {flags}", ranks, patience=3000)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return metrics, [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pt"))]
 
@@ -40,7 +40,10 @@ def same(one: Any, other: Any) -> bool:
     return bool(torch.equal(one, other) if torch.is_tensor(one) else one == other or (one is None and other is None))
 
 
-@pytest.mark.parametrize("iterations", [8, pytest.param(200, marks=[pytest.mark.whole, pytest.mark.timeout(3000)])])
+@pytest.mark.parametrize(
+    ("iterations", "ranks"),
+    [(8, 2), rest(8, 4), pytest.param(200, 4, marks=[pytest.mark.whole, pytest.mark.timeout(3000)])],
+)
 @pytest.mark.parametrize(
     ("schedule", "precision"),
     [
@@ -50,14 +53,16 @@ def same(one: Any, other: Any) -> bool:
         whole("zb-h2 --untie-embeddings-and-output-weights", f"--clip-grad 1.2 {FP16}"),
     ],
 )
-def test_no_bit_differs_from_synchronous_steps(tmp_path: Path, schedule: str, precision: str, iterations: int) -> None:
+def test_no_bit_differs_from_synchronous_steps(
+    tmp_path: Path, schedule: str, precision: str, iterations: int, ranks: int
+) -> None:
     flags = f"--pipeline-schedule {schedule} {precision} --train-iters {iterations} --lr-warmup-iters {iterations // 2} "
     flags += f"--save-interval {iterations // 2}"
-    plain, expected = train(tmp_path / "plain", flags)
-    ahead, found = train(tmp_path / "ahead", f"{flags} {AHEAD}")
+    plain, expected = train(tmp_path / "plain", flags, ranks)
+    ahead, found = train(tmp_path / "ahead", f"{flags} {AHEAD}", ranks)
     for name in ("iteration", "loss", "grad_norm"):
         assert [step[name] for step in ahead] == [step[name] for step in plain], name
-    assert len(found) == len(expected) == 8 and len(leaves(found)) == len(leaves(expected)) > 400
+    assert len(found) == len(expected) == 2 * ranks and len(leaves(found)) == len(leaves(expected)) > 400
     assert all(map(same, leaves(found), leaves(expected)))
     kinds = Counter(step["optimizer_step"] for step in ahead)
     assert kinds["ahead"] and kinds["undone"] and kinds["synchronous"], kinds
