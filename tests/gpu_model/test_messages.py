@@ -19,8 +19,7 @@ from gpu_model.ranks import another_world
 from gpu_model.recorded import recording
 from gpu_model.trace import Post
 from megatron.pipeline.distributed.groups import few_ctas
-from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.runtime.later_plans import LaterPlans
+from megatron.pipeline.runtime.background import BackgroundPlanner
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
 
@@ -163,11 +162,12 @@ def test_no_pass_waits_for_the_host(gpus: Pool, data: str, flags: str) -> None:
 
 def reads_while_a_plan_is_missing() -> list[str]:
     """Where the host waits for the device, when ranks ask for the second time whether a search is over."""
-    later = LaterPlans(MagicMock(), Posting.SINGLE)
-    later._missing[4] = MagicMock(), Future() if torch.distributed.get_rank() == 0 else None
-    later.take()  # makes a group
+    planner = BackgroundPlanner(MagicMock())
+    with patch.object(planner, "start", lambda *_, **__: Future()):
+        planner.search(4)
+    planner.adopt_searched()
     device().syncs.clear()
-    later.take()
+    planner.adopt_searched()
     return [one.place for one in device().syncs]
 
 

@@ -106,8 +106,9 @@ def test_a_process_answers_as_this_one_does_and_goes_on_after_a_refusal() -> Non
         there = PlannedBatch.unpacked(answer.result(timeout=120))
         assert there.planned.schedule == here.planned.schedule and there.planned.programs == here.planned.programs
         assert there.of_equal == here.of_equal and "leads" in vars(there.planned)
-    with pytest.raises(ValueError, match=r"LimitTooLow: .* the limit is 8: give at least"):
+    with pytest.raises(LimitTooLow, match="the limit is 8: give at least") as error:
         refused.result(timeout=120)
+    assert error.value.least > 8
 
 
 def test_a_request_of_functions_can_be_read_by_another_process() -> None:
@@ -130,7 +131,7 @@ def test_a_process_that_is_killed_or_stopped_says_so_and_is_replaced(number: sig
     process._patience = patience
     process._process.send_signal(number)
     with pytest.raises(
-        ChildProcessError, match=r"the process that plans has ended with code -9, .*; the next batch starts another"
+        ChildProcessError, match=r"the process that plans has ended with code -9, .*; the next plan starts another"
     ):
         process.plan(request, Posting.SINGLE, False).result(timeout=60)
     process._patience = 100

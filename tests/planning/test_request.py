@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from replanned import planned_again
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.choose import best, least_limit
@@ -170,22 +171,22 @@ def test_planning_again_keeps_what_is_as_short_and_fits() -> None:
     plans = PlanCache(Request("zb-auto", 2, 8))
     before = plans.plan(8).schedule
     costs = measured(plans.placement)
-    assert plans.plan_again(costs, None) == {8: before}
-    less = plans.plan_again(costs, 1.5 * MIB)[8]
-    assert max(activation_peaks(less, costs)) <= 1.5 * MIB < max(activation_peaks(before, costs))
+    kept, less = planned_again(plans, costs)[8], planned_again(plans, costs, 1.5 * MIB)[8]
+    assert kept.schedule is before
+    assert max(less.peaks) <= 1.5 * MIB < max(activation_peaks(before, costs))
     with pytest.raises(ValueError, match="above the limit"):
-        plans.adopt(costs, 1.5 * MIB, {8: before})
+        plans.adopt({8: kept}, costs, 1.5 * MIB)
     assert plans.plan(8).schedule is before and plans.costs is None, "nothing has changed"
-    plans.adopt(costs, 1.5 * MIB, {8: less})
-    assert plans.plan(8).schedule is less and plans.costs is costs
+    plans.adopt({8: less}, costs, 1.5 * MIB)
+    assert plans.plan(8) is less and plans.costs is costs
 
 
 def test_host_memory_in_bytes_counts_once_bytes_are_known() -> None:
     plans = PlanCache(Request("gis", 4, 8, offload=Offload.FULL), host_bytes=2 * MIB)
     assert plans.offloads and not plans.plan(8).schedule.has_copies, "costs are in microbatches"
-    assert plans.plan_again(measured(plans.placement), None)[8].has_copies
+    assert planned_again(plans, measured(plans.placement))[8].schedule.has_copies
     with pytest.raises(HostLimitTooLow):
-        plans.plan_again(measured(plans.placement, 2 * MIB), None)
+        planned_again(plans, measured(plans.placement, 2 * MIB))
 
 
 def test_a_file_is_a_source_like_a_family(tmp_path: Path) -> None:
@@ -305,7 +306,7 @@ def test_a_limit_of_each_rank_stays_that_of_the_rank(tmp_path: Path) -> None:
     for microbatches in (8, 12):
         assert plans.plan(microbatches).problem.limits == limits
     costs = uniform(families.placement("v-auto", 4), backward=2.0)
-    plans.adopt(costs, limits, plans.plan_again(costs, limits))
+    plans.adopt(planned_again(plans, costs, limits), costs, limits)
     for microbatches in (8, 16):
         planned = plans.plan(microbatches)
         assert planned.problem.limits == limits and max(planned.peaks) > 2 >= planned.peaks[0]
@@ -341,6 +342,6 @@ def test_measured_bytes_set_the_limit_anew(name: str) -> None:
     costs = Costs((*stages, replace(last, activation=last.activation + 2, retained=last.retained + 2)))
     limit = peak_of_1f1b(costs, 4, 12)
     assert max(activation_peaks(before, costs)) > limit
-    plans.adopt(costs, None, plans.plan_again(costs, None))
+    plans.adopt(planned_again(plans, costs), costs)
     for microbatches in (12, 16):
         assert max(plans.plan(microbatches).peaks) <= limit * (1 + 1e-9)

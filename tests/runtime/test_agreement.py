@@ -25,8 +25,7 @@ def with_one_that_differs(schedules: list[str], when: str) -> str:
     if when == "again":
         run.step(0)
         run.step(1, forward_only=True)
-        costs = run.pipeline.plans.planned_costs
-        run.pipeline.plans.adopt(costs, None, {run.microbatches: other.plan(run.microbatches).schedule})
+        run.pipeline.plans.adopt({run.microbatches: other.plan(run.microbatches)})
     else:
         run.pipeline.plans = other
     try:

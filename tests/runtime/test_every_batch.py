@@ -17,7 +17,7 @@ from megatron.pipeline.planner.planning import Request
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.schedule.core.loads import Extent
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.runtime.background import BackgroundPlanner
 from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, ReadAhead, lengths_of
 from megatron.pipeline.runtime.pipeline import Pipeline
 
@@ -71,7 +71,8 @@ def test_replicas_run_one_order_of_each_model_that_needs_it(pool: Pool) -> None:
 )
 def test_a_plan_runs_for_the_lengths_that_it_was_made_for(announces: bool, now: int, due: str) -> None:
     """Where nothing is announced, another model's batch, whose lengths are not known, may come in between."""
-    plans = BatchPlans(EveryBatch(), PlanCache(Request("zb-v", 2, 1)), Posting.SINGLE)
+    cache = PlanCache(Request("zb-v", 2, 1))
+    plans = BatchPlans(EveryBatch(), cache, BackgroundPlanner(cache))
     plan: Future[bytes] = Future()
     plan.set_result(b"a plan")
     plans._pending.append(((Extent.of([5]),), plan))

@@ -12,6 +12,7 @@ import pytest
 import tiny_gpt
 from marked import rest, whole
 from pool import Pool
+from replanned import planned_again
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
@@ -209,7 +210,7 @@ def planned_and_measured(schedule: str, **sizes: Any) -> tuple[list[float], list
     costs = with_equal_copies(replace(measured, stages=stages))
     copies = replace(costs.copies, to_host=costs.copies.to_host / 5, to_device=costs.copies.to_device / 5)
     costs = replace(costs, copies=copies)
-    pipeline.plans.adopt(costs, None, pipeline.plans.plan_again(costs, None))
+    pipeline.plans.adopt(planned_again(pipeline.plans, costs), costs)
     trained.step(1)
     again = pipeline.report()
     assert again is not None

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from pool import Pool
 
 from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.planning.planned import Planned, Variant
 from megatron.pipeline.planner.schedule.core.costs import uniform
+from megatron.pipeline.planner.schedule.core.problem import Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timed
 from megatron.pipeline.planner.schedule.lower.lower import lower
@@ -70,7 +72,8 @@ def reports(schedule: str) -> tuple[Any, Any, list[bool]]:
     pending = pipeline.start_report()
     used = pipeline.plans.planned[4]
     other = planning.plan("1f1b-v" if schedule == "zb-v" else "zb-h1", 4, 4)
-    pipeline.plans.adopt(uniform(other.placement), 100.0, {4: other})
+    planned = Planned(other, Problem(other.placement, 4, uniform(other.placement)), Variant(other.name))
+    pipeline.plans.adopt({4: planned}, planned.problem.costs, 100.0)
     run.step(1, forward_only=True)
     run.step(2)
     report = pending.wait()

@@ -13,6 +13,7 @@ import pytest
 from marked import rest
 from pool import Pool, forked, free_port
 from reductions import costs
+from replanned import planned_again
 from session import own_loops, refused_loops
 
 from megatron.pipeline import install
@@ -120,7 +121,7 @@ def test_a_loop_that_plans_again_gets_searched_plans(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(UNEQUAL.to_json(), encoding="utf-8")
     plans = OwnLoop("zb-auto", tmp_path / "costs.json").pipeline(4).plans
     quick = plans.plan(6).schedule
-    assert simulate(plans.plan_again(UNEQUAL, None)[6], UNEQUAL).makespan < simulate(quick, UNEQUAL).makespan
+    assert planned_again(plans, UNEQUAL)[6].timeline.makespan < simulate(quick, UNEQUAL).makespan
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from pool import Pool
+from replanned import planned_again
 from training.short_runs import MODEL, metrics, train
 
 from megatron.pipeline.cli import main
+from megatron.pipeline.planner.planning import aside
+from megatron.pipeline.planner.planning.aside import PlanningProcess
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.trainer import program
 
@@ -27,12 +30,15 @@ FLAGS = "--mock-data --pipeline-model-parallel-size 2 --train-iters 13 --rampup-
 UNEQUAL = Costs((StageCosts(1e-3, 5e-3, 1e-3, MIB, MIB / 2), StageCosts(4e-3, 1e-3, 3e-3, MIB, MIB / 2)), hop=2e-3)
 
 
-class Joined(threading.Thread):
-    """A thread that is over when it has started: on a busy machine a short training would end before its planning."""
-
-    def start(self) -> None:
-        super().start()
-        self.join()
+def on_time(_: PlanningProcess, *asked: Any) -> Future[bytes]:
+    """In place of ``PlanningProcess.plan``, what its process answers."""
+    found: Future[bytes] = Future()
+    answer = aside._answer(asked)
+    if isinstance(answer, ValueError):
+        found.set_exception(answer)
+    else:
+        found.set_result(answer)
+    return found
 
 
 def logged(flags: str, agree: Callable[..., Costs], error: str = "") -> list[str]:
@@ -42,14 +48,13 @@ def logged(flags: str, agree: Callable[..., Costs], error: str = "") -> list[str
         error: with what the training must end.
     """
     from megatron.pipeline.record import cost_profile
-    from megatron.pipeline.runtime import replan
     from megatron.pipeline.trainer.run_log import Log
 
     lines: list[str] = []
     with (
         patch.object(Log, "line", lambda _, text: lines.append(text)),
         patch.object(cost_profile, "agree", agree),
-        patch.object(replan, "threading", SimpleNamespace(Thread=Joined)),
+        patch.object(PlanningProcess, "plan", on_time),  # on a busy machine a short training would end before
     ):
         found = train(flags)
     assert error in found if error else not found, found
@@ -65,10 +70,7 @@ def train_profiled(flags: str, breaks: bool = False, own: tuple[str, ...] = (), 
     """
     import torch
 
-    from megatron.pipeline.planner.planning.plan_cache import PlanCache
-
-    planning = patch.object(PlanCache, "plan_again", lambda *_: 1 / 0) if breaks else nullcontext()
-    with planning:
+    with patch.object(aside, "plan_batch", lambda *_: 1 / 0) if breaks else nullcontext():
         return logged(f"{flags} {own[torch.distributed.get_rank()] if own else ''}", agreed, error)
 
 
@@ -141,7 +143,7 @@ def test_what_fuses_backwards_is_measured_too(pool: Pool, tmp_path: Path, schedu
 
 @pytest.mark.parametrize(("schedule", "stages"), [("zb-auto", 2), ("v-auto", 4)])
 def test_limits_in_bytes(schedule: str, stages: int) -> None:
-    from megatron.pipeline.runtime.replan import _change, _plan
+    from megatron.pipeline.runtime.replan import _change, _why
     from megatron.pipeline.session.planning import _memory_limit
 
     flags = f"{MODEL} --mock-data --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --global-batch-size 16"
@@ -154,7 +156,9 @@ def test_limits_in_bytes(schedule: str, stages: int) -> None:
     assert max(activation_peaks(before, costs)) > (needed + 0.5) * MIB, "it is not known before that this is too much"
     limit = _memory_limit(f"{needed}.5MiB", Request(schedule, 2, 8), costs)
     assert limit == (needed + 0.5) * MIB
-    after = pipeline.plans.plan_again(costs, limit)[8]
+    after = planned_again(pipeline.plans, costs, limit)[8].schedule
     assert max(activation_peaks(after, costs)) <= limit
     assert f"MiB and the limit is {needed}.5 MiB; predicted span" in _change(before, after, costs, limit, Objective.SPAN)
-    assert f"it needs {needed}MiB on a rank, and the limit is" in _plan(pipeline, costs, limit / 2)["error"]
+    with pytest.raises(LimitTooLow) as refused:
+        planned_again(pipeline.plans, costs, limit / 2)
+    assert f"it needs {needed}MiB on a rank, and the limit is" in _why(refused.value, limit / 2, None)

@@ -11,11 +11,13 @@ import pytest
 from marked import rest, whole
 from optimizer import injected_runs
 from pool import Pool
+from replanned import planned_again
 from session.test_replanning import logged
 from training.short_runs import MODEL, metrics, train
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.problem import HostLimitTooLow
 from megatron.pipeline.session.startup_lines import offload_in_words
 from megatron.pipeline.trainer import program
 
@@ -209,10 +211,12 @@ def test_the_log_says_what_host_memory_is_for() -> None:
 
 
 def test_planning_again_within_too_little_host_memory() -> None:
-    from megatron.pipeline.runtime.replan import _plan
+    from megatron.pipeline.runtime.replan import _why
 
     flags = f"{MODEL} --mock-data {TWO} --pipeline-schedule zb-v --offload full --offload-profile --offload-host-memory 1MiB"
     _, _, pipeline = program.prepare(flags.split(), world_size=2)
     costs = Costs((StageCosts(1e-3, 1e-3, 1e-3, activation=MIB),) * 4, copies=FAST)
-    found = _plan(pipeline, costs, None)
-    assert found["error"] == "one microbatch of a chunk takes 1.15MiB of host memory, and --offload-host-memory is 1MiB"
+    with pytest.raises(HostLimitTooLow) as refused:
+        planned_again(pipeline.plans, costs)
+    words = _why(refused.value, None, pipeline.settings.host_limit)
+    assert words == "one microbatch of a chunk takes 1.15MiB of host memory, and --offload-host-memory is 1MiB"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -82,20 +81,6 @@ def barrier() -> None:
     """
     on_gpu = torch.distributed.get_backend() == "nccl"
     torch.distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
-
-
-def once_rank_0_has(answer: Future[_T] | None, group: torch.distributed.ProcessGroup | None = None) -> _T | None:
-    """The result of a future of rank 0's, on every rank; None, as soon as all ranks ask, while it is not there.
-
-    Args:
-        group: of gloo, with all ranks: until it is there the host does not wait for the device.
-
-    Raises:
-        Exception: on every rank the one that is in the future.
-    """
-    there = torch.tensor(answer is not None and answer.done(), dtype=torch.int32, device="cpu" if group else this_device())
-    torch.distributed.broadcast(there, src=0, group=group)
-    return done_by_rank_0(lambda: answer.result() if answer else None) if there.item() else None
 
 
 def done_by_rank_0(action: Callable[[], _T]) -> _T:

@@ -25,11 +25,11 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches import rerun_state_machine
 
 from megatron.pipeline.distributed.groups import new_group
-from megatron.pipeline.planner.planning.aside import PlannedBatch, PlanningProcess
+from megatron.pipeline.planner.planning.aside import PlannedBatch
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.schedule.core.loads import Extent, loads_of
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.runtime.background import BackgroundPlanner
 from megatron.pipeline.runtime.call import Call
 
 _LOG = logging.getLogger(__name__)
@@ -152,15 +152,15 @@ class BatchPlans:
 
     Args:
         plans: for equal microbatches, whose order a batch has where its own is not there.
+        planner: of this rank.
 
     Attributes:
         counts: of iterations: ``planned``; ``late``, whose plan came too late, or was for data that an evaluation has read;
             ``unknown``, whose lengths were not known one iteration before; ``without``, for which there is none.
     """
 
-    def __init__(self, settings: EveryBatch, plans: PlanCache, posting: Posting) -> None:
-        self._settings, self._plans, self._posting = settings, plans, posting
-        self._process = PlanningProcess()
+    def __init__(self, settings: EveryBatch, plans: PlanCache, planner: BackgroundPlanner) -> None:
+        self._settings, self._plans, self._planner = settings, plans, planner
         self._pending: deque[tuple[Sizes, Future[bytes]]] = deque()  # that are being planned
         self._readers: dict[int, ReadAhead] = {}  # by the identity of the iterators that they read
         self._latest: Any = None  # iterator of the last training iteration
@@ -285,7 +285,7 @@ class BatchPlans:
         if sizes:
             tokens = self._settings.tokens or sum(size.tokens for size in sizes) / len(sizes)
             request = self._plans.of_batch(len(sizes), [size.load(tokens, self._settings.attention) for size in sizes])
-            plan = self._process.plan(request, self._posting, self._settings.order == "any")
+            plan = self._planner.start(request, self._settings.order == "any")
             plan.add_done_callback(self._warn)
             self._pending.append((sizes, plan))
 

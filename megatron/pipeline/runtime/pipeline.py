@@ -31,10 +31,10 @@ from megatron.pipeline.record.clock import Clock
 from megatron.pipeline.record.recorder import NullRecorder, Recorder
 from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.agreement import agree, check_chunks
+from megatron.pipeline.runtime.background import BackgroundPlanner
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.every_batch import BatchPlans, EveryBatch, in_places
 from megatron.pipeline.runtime.iteration import Iteration
-from megatron.pipeline.runtime.later_plans import LaterPlans
 from megatron.pipeline.runtime.offload.offloading import CopySettings, Offloading
 from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.vocabulary import Groups
@@ -62,7 +62,7 @@ class Pipeline:
     """Runs iterations under a schedule, as ``forward_backward``, with the signature of megatron-core's own.
 
     Args:
-        request, posting: see ``PlanCache``. Where it is ``quick``, searched plans come later (``LaterPlans``).
+        request, posting: see ``PlanCache``. Where it is ``quick``, searched plans come later.
         measure: time the passes and count activation memory, for ``report``. On a GPU that starts the allocator's
             statistics of the peak anew in every iteration.
         settings: how activations go to host memory.
@@ -71,7 +71,8 @@ class Pipeline:
         every_batch: how every batch is planned for the lengths of its microbatches; None for one plan for all.
 
     Attributes:
-        plans: what it runs, and can plan again.
+        plans: what it runs.
+        background: plans while it runs.
         batches: plans of every batch; None without them.
         name, placement, is_stock: those of the plans, which stay.
 
@@ -94,8 +95,9 @@ class Pipeline:
         self.settings = settings or CopySettings()
         self.plans = PlanCache(request, posting, self.settings.host_limit)
         self.name, self.placement, self.is_stock = self.plans.name, self.plans.placement, self.plans.is_stock
-        self.batches = BatchPlans(every_batch, self.plans, posting) if every_batch else None
-        self._later = LaterPlans(self.plans, posting) if request.quick else None
+        self.background = BackgroundPlanner(self.plans)
+        self.batches = BatchPlans(every_batch, self.plans, self.background) if every_batch else None
+        self._searches = request.quick
         self._posting = posting
         self.measures = measure
         self.counts_bytes = False  # exactly, at the end of every pass: see Recorder
@@ -206,15 +208,15 @@ class Pipeline:
 
     def _make(self, call: Call, of_batch: Planned | None = None) -> Iteration:
         """Args: of_batch: a plan that all ranks have, in place of the one for equal microbatches."""
-        later = None if call.forward_only else self._later  # replicas may evaluate more or less often than others
-        if later:
-            later.take()
+        searches = self._searches and not call.forward_only  # replicas may evaluate more or less often than others
+        if searches:
+            self.background.adopt_searched()
         plan = self.plans.plan(call.num_microbatches, call.forward_only)
         if plan not in self._agreed:
             agree({_title(call.num_microbatches, call.forward_only): plan})
             self._agreed.add(plan)
-        if later:
-            later.search(call.num_microbatches)
+        if searches:
+            self.background.search(call.num_microbatches)
         plan = of_batch or plan
         if call.chunks[0] not in self._built:
             check_chunks(call.pipeline, self.placement, self.name, call.chunks)

@@ -1,4 +1,4 @@
-"""From equal costs to measured ones while training goes on: profile some iterations, plan in a thread, swap in between.
+"""From equal costs to measured ones while training goes on: profile some iterations, plan beside them, swap in between.
 
 Training's numbers stay what they are: the placement does not change, and every schedule on it computes the same.
 """
@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import logging
 import statistics
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron.pipeline.distributed.groups import once_rank_0_has
 from megatron.pipeline.planner.planning.refusals import HOST_MIB, MIB
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.problem import HostLimitTooLow, LimitTooLow, Objective
@@ -40,9 +35,9 @@ def replan(
     """Profile a pipeline's first iterations, plan its schedules again at the measured costs, and run those from then on.
 
     On all ranks of the world together (some steps are collective). It is over (StopIteration) when the new schedule has been
-    measured, or there is none. After the profile rank 0 of the world plans in a thread. While it does there is one small
-    collective per iteration; when it is done everybody gets the schedules, verifies them, and runs them from the next iteration
-    on. A schedule from a file and megatron-core's own are just measured.
+    measured, or there is none. After the profile ``pipeline.background`` plans. While it does there is one small collective
+    per iteration; when it is done all ranks get the plans, verify them, and run them from the next iteration on. A schedule from
+    a file and megatron-core's own are just measured.
 
     Args:
         pipeline: one that measures.
@@ -58,23 +53,18 @@ def replan(
     if torch.distributed.get_rank() == 0 and (path := write(costs.to_json())) is not None:
         logging.getLogger(__name__).info("costs of this run: %s", path)
     if not pipeline.plans.has_family:
-        pipeline.plans.adopt(costs, None, {})
+        pipeline.plans.adopt({}, costs)
         yield [*lines, f" {_measured(pipeline, timed)}"]
         return
 
     before, limit = pipeline.plans.planned, limit_of(costs)
-    planned: Future[dict[str, Any]] = Future()
-    if torch.distributed.get_rank() == 0:
-        planning = threading.Thread(target=lambda: planned.set_result(_plan(pipeline, costs, limit)), daemon=True)
-        planning.start()
-    recent = timed
-    while (answer := once_rank_0_has(planned)) is None:
+    coming, recent = pipeline.background.again(costs, limit), timed
+    while (found := coming.take()) is None:
         recent = [*recent, (yield lines)][-TIMED:]
         lines = []
-    error = answer.get("error")
+    error, after = (_why(found, limit, pipeline.settings.host_limit), {}) if isinstance(found, Exception) else ("", found)
     try:
-        after = {} if error else {m: Schedule.from_json(text) for m, text in answer["schedules"].items()}
-        pipeline.plans.adopt(costs, None if error else limit, after)
+        pipeline.plans.adopt(after, costs, None if error else limit)
     except ValueError as wrong:
         error = str(wrong)
     pipeline.agree()  # a rank with other flags may have refused what the others took
@@ -83,10 +73,10 @@ def replan(
         yield [*lines, f" WARNING: {pipeline.name} is not planned again, and keeps its schedule: {error}", f" {old}"]
         return
     lines += [
-        f" {pipeline.name} planned again in {answer['seconds']:.2g} s for {m} microbatches: "
-        + _change(before[m], schedule, costs, limit, pipeline.plans.objective)
-        + (f"; {describe.in_words(schedule, costs, in_bytes=True, limited=limited)}" if pipeline.plans.offload else "")
-        for m, schedule in after.items()
+        f" {pipeline.name} planned again in {plan.seconds or 0:.2g} s for {m} microbatches: "
+        + _change(before[m], plan.schedule, costs, limit, pipeline.plans.objective)
+        + (f"; {describe.in_words(plan.schedule, costs, in_bytes=True, limited=limited)}" if pipeline.plans.offload else "")
+        for m, plan in after.items()
     ]
     fresh: list[Report] = []
     for _ in range(1 + TIMED):
@@ -95,19 +85,14 @@ def replan(
     yield [f" until then: {old}", f" since then: {_measured(pipeline, fresh[1:])}"]
 
 
-def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, Any]:
-    """The schedules as JSON, or why there are none. An error in here does not stop training."""
-    began = time.monotonic()
-    try:
-        schedules = pipeline.plans.plan_again(costs, limit)
-    except LimitTooLow as error:
-        return {"error": f"it needs {MIB.at_least(error.least)} on a rank, and the limit is {MIB.amount(limit or 0)}"}
-    except HostLimitTooLow as error:
-        needs, given = HOST_MIB.at_least(error.least), MIB.amount(pipeline.settings.host_limit or 0)
-        return {"error": f"one microbatch of a chunk takes {needs} of host memory, and {LIMIT_FLAG} is {given}"}
-    except Exception as error:
-        return {"error": f"planning failed: {type(error).__name__}: {error}"}
-    return {"schedules": {m: one.to_json() for m, one in schedules.items()}, "seconds": time.monotonic() - began}
+def _why(error: Exception, limit: float | None, host_limit: float | None) -> str:
+    """Why there is no plan, in MiB where it is for want of memory."""
+    if isinstance(error, LimitTooLow):
+        return f"it needs {MIB.at_least(error.least)} on a rank, and the limit is {MIB.amount(limit or 0)}"
+    if isinstance(error, HostLimitTooLow):
+        needs, given = HOST_MIB.at_least(error.least), MIB.amount(host_limit or 0)
+        return f"one microbatch of a chunk takes {needs} of host memory, and {LIMIT_FLAG} is {given}"
+    return f"planning failed: {error}"
 
 
 def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None, objective: Objective) -> str:

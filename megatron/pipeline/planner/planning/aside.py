@@ -1,4 +1,4 @@
-"""Planning of batches in a process of its own: the interpreter that trains has its passes to run."""
+"""Planning in a process of its own: the interpreter that trains has its passes to run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _NICER = 10  # than the training, whose own threads go first where there are too
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """A plan for a batch of unequal microbatches, verified and proved.
+    """A plan for a batch, verified and proved.
 
     Attributes:
         planned: with its programs.
-        of_equal: what the order of passes for equal microbatches takes with these, in the costs' unit.
+        of_equal: what the order of passes for equal microbatches takes with these, or the one in use, in the costs' unit.
     """
 
     planned: Planned
@@ -60,27 +60,32 @@ class PlannedBatch:
         return batch
 
 
-def plan_batch(request: Request, posting: Posting = Posting.SINGLE, any_order: bool = False) -> PlannedBatch:
-    """Plan for the loads of a request, the same on every machine; never longer than the order for equal microbatches where that
-    one fits into the limits.
+def plan_batch(
+    request: Request, posting: Posting = Posting.SINGLE, any_order: bool = False, used: Schedule | None = None
+) -> PlannedBatch:
+    """Plan for a request, the same on every machine; never longer than the searched order for equal microbatches, or the one that
+    is in use, where that fits into the limits.
 
     Args:
         posting: how sends and receives are started.
         any_order: the microbatches may change places: see ``ordered``.
+        used: the order in use, which stays where it is as short.
 
     Raises:
         ValueError: as ``Request.plan`` and ``ordered``.
     """
     planned = ordered(request) if any_order else request.plan()
-    problem, equal = planned.problem, _equal(pickle.dumps(replace(without_loads(request), quick=False)))
-    given = request.problem().costs
-    of_equal = problem.value(simulate(equal, given))
-    if of_equal < planned.value:
+    problem, given = planned.problem, request.problem().costs
+    other = used or planned.schedule
+    if used is None and (request.quick or given.loads):
+        other = _equal(pickle.dumps(replace(without_loads(request), quick=False)))
+    of_other = problem.value(simulate(other, given))
+    if of_other < planned.value or (used is not None and of_other == planned.value):
         with suppress(ValueError):  # it holds too much with these
-            verify(equal, given, problem.limits)
-            planned = replace(planned, schedule=equal, problem=replace(problem, costs=given), order=None)
+            verify(other, given, problem.limits)
+            planned = replace(planned, schedule=other, problem=replace(problem, costs=given), order=None)
     verify_programs(planned.schedule, planned.programs, posting)
-    return PlannedBatch(planned, of_equal)
+    return PlannedBatch(planned, of_other)
 
 
 @lru_cache(maxsize=8)
@@ -91,7 +96,7 @@ def _equal(pickled: bytes) -> Schedule:
 
 
 class PlanningProcess:
-    """Plans batches one after the other, in a process that starts with the first and ends with this one.
+    """Plans one after the other, in a process that starts with the first and ends with this one.
 
     Args:
         patience: seconds that a plan may take; then the process counts as stopped, and is ended. The next plan starts another.
@@ -103,17 +108,17 @@ class PlanningProcess:
         self._asking: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def plan(self, request: Request, posting: Posting, any_order: bool) -> Future[bytes]:
+    def plan(self, request: Request, posting: Posting, any_order: bool = False, used: Schedule | None = None) -> Future[bytes]:
         """Start ``plan_batch``, whose answer comes packed; one that has not begun may be cancelled.
 
         In the future are a ``ValueError`` of ``plan_batch``, and a ``ChildProcessError`` where the process has ended.
         """
         if self._asking is None:  # a daemon, as an executor's thread would keep this process waiting for its last plan
-            self._asking = threading.Thread(target=self._ask_all, name="planning of batches", daemon=True)
+            self._asking = threading.Thread(target=self._ask_all, name="planning", daemon=True)
             self._asking.start()
             atexit.register(self._end)
         plan: Future[bytes] = Future()
-        self._asked.put((plan, (request, posting, any_order)))
+        self._asked.put((plan, (request, posting, any_order, used)))
         return plan
 
     def _end(self) -> None:
@@ -151,7 +156,7 @@ class PlanningProcess:
                 sent.close()
             raise ChildProcessError(
                 f"the process that plans has ended with code {code}, or took more than {self._patience:g} s and was ended; the "
-                "next batch starts another"
+                "next plan starts another"
             ) from error
         finally:
             limit.cancel()
@@ -164,6 +169,8 @@ def _answer(asked: Any) -> bytes | ValueError:
     try:
         with without_gc():
             return plan_batch(*asked).packed()
+    except ValueError as error:
+        return error
     except Exception as error:  # the training goes on, and says so
         return ValueError(f"{type(error).__name__}: {error}")
 

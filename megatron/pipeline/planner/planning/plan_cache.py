@@ -28,7 +28,7 @@ from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, Obje
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.planner.schedule.rules.verify import verify, verify_programs
-from megatron.pipeline.planner.schedule.time.simulate import simulate
+from megatron.pipeline.planner.schedule.transforms.boundary import waits_for_norm
 
 Limits: TypeAlias = float | Sequence[float] | None  # on what every rank may hold, as in ``Request``
 FILE = "file:"  # before the path of a schedule, in place of a family's name
@@ -45,9 +45,6 @@ class PlanCache:
         posting: how sends and receives are started.
         host_bytes: the most host memory that a rank may take. It counts as soon as costs are in bytes.
 
-    Attributes:
-        made: those that exist by now.
-
     Raises:
         ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
     """
@@ -58,9 +55,9 @@ class PlanCache:
         self.objective, self.offload = Objective(request.objective), request.offload
         self.notes: list[str] = []  # remarks of planning, for the log
         self._request = request
-        self._posting = posting
+        self.posting = posting
         self._host_bytes = host_bytes
-        self.made: dict[tuple[int, bool], Planned] = {}
+        self._made: dict[tuple[int, bool], Planned] = {}
         self._file = _read(self.name.removeprefix(FILE), request.ranks) if self.name.startswith(FILE) else None
         if self._file:
             self._check_file(self._file)
@@ -99,9 +96,13 @@ class PlanCache:
         return with_equal_copies(costs) if self.offloads else costs
 
     @property
+    def made(self) -> dict[tuple[int, bool], Planned]:
+        """Those that exist by now, by the number of microbatches and whether they are forwards alone."""
+        return dict(self._made)
+
+    @property
     def planned(self) -> dict[int, Schedule]:
-        plans = list(self.made.items())  # a copy, since another thread may be asking
-        return {microbatches: plan.schedule for (microbatches, forward_only), plan in plans if not forward_only}
+        return {microbatches: plan.schedule for (microbatches, forward_only), plan in self._made.items() if not forward_only}
 
     def plan(self, microbatches: int, forward_only: bool = False) -> Planned:
         """The verified schedule and programs for a number of microbatches, made at first use.
@@ -110,9 +111,9 @@ class PlanCache:
             ValueError: the schedule does not exist for that number, breaks a rule, or exceeds the memory limit.
         """
         key = microbatches, forward_only
-        if key not in self.made:
-            self.made[key] = self._make(microbatches, forward_only)
-        return self.made[key]
+        if key not in self._made:
+            self._made[key] = self._make(microbatches, forward_only)
+        return self._made[key]
 
     def boundary(self, microbatches: int) -> tuple[tuple[Pass, ...], ...]:
         """Passes between iterations, as in ``Schedule.boundary``; a file's are of its own number of microbatches."""
@@ -122,13 +123,25 @@ class PlanCache:
 
     def of_batch(self, microbatches: int, loads: Sequence[Load] = ()) -> Request:
         """The request for microbatches, with these loads or equal ones, which another process can read; to be planned quickly."""
-        request, placement = self._at(microbatches, self.costs, self._request.memory_limit), self.placement
-        costs = replace(self.planned_costs, loads=tuple(loads))
+        request = self._without_functions(self._at(microbatches, self.costs, self._request.memory_limit))
+        return replace(request, costs=replace(self.planned_costs, loads=tuple(loads)), quick=True)
+
+    def again(self, costs: Costs, memory_limit: Limits) -> dict[int, Request]:
+        """Requests at other costs, which another process can read, for every number of microbatches that is planned by now."""
+        requests = {microbatches: self._at(microbatches, costs, memory_limit) for microbatches in self.planned}
+        return {
+            microbatches: replace(self._without_functions(request), quick=False, keep=False)
+            for microbatches, request in requests.items()
+        }
+
+    def _without_functions(self, request: Request) -> Request:
+        """The request on this placement."""
+        placement = self.placement
         recompute, fused = (
             tuple(stages(placement) if callable(stages) else stages) for stages in (request.recompute, request.fused)
         )
         beside = request.beside(placement, self.vocabulary) if callable(request.beside) else request.beside
-        return replace(request, costs=costs, recompute=recompute, fused=fused, beside=beside, equal=EQUAL_PASSES, quick=True)
+        return replace(request, recompute=recompute, fused=fused, beside=beside, equal=EQUAL_PASSES)
 
     def check(self, microbatches: int, evaluates: bool = True) -> None:
         """Plan ahead, so that a schedule that does not exist is refused before any process group or memory is taken."""
@@ -151,32 +164,22 @@ class PlanCache:
                     f"{microbatches}: change the batch size, {own}or take --pipeline-schedule interleaved"
                 )
 
-    def plan_again(self, costs: Costs, memory_limit: Limits) -> dict[int, Schedule]:
-        """Plan again at these costs, for every number of microbatches that is planned by now.
-
-        A schedule in use stays where it fits into the limit and the family's new one is not shorter; copies to host memory are
-        always planned anew. Nothing changes until ``adopt``; another thread may call this while iterations run.
-
-        Raises:
-            ValueError: there is no schedule within the limit.
-        """
-        return {m: self._better(schedule, costs, memory_limit) for m, schedule in self.planned.items()}
-
-    def adopt(self, costs: Costs, memory_limit: Limits, schedules: Mapping[int, Schedule]) -> None:
-        """Run other schedules from the next iteration on, on the same placement; all ranks must do so at the same time.
+    def adopt(self, plans: Mapping[int, Planned], costs: Costs | None = None, memory_limit: Limits = None) -> None:
+        """Run other plans from the next iteration on, on the same placement; all ranks must do so at the same time.
 
         Args:
-            schedules: by the number of microbatches; those in use stay for the others.
+            plans: proved, by the number of microbatches; those in use stay for the others.
+            costs, memory_limit: that count from now on; without costs both stay.
 
         Raises:
             ValueError: a schedule breaks a rule or exceeds the limit; nothing has changed then.
         """
-        plans = {}
-        for microbatches, schedule in schedules.items():
+        if costs is None:
+            costs, memory_limit = self.costs, self._request.memory_limit
+        for microbatches, plan in plans.items():
             problem = self._problem(microbatches, costs, memory_limit)
-            verify(schedule, costs, problem.limits)
-            plans[microbatches, False] = self._proved(Planned(schedule, problem, Variant(self.name)))
-        self.made |= plans
+            verify(plan.schedule, problem.costs, problem.limits, waits_for_norm=waits_for_norm(problem))
+        self._made |= {(microbatches, False): plan for microbatches, plan in plans.items()}
         self.costs, self._request = costs, replace(self._request, memory_limit=memory_limit)
 
     def _placement(self) -> Placement:
@@ -195,7 +198,7 @@ class PlanCache:
         if self._file:
             planned = self._of_file(self._file, microbatches, forward_only)
         else:
-            made = self.made.get((microbatches, False))
+            made = self._made.get((microbatches, False))
             planned = made or self._at(microbatches, self.costs, self._request.memory_limit).plan()
         if forward_only:  # it keeps nothing for a backward: the limit is for iterations that train
             planned = replace(planned, schedule=planned.schedule.forward_only())
@@ -241,21 +244,8 @@ class PlanCache:
         schedule = planned.schedule
         if schedule.splits > 1 and schedule.reruns:
             raise ValueError(f"{self.name} runs slices of microbatches again (R), which the runtime cannot: plan it without one")
-        verify_programs(schedule, planned.programs, self._posting)
+        verify_programs(schedule, planned.programs, self.posting)
         return planned
-
-    def _better(self, used: Schedule, costs: Costs, limit: Limits) -> Schedule:
-        """The family's schedule at these costs, or the one in use where that is allowed and as short."""
-        fresh = replace(self._at(used.microbatches, costs, limit), quick=False, keep=False).plan().schedule
-        if self.offload:
-            return fresh
-        problem = self._problem(used.microbatches, costs, limit)
-        try:
-            verify(used, costs, problem.limits)
-        except ValueError:
-            return fresh
-        lengths = [self.objective.length(simulate(schedule, problem.costs)) for schedule in (fresh, used)]
-        return fresh if lengths[0] < lengths[1] else used
 
 
 def _read(path: str, ranks: int) -> Schedule:

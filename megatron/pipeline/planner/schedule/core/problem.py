@@ -41,6 +41,9 @@ class TooLow(ValueError):
         super().__init__(message)
         self.least = least
 
+    def __reduce__(self) -> tuple[type[TooLow], tuple[str, float]]:
+        return type(self), (str(self), self.least)
+
 
 class LimitTooLow(TooLow):
     """A family has no schedule within a memory limit."""
