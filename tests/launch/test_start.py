@@ -71,6 +71,26 @@ def test_no_script(arguments: list[str], words: str, capsys: pytest.CaptureFixtu
     assert words in refusal(capsys, "launch", *arguments)
 
 
+@pytest.mark.parametrize(
+    ("flags", "config", "words"),
+    [
+        ("--pipeline-schedule zb-w", "", "unknown schedule 'zb-w'; known are 1f1b"),
+        ("--save runs/x --save-interval=5", "pipeline_schedule: zb-w", "unknown schedule 'zb-w'"),
+        ("--save=runs/x", "", "--save runs/x without --save-interval: Megatron-LM's scripts need both: give --save-interval N"),
+        ("--pipeline-schedule zb-v", "save: runs/x", "--save runs/x without --save-interval"),
+    ],
+)
+def test_what_every_rank_would_refuse_starts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, config: str, words: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(script, "_start", lambda _: pytest.fail("ranks are started"))
+    (tmp_path / "flags.yaml").write_text(config)
+    flags += f" --config {tmp_path}/flags.yaml"
+    assert words in refusal(capsys, "launch --nproc-per-node 2", str(STAND_IN), flags)
+    script._refuse_early([*flags.replace("zb-w", "zb-v").split(), "--save-interval", "5", "--pipeline-schedule", "v-half"])
+
+
 def test_a_state_that_was_saved_wrong_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

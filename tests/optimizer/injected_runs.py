@@ -48,7 +48,7 @@ def train(
     told: list[tuple[Any, ...]] = []
     digests: list[str] = []
     counts = {"ahead": 0, "undone": 0, "in vain": 0}
-    real_build, real_train, real_resolve = program.build_training, program.train, step_ahead.StepAhead.resolve
+    real_build, real_train, real_resolve = program.build_training, loop.Loop.train, step_ahead.StepAhead.resolve
     real_abandon = Executor.abandon
 
     def build_training(*args: Any) -> Any:
@@ -56,9 +56,9 @@ def train(
         _tamper(training, injections, terminate_in)
         return training
 
-    def train(args: Any, training: Any, *others: Any) -> None:
-        real_train(args, training, *others)
-        digests.extend(_digests(training))
+    def train(self: Any) -> None:
+        real_train(self)
+        digests.extend(_digests(self.training))
 
     def resolve(self: Any) -> Any:
         outcome = real_resolve(self)
@@ -75,7 +75,7 @@ def train(
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(program, "build_training", build_training))
-        stack.enter_context(patch.object(program, "train", train))
+        stack.enter_context(patch.object(loop.Loop, "train", train))
         stack.enter_context(patch.object(step_ahead.StepAhead, "resolve", resolve))
         stack.enter_context(patch.object(Executor, "abandon", abandon))
         stack.enter_context(patch.object(Log, "step", tell))

@@ -8,13 +8,22 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megatron.pipeline.distributed.processes import free_port
 from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.launch import install
+from megatron.pipeline.planner.combinations.rows import STARTED
+from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.planning.trained import check_name
+from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.schedule.core.reading import content_of
 
 PIP, CHECKOUT = "pip", "checkout"
 _REFUSED = 2  # exit code of what has said in one line what is wrong
@@ -36,7 +45,8 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
         What runs it.
 
     Raises:
-        ValueError: there is no script, no torch to start, or options do not fit the way this process was started.
+        ValueError: there is no script, no torch to start, options do not fit the way this process was started, or every rank
+            would refuse a flag.
         RuntimeError: ``megatron.training`` is missing, or lacks what a patch relies on.
         ModuleNotFoundError: there is no ``megatron.core``, or what it imports.
     """
@@ -53,6 +63,7 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
         )
     if options:
         refuse_without_torch()
+        _refuse_early(flags)
         return partial(_start, [*options, "-m", "megatron.pipeline.cli", "launch", "--core", core, *tokens])
     if "RANK" not in os.environ:
         world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
@@ -101,11 +112,35 @@ def _let_segments_grow(flags: Sequence[str]) -> None:
 
     What W keeps of odd sizes lives between what F and B allocate; fixed segments would be torn into pieces.
     """
-    files = [flag.removeprefix("--config=") for before, flag in pairwise(["", *flags]) if "--config" in (before, flag[:8])]
+    files = _given(flags, "--config")
     read = [Path(file).read_text(errors="ignore") for file in files if Path(file).is_file()]
     given = " ".join([*flags, *read]).replace("_", "-")
     if not any(word in given for word in _FIXED_SEGMENTS) and "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch is imported
+
+
+def _given(flags: Sequence[str], name: str) -> list[str]:
+    """The values of a flag, in order."""
+    return [flag.removeprefix(f"{name}=") for before, flag in pairwise(["", *flags]) if name in (before, flag.partition("=")[0])]
+
+
+def _refuse_early(flags: Sequence[str]) -> None:
+    """Refuse what says in a line that nothing can train, before ranks start: each of them would, behind what it prints of flags.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    values: dict[str, Any] = {}
+    for file in _given(flags, "--config"):  # if it is no mapping, ranks say so
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            content = yaml.safe_load(content_of(file))
+            for name, value in content.items() if isinstance(content, dict) else ():
+                values[str(name).replace("_", "-")] = value
+    for name in ("pipeline-schedule", "save", "save-interval"):
+        if given := _given(flags, f"--{name}"):
+            values[name] = given[-1]
+    check_name(str(values.get("pipeline-schedule", STOCK)))
+    refuse(Facts(save=values.get("save"), save_interval=values.get("save-interval")), STARTED)
 
 
 def _find(folder: Path, core: str) -> None:

@@ -38,6 +38,7 @@ from megatron.pipeline.planner.combinations.table import Facts, of_config, refus
 from megatron.pipeline.planner.planning.document import naming, read_costs
 from megatron.pipeline.planner.planning.plan_cache import FILE
 from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.planning.trained import check_name
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, StageCosts
 from megatron.pipeline.planner.schedule.core.names import STOCK, counted
@@ -50,7 +51,6 @@ from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import checkpoint_failures
 from megatron.pipeline.session.call_watch import CallWatch
 from megatron.pipeline.session.last_rank import LastRank
-from megatron.pipeline.session.planning import check_name
 from megatron.pipeline.session.startup_lines import buckets_in_words
 
 _NOT_PREPARED = (

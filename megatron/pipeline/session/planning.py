@@ -27,10 +27,11 @@ from megatron.pipeline.planner.planning.choose import best as choose_best
 from megatron.pipeline.planner.planning.choose import least_limit
 from megatron.pipeline.planner.planning.document import read_costs
 from megatron.pipeline.planner.planning.limits import peak_of_1f1b
-from megatron.pipeline.planner.planning.plan_cache import FILE, PlanCache
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Variant
 from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
 from megatron.pipeline.planner.planning.request import Request, variants
+from megatron.pipeline.planner.planning.trained import check_name, trained
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import (
     EQUAL_PASSES,
@@ -40,7 +41,6 @@ from megatron.pipeline.planner.schedule.core.costs import (
     VocabularyCosts,
     with_equal_copies,
 )
-from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.families import AUTO
@@ -69,9 +69,13 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
             microbatches, costs or the memory limit.
     """
-    costs = None if args.pipeline.costs in (None, PROFILE) else _read_costs(args.pipeline.costs)
+    check_name(args.pipeline.schedule)
+    asked = _request(args)
     try:
-        pipeline = _plan(args, costs, measure)
+        request, notes = _chosen(args, asked)
+        pipeline = _pipeline(args, request, measure)
+        pipeline.plans.notes += notes
+        _check(args, request, pipeline)
         for microbatches in microbatch_counts(args):
             pipeline.plans.check(microbatches, evaluates)
         return pipeline
@@ -89,56 +93,86 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
         if text is None:
             raise  # a family exceeds the memory that its own name stands for, and its message is complete
         suffix = text.lstrip("0123456789.")
-        peak = _peak_of_1f1b(_request(args, costs))
-        unit = Unit(suffix, MEMORY_UNITS[suffix] if suffix else peak)
-        others = _holding_less(args, costs)
-        raise unit.too_little(f"--pipeline-memory-limit {text}", name, error.least, others) from None
+        unit = Unit(suffix, MEMORY_UNITS[suffix] if suffix else _peak_of_1f1b(asked))
+        raise unit.too_little(f"--pipeline-memory-limit {text}", name, error.least, _holding_less(args, asked)) from None
 
 
-def _plan(args: Settings, costs: Costs | None, measure: bool | None) -> Pipeline:
-    profiles = args.pipeline.costs == PROFILE
-    request, text = _request(args, costs), args.pipeline.memory_limit
-    notes = []
+def _request(args: Settings) -> Request:
+    """The request that the flags are."""
+    file, own = args.pipeline.costs, args.offloading
+    try:
+        costs = None if file in (None, PROFILE) else read_costs(file)
+    except ValueError as error:
+        raise ValueError(f"--pipeline-costs {error}") from None
+    request = Request(
+        args.pipeline.schedule,
+        args.pipeline_model_parallel_size,
+        max(microbatch_counts(args)),
+        costs,
+        args.chunks,
+        group=args.microbatch_group_size_per_vp_stage,
+        # Without post-validation each iteration waits for all ranks to end the one before.
+        objective=Objective.SPAN if args.steps.ahead else Objective.MAKESPAN,
+        vocabulary=args.vocabulary.spread,
+        offload=own.mode,
+        overlap=args.overlap_moe_expert_parallel_comm,
+        equal=partial(equal_stages, args, _equal_costs(args)),
+        beside=partial(beside, args),
+        keep=True,
+    )
+    return replace(request, memory_limit=_memory_limit(args.pipeline.memory_limit, request, costs))
+
+
+def _chosen(args: Settings, request: Request) -> tuple[Request, list[str]]:
+    """The request of one family, and notes on how it came about."""
+    text, notes = args.pipeline.memory_limit, []
     if request.lowest_limit is None and text:
-        if not profiles:
+        if args.pipeline.costs != PROFILE:
             raise ValueError(
                 f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes: a file, or {PROFILE}"
             )
         notes.append(f" memory limit of {text}: until activations have been measured the schedule is planned without it")
-    check_name(request.schedule)
     if request.schedule == AUTO:
-        best, table = _best(args, costs)
+        best, table = _best(args, request)
         request = replace(request, schedule=best.name, chunks=best.chunks)
         notes.append(table)
+    return request, notes
+
+
+def _pipeline(args: Settings, request: Request, measure: bool | None) -> Pipeline:
+    """The pipeline of a request, as the flags have it run."""
+    own, profiles = args.offloading, args.pipeline.costs == PROFILE
     if measure is None:
         measure = bool(args.pipeline.metrics or args.tensorboard_dir or args.pipeline.trace)
-    own = args.offloading
+    measure = measure or profiles or args.rehearsal.on
     smallest, bandwidth = SMALLEST if own.min_size is None else own.min_size, own.cpu_bandwidth
     copies = CopySettings(own.host_memory, smallest, bandwidth and bandwidth * 1e9)
-    measure = measure or profiles or args.rehearsal.on
     turns = cache(DeviceLock.open) if args.rehearsal.on else None
     batches = _every_batch(args) if args.pipeline.plan == EVERY_BATCH else None
     pipeline = Pipeline(request, Posting(args.pipeline.p2p), measure, copies, args.pipeline.max_ctas, turns, batches)
     if profiles:
         uncounted_sizes(args, pipeline)  # may be refused
-    plans = pipeline.plans
-    plans.notes += notes
-    placement, ranks = pipeline.placement, request.ranks
-    if plans.vocabulary is not request.vocabulary:  # the file spreads the vocabulary itself
+    return pipeline
+
+
+def _check(args: Settings, request: Request, pipeline: Pipeline) -> None:
+    """Refuse what the flags say beside a schedule that has been chosen, and does not go with it; note where costs are cut."""
+    plans, placement = pipeline.plans, pipeline.placement
+    if plans.vocabulary is not args.vocabulary.spread:  # the file spreads the vocabulary itself
         args |= {"vocab_parallel": plans.vocabulary}
         refuse(of_flags(args), VOCABULARY)
-    if placement.chunks > 1 and ranks == 1:
+    if placement.chunks > 1 and placement.ranks == 1:
         raise ValueError(
             f"--pipeline-schedule {pipeline.name} with {placement.chunks} chunks per rank needs at least 2 pipeline "
             "ranks (megatron-core has no virtual pipeline on one): raise --pipeline-model-parallel-size, or take 1f1b or zb-h1"
         )
-    if costs is not None and len(costs.stages) != placement.depth:
-        given = f"--pipeline-costs {args.pipeline.costs} has the costs of {len(costs.stages)} stages"
-        plans.notes.append(f" {given}: for the {placement.depth} of this schedule they are cut evenly, or joined")
     refuse(of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None), SCHEDULES)
-    _check_spread(args, plans)
-    _check_copies(args, plans)
-    return pipeline
+    if not isinstance(request.costs, Costs) or plans.costs is None:
+        return
+    if (count := len(request.costs.stages)) != placement.depth:
+        given = f"--pipeline-costs {args.pipeline.costs} has the costs of {count} stages"
+        plans.notes.append(f" {given}: for the {placement.depth} of this schedule they are cut evenly, or joined")
+    _check_costs(args, plans, plans.costs)
 
 
 def as_planned(args: Settings, pipeline: Pipeline) -> Settings:
@@ -163,26 +197,6 @@ def _every_batch(args: Settings) -> EveryBatch:
     return EveryBatch(attention, shape.tokens, interval=args.log_interval, say=partial(print, flush=True))
 
 
-def _request(args: Settings, costs: Costs | None) -> Request:
-    request = Request(
-        args.pipeline.schedule,
-        args.pipeline_model_parallel_size,
-        max(microbatch_counts(args)),
-        costs,
-        args.chunks,
-        group=args.microbatch_group_size_per_vp_stage,
-        # Without post-validation each iteration waits for all ranks to end the one before.
-        objective=Objective.SPAN if args.steps.ahead else Objective.MAKESPAN,
-        vocabulary=args.vocabulary.spread,
-        offload=args.offloading.mode,
-        overlap=args.overlap_moe_expert_parallel_comm,
-        equal=partial(equal_stages, args, _equal_costs(args)),
-        beside=partial(beside, args),
-        keep=True,
-    )
-    return replace(request, memory_limit=_memory_limit(args.pipeline.memory_limit, request, costs))
-
-
 def _peak_of_1f1b(request: Request) -> float:
     """In the unit of the costs that the request has, or that it has as long as nothing is measured."""
     costs = request.costs
@@ -199,62 +213,43 @@ def _equal_costs(args: Settings) -> StageCosts:
     return replace(EQUAL_PASSES, recompute=1.0, checkpoint=1.0).with_recomputation(makes_weights_again(args))
 
 
-def _of_any_family(args: Settings, costs: Costs | None) -> Request:
-    """Requests of the flags to any family: costs that follow its placement, and a limit even before bytes are known."""
+def _of_any_family(args: Settings, request: Request) -> Request:
+    """The same request to any family: costs that follow its placement, and a limit even before bytes are known."""
+    costs, limit = request.costs, request.memory_limit
 
     def costs_of(placement: Placement) -> Costs:
         stage_layers(args, placement)  # a ValueError: there are too few layers
-        if costs is not None:
+        if isinstance(costs, Costs):
             return costs.of_depth(placement.depth)
         return with_equal_copies(replace(request.equal_costs(placement), vocabulary=VocabularyCosts()))
 
-    request = _request(args, costs)
-    limit = request.memory_limit
     if limit is None and args.pipeline.memory_limit:  # an amount of bytes is taken to be 1F1B's peak until it is known
         limit = _peak_of_1f1b(request)
     in_unit = partial(beside, args, in_bytes=costs is not None)
     return replace(request, schedule=AUTO, chunks=None, costs=costs_of, memory_limit=limit, beside=in_unit)
 
 
-def _check_spread(args: Settings, plans: PlanCache) -> None:
-    """Refuse costs that do not go with the vocabulary where it is."""
-    spread = plans.vocabulary
-    if plans.costs is None or (plans.costs.vocabulary != VocabularyCosts()) == bool(spread):
-        return
-    problem = "costs of a spread vocabulary, whose stages are without it, and --vocab-parallel is off"
-    if spread:
-        problem = f"no costs of a spread vocabulary, and --vocab-parallel is {spread}"
-    raise ValueError(
-        f"--pipeline-costs {args.pipeline.costs} has {problem}: measure them under these flags with --pipeline-costs {PROFILE}"
-    )
-
-
-def _check_copies(args: Settings, plans: PlanCache) -> None:
-    """Refuse costs without those of copies, where there are any."""
-    if plans.offloads and plans.costs and not (plans.costs.copies.to_host and plans.costs.copies.to_device):
+def _check_costs(args: Settings, plans: PlanCache, costs: Costs) -> None:
+    """Refuse costs without those of shards or copies where there are any, or with those of shards where there are none."""
+    given, spread = f"--pipeline-costs {args.pipeline.costs}", plans.vocabulary
+    if (costs.vocabulary != VocabularyCosts()) != bool(spread):
+        problem = "costs of a spread vocabulary, whose stages are without it, and --vocab-parallel is off"
+        if spread:
+            problem = f"no costs of a spread vocabulary, and --vocab-parallel is {spread}"
+        raise ValueError(f"{given} has {problem}: measure them under these flags with --pipeline-costs {PROFILE}")
+    if plans.offloads and not (costs.copies.to_host and costs.copies.to_device):
         raise ValueError(
-            f"--pipeline-costs {args.pipeline.costs} does not say what copies to host memory take, which --offload has to know: "
+            f"{given} does not say what copies to host memory take, which --offload has to know: "
             "measure it under these flags with --offload-profile, or add it, such as "
             '"copies": {"to_host": 5e-11, "to_device": 5e-11} for 20 GB/s'
         )
-
-
-def check_name(name: str, others: Sequence[str] = (AUTO, STOCK)) -> None:
-    """Refuse what is no schedule, with a ValueError.
-
-    Args:
-        others: names that stand for no family.
-    """
-    if name not in (*families.FAMILIES, *others) and not name.startswith(FILE):
-        near = families.meant(name, [*families.FAMILIES, *others])
-        raise ValueError(f"unknown schedule {name!r}; known are {', '.join((*families.FAMILIES, *others))} and {FILE}PATH{near}")
 
 
 def replanning(args: Settings, pipeline: Pipeline) -> Steps | None:
     """The steps that profile and plan again, if ``--pipeline-costs profile`` asks for them."""
     if args.pipeline.costs != PROFILE:
         return None
-    limit = partial(_memory_limit, args.pipeline.memory_limit, _request(args, None))
+    limit = partial(_memory_limit, args.pipeline.memory_limit, _request(args))
     write = partial(_write_costs, args, decoder_layers(args, pipeline.placement))
     steps = replan(pipeline, limit, write, uncounted_sizes(args, pipeline))
     next(steps)
@@ -276,23 +271,24 @@ def _write_costs(args: Settings, layers: Sequence[int], text: str) -> Path | Non
     return path
 
 
-def _best(args: Settings, costs: Costs | None) -> tuple[Variant, str]:
+def _best(args: Settings, request: Request) -> tuple[Variant, str]:
     """The choice of ``mpipe plan --schedule auto`` among the families that train, and the table with the reasons.
 
     Without costs the time of messages is unknown, which more chunks need more of: each family then has its own number of
     chunks, unless the user gives another.
     """
-    request, chunks = _of_any_family(args, costs), args.chunks
+    chunks, equal = args.chunks, request.costs is None
     tried = []
-    for variant in variants(request.ranks, _trained(args), None if chunks is None else [chunks]):
+    for variant in variants(request.ranks, trained(request.ranks), None if chunks is None else [chunks]):
         family = families.named(variant.name)
-        wanted = chunks or (family.chunks if costs is None else variant.chunks)
+        wanted = chunks or (family.chunks if equal else variant.chunks)
         # Slices change sums: seq-1f1b is asked for by name.
         if variant.group is None and family.splits == 1 and wanted in (None, variant.chunks or family.chunks):
             tried.append(variant)
+    request = _of_any_family(args, request)
     best, choice = choose_best(request, tried)
     assert choice is not None
-    if costs is None:
+    if equal:
         at, table = "equal costs: a pass takes 1, memory is in microbatches", choice.table(COSTS_UNIT, request.lowest_limit)
     else:
         mib = MEMORY_UNITS["MiB"]
@@ -303,17 +299,11 @@ def _best(args: Settings, costs: Costs | None) -> tuple[Variant, str]:
     return best.variant, f" schedule auto is {best.variant}, at {at}\n{indent(table, '  ')}"
 
 
-def _trained(args: Settings) -> list[str]:
-    """The families that train on these ranks."""
-    several = args.pipeline_model_parallel_size > 1
-    return [name for name in families.FAMILIES if several or families.FAMILIES[name].chunks == 1]
-
-
-def _holding_less(args: Settings, costs: Costs | None) -> list[str]:
+def _holding_less(args: Settings, request: Request) -> list[str]:
     """Other families that plan for limits, and can hold no more than the one that is given."""
-    if args.pipeline.schedule == AUTO:
+    if request.schedule == AUTO:
         return []  # has tried them all
-    request = _of_any_family(args, costs)
+    request = _of_any_family(args, request)
 
     def fits(name: str) -> bool:
         try:
@@ -321,15 +311,8 @@ def _holding_less(args: Settings, costs: Costs | None) -> list[str]:
         except ValueError:
             return False  # memory is not all that is wrong
 
-    names = [name for name in _trained(args) if families.FAMILIES[name].plans_for_limits]
+    names = [name for name in trained(request.ranks) if families.FAMILIES[name].plans_for_limits]
     return [name for name in names if name != args.pipeline.schedule and fits(name)]
-
-
-def _read_costs(path: str) -> Costs:
-    try:
-        return read_costs(path)
-    except ValueError as error:
-        raise ValueError(f"--pipeline-costs {error}") from None
 
 
 def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> float | None:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -23,62 +24,79 @@ from megatron.pipeline.trainer.run_log import Log
 from megatron.pipeline.trainer.state import Training
 
 
-def train(args: Settings, training: Training, samples: Samples, pipeline: Pipeline, log: Log, timers: Timers | None) -> None:
-    """Train until ``--train-iters``, or until SIGTERM, ``--exit-interval`` or ``--exit-duration-in-mins`` stops it."""
-    with _termination_signal() as terminated, _quick_garbage_collection():
-        saved_at = training.iteration if args.load else None
-        reason = ""
-        for reason in _pauses(args, training, samples, pipeline, log, timers, terminated):  # noqa: B007
-            if evaluates(args) and training.iteration % args.eval_interval == 0:
-                _evaluate_split(args, training, samples, Split.valid, log)
-            if args.save and args.save_interval and training.iteration % args.save_interval == 0:
-                saved_at = _save(args, training, log)
-        if reason:
-            log.line(f" stopping after iteration {training.iteration}: {reason}")
+@dataclass
+class Loop:
+    """One training, with what it takes."""
 
-        if args.save and saved_at != training.iteration:
-            _save(args, training, log)
-        if evaluates(args) and not reason:
-            if training.iteration % args.eval_interval:
-                _evaluate_split(args, training, samples, Split.valid, log)
-            _evaluate_split(args, training, samples, Split.test, log)
+    args: Settings
+    training: Training
+    samples: Samples
+    pipeline: Pipeline
+    log: Log
+    timers: Timers | None
 
+    def train(self) -> None:
+        """Train until ``--train-iters``, or until SIGTERM, ``--exit-interval`` or ``--exit-duration-in-mins`` stops it."""
+        args, training = self.args, self.training
+        with _termination_signal() as terminated, _quick_garbage_collection():
+            saved_at = training.iteration if args.load else None
+            reason = ""
+            for reason in self._pauses(terminated):  # noqa: B007
+                if evaluates(args) and training.iteration % args.eval_interval == 0:
+                    self._evaluate(Split.valid)
+                if args.save and args.save_interval and training.iteration % args.save_interval == 0:
+                    saved_at = self._save()
+            if reason:
+                self.log.line(f" stopping after iteration {training.iteration}: {reason}")
 
-def _pauses(
-    args: Settings,
-    training: Training,
-    samples: Samples,
-    pipeline: Pipeline,
-    log: Log,
-    timers: Timers | None,
-    terminated: Callable[[], bool],
-) -> Iterator[str]:
-    """Train; yields after every iteration a reason to stop, or an empty string."""
-    if training.iteration >= args.train_iters:  # a checkpoint was there
-        return
-    started = time.monotonic()
-    reports = Reports(args, pipeline)
+            if args.save and saved_at != training.iteration:
+                self._save()
+            if evaluates(args) and not reason:
+                if training.iteration % args.eval_interval:
+                    self._evaluate(Split.valid)
+                self._evaluate(Split.test)
 
-    def stops() -> tuple[bool, bool]:
-        late = bool(args.exit_duration_in_mins) and time.monotonic() - started > 60 * args.exit_duration_in_mins
-        return terminated(), late
+    def _pauses(self, terminated: Callable[[], bool]) -> Iterator[str]:
+        """Train; yields after every iteration a reason to stop, or an empty string."""
+        args, training, log = self.args, self.training, self.log
+        if training.iteration >= args.train_iters:  # a checkpoint was there
+            return
+        started = time.monotonic()
+        reports = Reports(args, self.pipeline)
 
-    with samples.microbatches(Split.train, training.consumed_samples) as data:
-        assert data is not None, "the training split is never empty: check_data saw to it"
-        iterations = Iterations(args, training, pipeline, data, stops)
-        reason = ""
-        while training.iteration < args.train_iters and not reason:
-            follows = not reports.measures and not _pauses_after(args, training.iteration + 1)
-            step, pending, lines = iterations.run(follows)
-            logged = step.iteration % args.log_interval == 0
-            wanted = log.writes and bool(args.pipeline.metrics or args.tensorboard_dir or logged)
-            log.step(step, reports.measured(step.iteration, pending, wanted))
-            if timers is not None and logged:
-                timers.log(list(timers._timers), normalizer=args.log_interval)
-            for line in (*lines, *reports.use(step.iteration)):
-                log.line(line)
-            reason = _reason_to_stop(args, training.iteration, *iterations.stopped)
-            yield reason
+        def stops() -> tuple[bool, bool]:
+            late = bool(args.exit_duration_in_mins) and time.monotonic() - started > 60 * args.exit_duration_in_mins
+            return terminated(), late
+
+        with self.samples.microbatches(Split.train, training.consumed_samples) as data:
+            assert data is not None, "the training split is never empty: check_data saw to it"
+            iterations = Iterations(args, training, self.pipeline, data, stops)
+            reason = ""
+            while training.iteration < args.train_iters and not reason:
+                follows = not reports.measures and not _pauses_after(args, training.iteration + 1)
+                step, pending, lines = iterations.run(follows)
+                logged = step.iteration % args.log_interval == 0
+                wanted = log.writes and bool(args.pipeline.metrics or args.tensorboard_dir or logged)
+                log.step(step, reports.measured(step.iteration, pending, wanted))
+                if self.timers is not None and logged:
+                    self.timers.log(list(self.timers._timers), normalizer=args.log_interval)
+                for line in (*lines, *reports.use(step.iteration)):
+                    log.line(line)
+                reason = _reason_to_stop(args, training.iteration, *iterations.stopped)
+                yield reason
+
+    def _evaluate(self, split: Split) -> None:
+        """Evaluate on fresh samples: those of earlier evaluations are consumed, also across restarts."""
+        args, iteration = self.args, self.training.iteration
+        earlier = (iteration - 1) // args.eval_interval if split is Split.valid else 0
+        with self.samples.microbatches(split, earlier * args.eval_iters * args.global_batch_size) as data:
+            if data is not None:
+                name = {Split.valid: "validation", Split.test: "test"}[split]
+                self.log.evaluation(name, iteration, evaluate(args, self.training, data))
+
+    def _save(self) -> int:
+        self.log.line(f" saved checkpoint {checkpoint.save(self.args, self.training)}")
+        return self.training.iteration
 
 
 def _pauses_after(args: Settings, iteration: int) -> bool:
@@ -94,21 +112,6 @@ def _reason_to_stop(args: Settings, iteration: int, terminated: bool, late: bool
     if terminated:
         return "SIGTERM"
     return f"--exit-duration-in-mins {args.exit_duration_in_mins:g}" if late else ""
-
-
-def _evaluate_split(args: Settings, training: Training, samples: Samples, split: Split, log: Log) -> None:
-    """Evaluate on fresh samples: those of earlier evaluations are consumed, also across restarts."""
-    earlier = (training.iteration - 1) // args.eval_interval if split is Split.valid else 0
-    with samples.microbatches(split, earlier * args.eval_iters * args.global_batch_size) as data:
-        if data is not None:
-            name = {Split.valid: "validation", Split.test: "test"}[split]
-            log.evaluation(name, training.iteration, evaluate(args, training, data))
-
-
-def _save(args: Settings, training: Training, log: Log) -> int:
-    path = checkpoint.save(args, training)
-    log.line(f" saved checkpoint {path}")
-    return training.iteration
 
 
 @contextmanager

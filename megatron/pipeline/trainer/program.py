@@ -40,7 +40,7 @@ from megatron.pipeline.session.tokenizer import build_tokenizer, sizes_of_vocabu
 from megatron.pipeline.session.trace import draw_last_trace
 from megatron.pipeline.trainer import checkpoint, checkpoint_files
 from megatron.pipeline.trainer.data import Samples, check_data
-from megatron.pipeline.trainer.loop import train
+from megatron.pipeline.trainer.loop import Loop
 from megatron.pipeline.trainer.run_log import Log
 from megatron.pipeline.trainer.state import Training, build_training
 
@@ -143,7 +143,7 @@ def run(args: Settings, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watch
                 *(plan_in_words(args, pipeline) if log.writes else ()),
             ]:
                 log.line(line)
-            train(args, training, samples, pipeline, log, timers)
+            Loop(args, training, samples, pipeline, log, timers).train()
             barrier()  # what other ranks write is there
             if log.writes:
                 log.line(_last_words(args, log))

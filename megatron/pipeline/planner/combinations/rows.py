@@ -260,6 +260,12 @@ QUANTIZED = (
         "--use-distributed-optimizer rounds afterwards", "give these, or leave it out", lambda to: to.fp8 and not _gathers(to)),
 )  # fmt: skip
 
+# Of Megatron-LM's scripts, whose own validation refuses it without a word.
+STARTED = (
+    Row("save", "no save_interval", "without --save-interval: Megatron-LM's scripts need both",
+        "give --save-interval N, such as 1000, or leave {flag} out"),
+)  # fmt: skip
+
 _BEHIND_STEPS = "acts on weights behind a step, when forwards of the next iteration have begun"
 _trainer = partial(Row, other="launch", instead="use the pretrain_gpt.py of megatron.pipeline, or leave {flag} out")
 _ahead = partial(Row, other="post_validation", instead="leave it out, or leave --post-validation out")

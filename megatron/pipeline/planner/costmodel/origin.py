@@ -112,8 +112,8 @@ def measured(gpu: Device, model: Namespace, run: Rehearsed) -> tuple[Device, Wor
     others = tuple(scaled(one, one.name) for one in gpu.precisions)
     source = f"{gpu.source}; F, B and W of a layer were measured{f' on {run.gpu}' if run.gpu else ''}"
     found = replace(scaled(gpu, ""), attention=faster * gpu.attention, precisions=others, source=source)
-    times = (one / other for one, other in zip(took, computing_seconds(shape, found), strict=True))
-    return replace(found, **dict(zip(Work._fields, times, strict=True))), took, predicted
+    forward, backward, weight = (one / other for one, other in zip(took, computing_seconds(shape, found), strict=True))
+    return replace(found, forward=forward, backward=backward, weight=weight), took, predicted
 
 
 def check(of: Mapping[str, Any], model: Namespace) -> None:
