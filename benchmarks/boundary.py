@@ -17,6 +17,7 @@ from megatron.pipeline.planner.costmodel import device
 from megatron.pipeline.planner.planning.compose import solve
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.boundary import turns
 from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
 from megatron.pipeline.planner.schedule.core.placement import Placement
@@ -102,7 +103,7 @@ def by_rules_and_planned(name: str, ranks: int, microbatches: int, costs: list[C
     """Of one order of passes, which takes as long at all costs, as ``mpipe tune`` plans: without the search for an order of W."""
     cells, schedule = [], None
     for each in costs:
-        problem = Request(name, ranks, microbatches, lambda place: each.of_depth(place.depth)).problem()  # noqa: B023
+        problem = Request(name, ranks, microbatches, lambda place: cutting.of_depth(each, place.depth)).problem()  # noqa: B023
         problem = replace(problem, objective=Objective.MAKESPAN)
         schedule = schedule or solve(name, problem)
         made, rules = with_boundary(schedule, replace(problem, quick=True))

@@ -29,13 +29,13 @@ from megatron.pipeline.planner.planning.planned import Variant
 from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
 from megatron.pipeline.planner.planning.request import Request, variants
 from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import (
     EQUAL_PASSES,
     Costs,
     MemoryUnit,
     StageCosts,
     VocabularyCosts,
-    with_equal_copies,
 )
 from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.planner.schedule.core.placement import Placement
@@ -201,8 +201,8 @@ def _of_any_family(args: Settings, costs: Costs | None) -> Request:
     def costs_of(placement: Placement) -> Costs:
         stage_layers(args, placement)  # a ValueError: there are too few layers
         if costs is not None:
-            return costs.of_depth(placement.depth)
-        return with_equal_copies(replace(request.equal_costs(placement), vocabulary=VocabularyCosts()))
+            return cutting.of_depth(costs, placement.depth)
+        return cutting.with_equal_copies(replace(request.equal_costs(placement), vocabulary=VocabularyCosts()))
 
     request = _request(args, costs)
     limit = request.memory_limit

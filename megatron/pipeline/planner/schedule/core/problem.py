@@ -139,10 +139,6 @@ class Problem:
         return held * self.costs.largest.memory
 
 
-# Chunks hold fractions such as 1/3 whose float sums stray in the last bits: that is not a broken limit.
-SLACK = 1 + 1e-9
-
-
 def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:
     """One limit for every rank, from one number for all or from one number each.
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import BRAIDED, Flow
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.optimum.earliest import SLACK, Earliest, usable
+from megatron.pipeline.planner.schedule.core.slack import SLACK
+from megatron.pipeline.planner.schedule.optimum.earliest import Earliest, usable
 from megatron.pipeline.planner.schedule.optimum.lines import Times, backwards_in_time, lines
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.transform import without_copies
@@ -98,7 +100,7 @@ def own_bound(schedule: Schedule, problem: Problem) -> float:
     fullest one, host memory included. So schedules that were planned for different limits can be compared. The stages whose B
     has work behind its collectives are the schedule's.
     """
-    problem = replace(problem, costs=problem.costs.shielded(schedule.shielded))
+    problem = replace(problem, costs=cutting.shielded(problem.costs, schedule.shielded))
     most = max(activation_peaks(without_copies(schedule), problem.costs))
     return lower_bound(replace(with_own_passes(schedule, problem), limits=(most,) * problem.ranks))
 
@@ -110,7 +112,7 @@ def _bound_of_braids(problem: Problem) -> float:
     For the makespan, a rank's begin when its first forward has arrived, and the last gradient that leaves it has its way to go.
     """
     placement, costs = problem.placement, problem.costs
-    bounds = [lower_bound(replace(problem, costs=costs.hidden(), overlap=False))]
+    bounds = [lower_bound(replace(problem, costs=cutting.hidden(costs), overlap=False))]
     plain = problem.splits == 1 and not problem.recompute and not costs.loads
     for rank, stages in enumerate(placement.stages):
         there, back = _ways(problem, min(stages)) if plain and problem.objective is Objective.MAKESPAN else (0.0, 0.0)

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.optimum.lines import Line, Times, leanest, of_passes
-
-SLACK = 1e-9  # sums of floats stray in their last bits: a limit this much larger, relatively, keeps every bound valid
 
 
 class _StartNeed(NamedTuple):

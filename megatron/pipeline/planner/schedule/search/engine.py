@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.pipeline.planner.schedule.core.compiled import compiled
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.time.orders import DOWN, POST, UP, Array
-
-SLACK = 1e-9  # relative: rounding errors of sums are below this
 
 
 class Arrays(NamedTuple):

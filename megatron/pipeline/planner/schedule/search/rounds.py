@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.pipeline.planner.schedule.core.placement import linear
-from megatron.pipeline.planner.schedule.search.engine import SLACK, Arrays
+from megatron.pipeline.planner.schedule.core.slack import SLACK
+from megatron.pipeline.planner.schedule.search.engine import Arrays
 from megatron.pipeline.planner.schedule.search.instance import Instance, Plan
 from megatron.pipeline.planner.schedule.search.rounds_engine import State, line_in_rounds, v_in_rounds
 from megatron.pipeline.planner.schedule.time.orders import MID, Array

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.pipeline.planner.schedule.core.compiled import compiled
-from megatron.pipeline.planner.schedule.search.engine import SLACK
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.search.instance import Instance
 from megatron.pipeline.planner.schedule.time.orders import DOWN, POST, UP, Array
 

@@ -15,12 +15,12 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import BUCKET_KINDS
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.schedule import RankPasses, Schedule, ScheduleError
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.planner.schedule.time.links import keyed, rows_of
 from megatron.pipeline.planner.schedule.time.orders import Array
 
 _MOST = 64  # iterations: ranks that still drift apart by then are averaged over the later half
-_STEADY = 1e-9  # of a period
 
 
 class Steady(NamedTuple):
@@ -115,7 +115,7 @@ class Cycle:
             steps = now[there] - before[there]
             fronts.append(float(free.max()))
             before = now
-            if len(fronts) > 2 and steps.max() - steps.min() <= _STEADY * fronts[-1]:
+            if len(fronts) > 2 and steps.max() - steps.min() <= SLACK * fronts[-1]:
                 period = float(steps.max())
                 break
         else:

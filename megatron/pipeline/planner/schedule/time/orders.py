@@ -22,8 +22,9 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import STAGE_KINDS, Kind, Where
 from megatron.pipeline.planner.schedule.core.passes import Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.core.problem import SLACK, Problem
+from megatron.pipeline.planner.schedule.core.problem import Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.timeline import Lengths
 from megatron.pipeline.planner.schedule.time.replay import Stuck
 
@@ -148,7 +149,7 @@ class Reordered:
         self._order[self._filled] = np.stack((its_slot, self._stage, self._place), axis=1)
         self._at = its_slot, self._stage, self._place
         self._taken, self._ends = np.zeros((2, *self._hops.shape))
-        self._held, self._limits = np.zeros(self._filled.shape), problem.limits and np.array(problem.limits) * SLACK
+        self._held, self._limits = np.zeros(self._filled.shape), problem.limits and np.array(problem.limits) * (1 + SLACK)
         self.size = len(passes)
 
     def lengths(self, order: Array) -> tuple[Lengths, float]:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron.pipeline.planner.schedule.core.problem import SLACK, Problem
+from megatron.pipeline.planner.schedule.core.problem import Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.time.replay import Stuck
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
@@ -23,7 +24,7 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
     if problem.limits is None or not any(stage.backward_allocates for stage in problem.costs.stages):
         return True
     peaks = activation_peaks(schedule, problem.costs)
-    return all(peak <= limit * SLACK for peak, limit in zip(peaks, problem.limits, strict=True))
+    return all(peak <= limit * (1 + SLACK) for peak, limit in zip(peaks, problem.limits, strict=True))
 
 
 class Trials:
