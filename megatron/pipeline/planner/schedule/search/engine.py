@@ -156,7 +156,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
                 takes = allocated[kind, stage, index]
                 if takes > 0 and takes + kept > room:
                     continue
-                ready = _arrival(kind, stage, index, hops, before, ends)
+                ready = arrival(kind, stage, index, arrays, ends)
                 if ready < 0:
                     continue
                 if takes > 0:
@@ -207,17 +207,17 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
 
 
 @compiled
-def _arrival(kind: int, stage: int, index: int, hops: Array, before: Array, ends: Array) -> float:
+def arrival(kind: int, stage: int, index: int, arrays: Any, ends: Array) -> float:
     """When the inputs of a pass have arrived; -1 if a pass that makes one has no time yet (-1 in ``ends``)."""
     ready = 0.0
-    if before[kind, stage] >= 0:
-        ready = ends[before[kind, stage], stage, index]
+    if arrays.before[kind, stage] >= 0:
+        ready = ends[arrays.before[kind, stage], stage, index]
         if ready < 0:
             return -1.0
-    if hops[kind, stage, index] < 0:
+    if arrays.hops[kind, stage, index] < 0:
         return ready
     made = ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
-    return max(ready, made + hops[kind, stage, index]) if made >= 0 else -1.0
+    return max(ready, made + arrays.hops[kind, stage, index]) if made >= 0 else -1.0
 
 
 @compiled

@@ -12,7 +12,7 @@ that plans the start of an iteration also plans its end.
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,26 +176,27 @@ def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Ar
         before: int[5, S], the kind that must precede on the stage; negative if none must.
         ends: float[5, S, M]; -1 for passes that are not in the order.
     """
-    position, (begun, free) = np.zeros(len(lengths), np.int64), np.zeros((2, len(lengths)))
+    rows = _Rows(order, lengths, np.zeros(len(lengths), np.int64), *np.zeros((2, len(lengths))))
     ends.fill(-1.0)
-    if not _replay(order, lengths, seconds, hops, before, ends, position, begun, free):
+    if not _replay(rows, seconds, hops, before, ends):
         return -1.0, -1.0
-    return float((free - begun).max()), float(free.max())
+    return float((rows.free - rows.begun).max()), float(rows.free.max())
+
+
+class _Rows(NamedTuple):
+    """Ranks' passes, and for every rank how far it came, and when it begins and is free."""
+
+    order: Array
+    lengths: Array
+    position: Array
+    begun: Array
+    free: Array
 
 
 @compiled
-def _replay(
-    order: Array,
-    lengths: Array,
-    seconds: Array,
-    hops: Array,
-    before: Array,
-    ends: Array,
-    position: Array,
-    begun: Array,
-    free: Array,
-) -> bool:
-    """Fill ``ends``, and for every rank how far it came, and when it begins and ends; returns whether all came to the end."""
+def _replay(rows: Any, seconds: Array, hops: Array, before: Array, ends: Array) -> bool:
+    """Fill ``ends``, and what is said of every rank; returns whether all came to the end."""
+    order, lengths, position, begun, free = rows
     ranks = lengths.shape[0]
     moved = True
     while moved:
