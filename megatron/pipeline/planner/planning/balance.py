@@ -94,7 +94,7 @@ def check_layers(layers: int, placement: Placement, least: int = 3) -> None:
     if layers > MOST_LAYERS:
         raise ValueError(f"--balance {layers}: give at most {MOST_LAYERS} layers")
     if layers < max(3, least):
-        stages = f"{placement.last_stage + 1} stages ({placement.ranks} ranks with {placement.chunks} chunks each)"
+        stages = f"{placement.depth} stages ({placement.ranks} ranks with {placement.chunks} chunks each)"
         raise ValueError(f"--balance {layers}: {stages} need at least {max(3, least)} layers")
 
 
@@ -111,7 +111,7 @@ def balanced(placement: Placement, model: Model, microbatches: int, plan: Callab
         LimitTooLow: no split that was tried fits into the memory limit.
         ValueError: there are fewer layers than stages that need one.
     """
-    stages, layers = placement.last_stage + 1, len(model.layers)
+    stages, layers = placement.depth, len(model.layers)
     least = [model.least(stage, placement) for stage in range(stages)]
     check_layers(layers, placement, sum(least))
     tried: dict[tuple[int, ...], _Tried] = {}
@@ -169,7 +169,7 @@ def _moves(best: _Tried, placement: Placement, model: Model, least: Sequence[int
     Those under which a rank has as much to do as the best plan takes are left out. Where the best one does not fit, early stages,
     which hold the most microbatches, give layers first, and late ones take them.
     """
-    stages = range(placement.last_stage + 1)
+    stages = range(placement.depth)
     if isinstance(best.plan, LimitTooLow):
         each = [_moved(best.counts, [giver], stages[::-1], least) for giver in stages]
         yield from (counts for turn in zip_longest(*each) for counts in turn if counts)
@@ -194,7 +194,7 @@ def _moved(
 
 def _ends(placement: Placement, work: Sequence[float]) -> tuple[list[int], list[int]]:
     if placement.last_stage < _PAIRS:
-        everywhere = list(range(placement.last_stage + 1))
+        everywhere = list(range(placement.depth))
         return everywhere, everywhere
     ranks = sorted(range(placement.ranks), key=work.__getitem__)
     givers = {stage for rank in ranks[-_ENDS:] for stage in placement.stages[rank]}

@@ -16,7 +16,7 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import MOST_WAITING
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.core.slack import SLACK
+from megatron.pipeline.planner.schedule.core.slack import SLACK, within
 from megatron.pipeline.planner.schedule.families import Family
 from megatron.pipeline.planner.schedule.rules.verify import rounded_up
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
@@ -80,8 +80,7 @@ def kept_limits(family: Family, problem: Problem, beside: Beside | None = None) 
     if family.keeps:
         enough = problem.first(4 * problem.ranks)
         whole = activation_peaks(of_stages(family.name, enough), problem.costs)
-        fits = all(peak + spreading(problem) <= limit * (1 + SLACK) for peak, limit in zip(whole, own, strict=True))
-        return None if fits else own
+        return None if within((peak + spreading(problem) for peak in whole), own) else own
     if given is None:
         return own
     assert family.memory is not None

@@ -92,7 +92,7 @@ class Costs:
         """Raises:
         ValueError: the costs are for another number of stages than the placement has.
         """
-        stages = placement.last_stage + 1
+        stages = placement.depth
         if len(self.stages) != stages:
             raise ValueError(
                 f"costs of {len(self.stages)} stages for a placement of {stages} ({placement.ranks} ranks with "
@@ -278,4 +278,4 @@ def uniform(
         vocabulary: what a rank's shard costs where the vocabulary is spread.
     """
     stage = StageCosts(forward, backward, weight, activation, retained).share(placement.chunks)
-    return Costs((stage,) * (placement.ranks * placement.chunks), hop, vocabulary or VocabularyCosts())
+    return Costs((stage,) * placement.depth, hop, vocabulary or VocabularyCosts())

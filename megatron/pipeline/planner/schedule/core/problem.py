@@ -98,7 +98,7 @@ class Problem:
             raise ValueError(f"a schedule needs at least 1 microbatch, got {self.microbatches}")
         self.costs.check_placement(self.placement)
         self.costs.check_microbatches(self.microbatches)
-        stages = self.placement.last_stage + 1
+        stages = self.placement.depth
         if self.limits is not None:
             per_rank(self.limits, self.placement.ranks)
         for name, chosen in (("recompute", self.recompute), ("fuse", self.fused)):

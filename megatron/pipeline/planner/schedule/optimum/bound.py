@@ -71,7 +71,7 @@ def lower_bound(problem: Problem) -> float:
     if any(least_limit(problem, rank) > limit * (1 + SLACK) for rank, limit in enumerate(limits)):
         return math.inf
     forward = lines(problem)
-    count = max(line.count for line in forward)
+    count = problem.microbatches * problem.splits
     small = count * len(problem.costs.stages) <= SMALL
     first, last, sweeps = (count, 0, 8) if small else (problem.ranks + 8, 4, 2)
     numbers = sorted({*range(min(first, count)), *range(max(0, count - last), count)})
@@ -302,7 +302,7 @@ def lifespans(problem: Problem) -> list[Any]:
     seconds = {(line.stage, line.kind): line.seconds for line in lines(problem)}
     hops = {line.stage: line.before[0][1] for line in lines(problem) if line.kind is Kind.F and line.before}
     spans: list[Any] = []
-    for stage in reversed(range(placement.last_stage + 1)):
+    for stage in reversed(range(placement.depth)):
         inner = seconds.get((stage, Kind.R), 0.0) if placement.is_last(stage) else spans[-1] + 2 * hops[stage + 1]
         spans.append(seconds[stage, Kind.F] + inner + seconds[stage, Kind.B])
     return spans[::-1]

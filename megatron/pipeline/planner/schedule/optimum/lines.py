@@ -88,7 +88,7 @@ def lines(problem: Problem) -> tuple[Line, ...]:
 def _lines(problem: Problem) -> tuple[Line, ...]:
     placement, costs = problem.placement, cutting.sliced(problem.costs, problem.splits)
     total = problem.microbatches * problem.splits
-    stages = range(placement.last_stage + 1)
+    stages = range(placement.depth)
     chains = [stage_kinds(stage in problem.recompute, stage in problem.fused) for stage in stages]
     known: dict[tuple[int, Kind], int] = {}
     made: list[Line] = []

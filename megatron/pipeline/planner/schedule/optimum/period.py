@@ -65,7 +65,7 @@ def least_between(problem: Problem, last: Kind = Kind.BW) -> float:
 
 def _chains(problem: Problem) -> list[float]:
     """For every stage, the least seconds from its first F to the end of its last W."""
-    found = [0.0] * (problem.placement.last_stage + 1)
+    found = [0.0] * problem.placement.depth
     behind, backward = [0.0] * len(found), [0.0] * len(found)
     for line in lines(problem):
         seconds = float(line.between(0, line.count))

@@ -120,12 +120,19 @@ def _compact(arrays: Any, limits: Array, by_start: Array, moving: Any) -> int:  
                 _account(arrays, moving, rank, slot, min(slot + 2, lengths[rank]))
             continue
         moved += 1
-        for at in range(slot, place, -1):
-            row[at, 0], row[at, 1], row[at, 2] = row[at - 1, 0], row[at - 1, 1], row[at - 1, 2]
-        row[place, 0], row[place, 1], row[place, 2] = kind, stage, index
+        _move(row, slot, place)
         ends[kind, stage, index] = begin + seconds[kind, stage, index]
         _account(arrays, moving, rank, place, min(slot + 2, lengths[rank]))
     return moved
+
+
+@compiled
+def _move(row: Array, slot: int, place: int) -> None:
+    """Move a pass of a row to an earlier place."""
+    kind, stage, index = row[slot]
+    for at in range(slot, place, -1):
+        row[at, 0], row[at, 1], row[at, 2] = row[at - 1, 0], row[at - 1, 1], row[at - 1, 2]
+    row[place, 0], row[place, 1], row[place, 2] = kind, stage, index
 
 
 @compiled

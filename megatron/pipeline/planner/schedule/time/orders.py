@@ -53,7 +53,7 @@ def hops_of(placement: Placement, messages: Array) -> Array:
         messages: float[S, M], seconds of a message of the M microbatches.
     """
     hops = np.full((KINDS, *messages.shape), -1.0)
-    for stage in range(1, placement.last_stage + 1):
+    for stage in range(1, placement.depth):
         far = placement.home(stage)[0] != placement.home(stage - 1)[0]
         hops[DOWN, stage] = hops[UP, stage - 1] = messages[stage] if far else 0
     return hops
