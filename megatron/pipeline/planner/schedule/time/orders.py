@@ -71,7 +71,7 @@ class Orders:
         costs, slot = schedule.costs(costs), slots()
         self._tables = [
             {
-                (kind, chunk): (slot[kind], stage, costs.each(lambda costs: costs.seconds(kind, stage), schedule.slices))  # noqa: B023
+                (kind, chunk): (slot[kind], stage, costs.seconds_of_each(kind, stage, schedule.slices))
                 for kind in slot
                 for chunk, stage in enumerate(stages)
             }
@@ -123,18 +123,16 @@ class Reordered:
     """
 
     def __init__(self, schedule: Schedule, problem: Problem) -> None:
-        costs, placement, slot = schedule.costs(problem.costs), schedule.placement, slots()
-        each = [costs.of(number) for number in range(schedule.microbatches)]
+        costs, placement, slot, count = schedule.costs(problem.costs), schedule.placement, slots(), schedule.microbatches
         kinds = [kind for kind in STAGE_KINDS if any(kind in row.kinds for row in schedule.rows)]
         stages = range(len(costs.stages))
-        self._seconds, self._changes = (
-            np.array([[[value(cost, kind, stage) for cost in each] for stage in stages] for kind in kinds], float)
-            for value in (
-                lambda cost, kind, stage: cost.stages[stage].seconds(kind),
-                lambda cost, kind, stage: cost.stages[stage].allocated(kind, stage in problem.recompute),
-            )
-        )
-        self._hops = hops_of(placement, np.tile([cost.hop for cost in each], (len(stages), 1)))
+
+        def changes(kind: Kind, stage: int) -> list[float]:
+            return costs.each(lambda each: each.allocated(kind, stage, stage in problem.recompute), count)
+
+        self._seconds = np.array([[costs.seconds_of_each(kind, stage, count) for stage in stages] for kind in kinds], float)
+        self._changes = np.array([[changes(kind, stage) for stage in stages] for kind in kinds], float)
+        self._hops = hops_of(placement, np.tile(costs.each(lambda each: each.hop, count), (len(stages), 1)))
         self._before = np.full(self._hops.shape[:2], -1)
         self._lengths = np.array(list(map(len, schedule.passes)))
         self._order = np.zeros((len(self._lengths), self._lengths.max(), 3), np.int32)
