@@ -43,7 +43,8 @@ from one_device import DEVICE, device_name, one_rank, synchronize, timed
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.planner import planning
-from megatron.pipeline.planner.schedule.core.costs import Costs, uniform, with_equal_copies
+from megatron.pipeline.planner.schedule.core import cutting
+from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
@@ -195,7 +196,7 @@ class Replay:
         self._programs: dict[str, Program] = {}
         placement = interleaved(1, schedule.placement.chunks)
         self.rows = {OFF: replace(schedule, placement=placement, passes=(schedule.passes[rank],))}
-        self._equal = with_equal_copies(uniform(placement))
+        self._equal = cutting.with_equal_copies(uniform(placement))
         self.use(OFF, self.rows[OFF], self._equal)
 
     def use(self, mode: str, row: Schedule, costs: Costs) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.planner.planning.choose import stock_at_its_best
 from megatron.pipeline.planner.planning.costs import with_whole_vocabulary
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, VocabularyCosts, uniform
 from megatron.pipeline.planner.schedule.core.placement import interleaved, linear
 
@@ -32,12 +33,12 @@ def total(costs: Costs, name: str) -> float:
 @given(STAGES, st.integers(1, 12))
 def test_another_number_of_stages_is_the_same_model(stages: list[StageCosts], depth: int) -> None:
     costs = Costs(tuple(stages), hop=0.5)
-    cut = costs.of_depth(depth)
+    cut = cutting.of_depth(costs, depth)
     assert (len(cut.stages), cut.hop) == (depth, 0.5)
     for name in ("forward", "backward", "weight", "activation"):
         assert total(cut, name) == pytest.approx(total(costs, name))
     if len(stages) % depth == 0 or depth % len(stages) == 0:
-        back = cut.of_depth(len(stages))
+        back = cutting.of_depth(cut, len(stages))
         if depth > len(stages):
             for one, other in zip(back.stages, costs.stages, strict=True):
                 assert one.forward == pytest.approx(other.forward)
@@ -45,7 +46,7 @@ def test_another_number_of_stages_is_the_same_model(stages: list[StageCosts], de
 
 def test_stages_are_joined_in_their_order() -> None:
     stages = tuple(StageCosts(number, 2.0, 1.0, 4.0, 2.0, fused=5.0 if number == 1 else None) for number in (1.0, 2.0, 3.0, 4.0))
-    joined = Costs(stages).of_depth(2)
+    joined = cutting.of_depth(Costs(stages), 2)
     assert [stage.forward for stage in joined.stages] == [3.0, 7.0]
     assert [stage.value("fused") for stage in joined.stages] == [8.0, 6.0]
     assert joined.stages[1].fused is None
@@ -54,7 +55,7 @@ def test_stages_are_joined_in_their_order() -> None:
 
 def test_what_the_ends_cost_more_stays_at_the_ends() -> None:
     plain, last = StageCosts(4, 4, 4, 8, 4), StageCosts(10, 10, 8, 20, 16)
-    cut = Costs((plain, plain, plain, last)).of_depth(8)
+    cut = cutting.of_depth(Costs((plain, plain, plain, last)), 8)
     assert cut.stages[:7] == (plain.share(2),) * 7
     assert cut.stages[7] == StageCosts(8, 8, 6, 16, 14)
 

@@ -17,7 +17,8 @@ from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Variant
 from megatron.pipeline.planner.planning.request import MOST_RANKS, Request
 from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform, with_equal_copies
+from megatron.pipeline.planner.schedule.core import cutting
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
@@ -90,7 +91,7 @@ def test_limits_are_what_the_name_stands_for_or_what_is_given(name: str) -> None
 
 def test_transformations_are_applied_in_one_order() -> None:
     """First BW and R, then the vocabulary's passes, and copies at the end, which then pay for all of them."""
-    costs = with_equal_copies(uniform(families.placement("interleaved", 2), vocabulary=None))
+    costs = cutting.with_equal_copies(uniform(families.placement("interleaved", 2), vocabulary=None))
     options = {"recompute": {0}, "vocabulary": Vocabulary.ONE_BARRIER, "offload": Offload.FULL}
     planned = Request("interleaved", 2, 6, costs, fused={3}, **options).plan()  # type: ignore[arg-type]
     kinds = {work.kind for row in planned.schedule.passes for work in row}
@@ -143,7 +144,7 @@ def test_auto_is_the_best_and_flags_of_one_family_are_refused() -> None:
 
 
 def test_what_a_report_says_is_read_back(tmp_path: Path) -> None:
-    costs = with_equal_copies(uniform(families.placement("gis", 2), hop=0.1))
+    costs = cutting.with_equal_copies(uniform(families.placement("gis", 2), hop=0.1))
     planned = Request("gis", 2, 6, costs, memory_limit=2, objective="makespan", offload=Offload.FULL).plan()
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(report(planned)))

@@ -16,7 +16,7 @@ from replanned import planned_again
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.costs import with_equal_copies
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 
@@ -207,7 +207,7 @@ def planned_and_measured(schedule: str, **sizes: Any) -> tuple[list[float], list
     # Bytes are as they were measured. Seconds are not those of a busy machine, and copies take a fifth of the passes.
     third = 1 / pipeline.placement.chunks
     stages = tuple(replace(stage, forward=third, backward=third, weight=third, fused=None) for stage in measured.stages)
-    costs = with_equal_copies(replace(measured, stages=stages))
+    costs = cutting.with_equal_copies(replace(measured, stages=stages))
     copies = replace(costs.copies, to_host=costs.copies.to_host / 5, to_device=costs.copies.to_device / 5)
     costs = replace(costs, copies=copies)
     pipeline.plans.adopt(planned_again(pipeline.plans, costs), costs)

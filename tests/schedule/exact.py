@@ -9,6 +9,7 @@ from fractions import Fraction
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.kinds import STAGE_KINDS, stage_kinds
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
@@ -97,7 +98,7 @@ class Model:
         from ortools.sat.python import cp_model  # slow to import, and not needed to plan
 
         self._problem = problem
-        self._sliced = problem.costs.sliced(problem.splits)
+        self._sliced = cutting.sliced(problem.costs, problem.splits)
         self._empty = Schedule("optimum", problem.placement, problem.microbatches, ((),) * problem.ranks, problem.splits)
         self.unit, self._of = _whole_seconds([self._sliced.of(number) for number in range(self._empty.slices)])
         self._costs = self._of[0]  # of the first microbatch

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from schedule_strategies import costs_of, schedules, unbraided, with_parts_of
 
 from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.braids import Parts, braid_seconds
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.kinds import BRAIDED
@@ -260,13 +261,13 @@ def test_a_braid_computes_all_of_w(exchange: float, weight: float, of_experts: f
     assert fused.computing == pytest.approx(split.computing + weight) and fused.expert_weights == pytest.approx(weights)
     costs = Costs((stage,))
     assert sum(costs.braid(0, Kind.FBW, 0)) >= (1.0 + 1.2 + weight) * (1 - 1e-9)
-    assert costs.hidden().seconds(Kind.BW, 0) == pytest.approx(1.2 + weight)
+    assert cutting.hidden(costs).seconds(Kind.BW, 0) == pytest.approx(1.2 + weight)
 
 
 def test_a_fused_backward_that_takes_less_than_both_compute_computes_less() -> None:
     stage = replace(with_parts_of(1).stages[0], fused=1.4)  # B computes 0.8 and W 0.8
     assert stage.parts(Kind.FBW).computing == pytest.approx(1.4)
-    assert Costs((stage,)).hidden().seconds(Kind.BW, 0) == pytest.approx(1.4)
+    assert cutting.hidden(Costs((stage,))).seconds(Kind.BW, 0) == pytest.approx(1.4)
 
 
 def test_parts_of_costs() -> None:
@@ -280,9 +281,9 @@ def test_parts_of_costs() -> None:
     assert costs.stages[0].parts(Kind.F) == pytest.approx(Parts(0.3, 0.2, 0.3, 0.2, layers=4))
     assert costs.stages[0].parts(Kind.FBW) == pytest.approx(Parts(0.45, 0.2, 0.35, 0.2, 0.4, 0.4, 4))
     assert costs.stages[0].parts(Kind.FB).computing == pytest.approx(0.8)
-    assert costs.hidden().stages[0].total == pytest.approx(2.2) and not costs.hidden().stages[0].has_parts
+    assert cutting.hidden(costs).stages[0].total == pytest.approx(2.2) and not cutting.hidden(costs).stages[0].has_parts
     assert costs.communicating == pytest.approx((0.8, 0.8))
-    halves = costs.of_depth(4)
+    halves = cutting.of_depth(costs, 4)
     assert halves.stages[0].layers == 2 and halves.stages[0].dispatch == 0.1
     with pytest.raises(ValueError, match=r"dispatch, experts take 1\.3, more than the 1 of forward"):
         Costs((StageCosts(1.0, 1.0, 1.0, dispatch=1.0, experts=0.3),))

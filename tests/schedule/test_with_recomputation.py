@@ -11,6 +11,7 @@ from schedule.exact import optimum
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
@@ -65,7 +66,7 @@ def test_where_it_also_does_the_work_of_w() -> None:
 def test_a_plan_is_no_longer_than_one_as_if_nothing_were_made_again(name: str, seed: int) -> None:
     asked = request(name, seed)
     assert isinstance(asked.costs, Costs) and asked.lowest_limit is not None
-    trained = asked.costs.with_recomputation()
+    trained = cutting.with_recomputation(asked.costs)
     (before, _), (after, problem) = solved(asked, asked.costs), solved(asked, trained)
     assert simulate(after, trained).span <= simulate(before, trained).span * SLACK
     verify(after, trained, asked.lowest_limit)
@@ -76,14 +77,15 @@ def test_it_is_much_shorter_where_memory_was_short() -> None:
     costs = Costs((STAGE,) * 4, 0.05)
     asked = Request("zb-auto", 4, 6, costs, memory_limit=2.0)
     before, after = (
-        simulate(solved(asked, one)[0], costs.with_recomputation()).span for one in (costs, costs.with_recomputation())
+        simulate(solved(asked, one)[0], cutting.with_recomputation(costs)).span
+        for one in (costs, cutting.with_recomputation(costs))
     )
     assert after < before / 1.2
 
 
 def test_with_little_memory_some_backwards_hold_nothing_until_w() -> None:
     """One backward without its W would hold 0.9; the limit has room for the forwards' 0.1, and BW alone keeps to it."""
-    costs = Costs((STAGE,) * 3).with_recomputation()
+    costs = cutting.with_recomputation(Costs((STAGE,) * 3))
     schedule, _ = solved(Request("zb-auto", 3, 4, costs, memory_limit=0.8), costs)
     assert {work.kind for row in schedule.passes for work in row} == {Kind.F, Kind.BW}
     schedule, _ = solved(Request("zb-auto", 3, 4, costs, memory_limit=1.3), costs)
@@ -95,7 +97,7 @@ def test_with_little_memory_some_backwards_hold_nothing_until_w() -> None:
 @pytest.mark.parametrize(("limit", "value"), [(0.3, 16.2), (1.2, 15.4)])
 def test_a_small_plan_is_near_the_optimum(limit: float, value: float) -> None:
     """Within 0.3 every backward is BW, as the optimum knows."""
-    costs = Costs((STAGE,) * 2, 0.1).with_recomputation()
+    costs = cutting.with_recomputation(Costs((STAGE,) * 2, 0.1))
     schedule, problem = solved(Request("zb-auto", 2, 3, costs, memory_limit=limit), costs)
     found = optimum(problem)
     assert lower_bound(problem) <= found.value * SLACK <= problem.value(simulate(schedule, costs)) * SLACK**2

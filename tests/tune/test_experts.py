@@ -21,6 +21,7 @@ from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds
 from megatron.pipeline.planner.costmodel.memory import expert_copies
 from megatron.pipeline.planner.costmodel.parameters import layer_parameters, total_parameters
 from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
@@ -80,7 +81,7 @@ def test_costs_have_the_parts_of_layers() -> None:
     assert middle.layers == last.layers == 2, "the output layer is none"
     assert last.dispatch == pytest.approx(middle.dispatch)
     quick = estimate(shape, linear(4), [2, 2, 2, 2], SLOW, links=Links.within(SLOW.with_links(1e30))).stages[1]
-    assert costs.hidden().stages[1].forward == pytest.approx(quick.forward)
+    assert cutting.hidden(costs).stages[1].forward == pytest.approx(quick.forward)
     assert middle.experts == pytest.approx(quick.value("experts"))
     operations = 2 * shape.tokens * 1024 * 2 * 2 * 512
     read = traffic.expert_products_traffic(alike)

@@ -13,6 +13,7 @@ from megatron.pipeline.planner.costmodel.device import Link
 from megatron.pipeline.planner.costmodel.estimate import layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.tune import iteration, relax
@@ -86,7 +87,7 @@ def test_a_search_counts_what_backwards_make_again(four: Layouts) -> None:
     """What is written for training has B's longer time and W within it; the least that is held is what recomputation leaves."""
     one = candidate(four, "zb-auto", **RECOMPUTE)
     apart, found = costs_of(four.cluster, one), result(four, one)
-    assert found.costs == apart.with_recomputation(weights=True)
+    assert found.costs == cutting.with_recomputation(apart, weights=True)
     assert found.seconds - found.parts.between >= least_seconds(four.cluster, one)
     whole = result(four, candidate(four, "zb-auto"))
     assert found.fullest.activations < whole.fullest.activations / 3 and found.parts.recomputation > 0

@@ -18,6 +18,7 @@ from megatron.pipeline.planner.costmodel.estimate import estimate
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.parameters import parameters
 from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.planner.shape.experts import Experts
@@ -73,9 +74,9 @@ def test_seconds_and_bytes_are_numbers(shape: Shape, ranks: int, per_node: int, 
         assert all(math.isfinite(value) and value >= 0 for value in numbers), stage
         assert min(stage.forward, stage.backward, stage.weight) > 0
         assert 0 < stage.value("fused") <= stage.backward + stage.weight + 1e-12
-    for again in (costs, costs.with_recomputation(), costs.with_recomputation(weights=True)):
-        for made in (again, again.shielded(set(range(ranks))), again.hidden(), again.without_fused()):
-            made.of_depth(3 * ranks // 2)  # no part is more than its whole, or Costs refuse it
+    for again in (costs, cutting.with_recomputation(costs), cutting.with_recomputation(costs, weights=True)):
+        for made in (again, cutting.shielded(again, set(range(ranks))), cutting.hidden(again), cutting.without_fused(again)):
+            cutting.of_depth(made, 3 * ranks // 2)  # no part is more than its whole, or Costs refuse it
 
 
 @given(shapes())

@@ -19,6 +19,7 @@ from megatron.pipeline.planner.costmodel.memory import makes_weights_again
 from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.costmodel.replicas import with_replicas
 from megatron.pipeline.planner.planning.refusals import MIB
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.stage_costs import BETWEEN
@@ -74,9 +75,9 @@ def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: 
     weights_again = makes_weights_again(args)
     costs = estimate(shape, placement, layers, gpu, vocabulary, not weights_again, links)
     if shape.policy.recomputes:
-        costs = costs.with_recomputation(weights_again)
+        costs = cutting.with_recomputation(costs, weights_again)
     # Else BW would save the start of a pass alone, for which no plan gives up the choice of when W runs: as mpipe tune plans.
-    costs = costs if args.tensor_model_parallel_size > 1 else costs.without_fused()
+    costs = costs if args.tensor_model_parallel_size > 1 else cutting.without_fused(costs)
     replicated = args.data_parallel_size * args.context_parallel_size > 1
     return with_replicas(args, costs, placement, layers, links, gpu) if replicated else costs
 

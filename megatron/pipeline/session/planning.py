@@ -33,13 +33,13 @@ from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MI
 from megatron.pipeline.planner.planning.request import Request, variants
 from megatron.pipeline.planner.planning.trained import check_name, trained
 from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import (
     EQUAL_PASSES,
     Costs,
     MemoryUnit,
     StageCosts,
     VocabularyCosts,
-    with_equal_copies,
 )
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
@@ -220,8 +220,8 @@ def _of_any_family(args: Settings, request: Request) -> Request:
     def costs_of(placement: Placement) -> Costs:
         stage_layers(args, placement)  # a ValueError: there are too few layers
         if isinstance(costs, Costs):
-            return costs.of_depth(placement.depth)
-        return with_equal_copies(replace(request.equal_costs(placement), vocabulary=VocabularyCosts()))
+            return cutting.of_depth(costs, placement.depth)
+        return cutting.with_equal_copies(replace(request.equal_costs(placement), vocabulary=VocabularyCosts()))
 
     if limit is None and args.pipeline.memory_limit:  # an amount of bytes is taken to be 1F1B's peak until it is known
         limit = _peak_of_1f1b(request)

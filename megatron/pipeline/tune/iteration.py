@@ -28,6 +28,7 @@ from megatron.pipeline.planner.costmodel.memory import (
 from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
@@ -215,7 +216,7 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
         shape, candidate.placement, candidate.layers, cluster.device, candidate.args.vocabulary.spread, split, links, exposed
     )
     # A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone.
-    return costs if _fuses(candidate) else costs.without_fused()
+    return costs if _fuses(candidate) else cutting.without_fused(costs)
 
 
 def between_pipelines(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule, alone: float) -> float:
@@ -300,7 +301,7 @@ def _solve(candidate: Candidate, problem: Problem) -> Schedule:
 
 def _fastest(candidate: Candidate, costs: Costs) -> Costs:
     """Costs at which no schedule of the candidate takes longer than it does."""
-    return costs.hidden() if candidate.overlaps else costs
+    return cutting.hidden(costs) if candidate.overlaps else costs
 
 
 def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
@@ -345,7 +346,7 @@ def _as_trained(candidate: Candidate, costs: Costs) -> tuple[Costs, float]:
     if not Shape.of(candidate.args).policy.recomputes:
         return costs, 0.0
     whole = makes_weights_again(candidate.args)
-    trained = costs.with_recomputation(whole)
+    trained = cutting.with_recomputation(costs, whole)
     leanest = _fuses(candidate) or any(stage.backward_allocates for stage in trained.stages)  # some backwards may be BW
     ends = (stage.checkpoint if leanest else max(stage.checkpoint, stage.retained) for stage in costs.stages)
     return trained, max(stage.activation - end for stage, end in zip(costs.stages, ends, strict=True))

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice, product, zip_longest
 
 from megatron.pipeline.planner.planning.planned import Planned, Split
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.stage_costs import combined
 from megatron.pipeline.planner.schedule.time.simulate import simulate
 from megatron.pipeline.planner.shape.balance import balanced_layers
@@ -25,7 +27,6 @@ _PASSES, _LEAST, _MOST = 200_000, 8, 60  # to plan in a descent: passes, but no 
 _TRIES = 12  # of moves of one layer that promise most, before the descent ends
 _PAIRS = 8  # stages up to which a layer is moved between any two of them
 _ENDS = 3  # above: how many of the heaviest ranks give a layer, and how many of the lightest take one
-_SHORTER, _LONGER = 1 - 1e-9, 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Model:
         Args:
             costs: of at least 3 stages: what the ends cost more than their neighbours is theirs.
         """
-        pieces = list(costs.of_depth(layers).stages)
+        pieces = list(cutting.of_depth(costs, layers).stages)
         first, last = (_more(pieces[end], pieces[inner]) for end, inner in ((0, 1), (-1, -2)))
         for end, inner in ((0, 1), (-1, -2)):
             pieces[end] = combined(min, [pieces[end], pieces[inner]])
@@ -93,7 +94,7 @@ def check_layers(layers: int, placement: Placement, least: int = 3) -> None:
     if layers > MOST_LAYERS:
         raise ValueError(f"--balance {layers}: give at most {MOST_LAYERS} layers")
     if layers < max(3, least):
-        stages = f"{placement.last_stage + 1} stages ({placement.ranks} ranks with {placement.chunks} chunks each)"
+        stages = f"{placement.depth} stages ({placement.ranks} ranks with {placement.chunks} chunks each)"
         raise ValueError(f"--balance {layers}: {stages} need at least {max(3, least)} layers")
 
 
@@ -110,7 +111,7 @@ def balanced(placement: Placement, model: Model, microbatches: int, plan: Callab
         LimitTooLow: no split that was tried fits into the memory limit.
         ValueError: there are fewer layers than stages that need one.
     """
-    stages, layers = placement.last_stage + 1, len(model.layers)
+    stages, layers = placement.depth, len(model.layers)
     least = [model.least(stage, placement) for stage in range(stages)]
     check_layers(layers, placement, sum(least))
     tried: dict[tuple[int, ...], _Tried] = {}
@@ -153,7 +154,7 @@ class _Tried:
     def is_shorter(self, other: _Tried) -> bool:
         refused, value = self.length()
         than_refused, than = other.length()
-        return refused < than_refused or (refused == than_refused and value < than * _SHORTER)
+        return refused < than_refused or (refused == than_refused and value < than * (1 - SLACK))
 
 
 def layout(counts: Sequence[int]) -> str:
@@ -168,7 +169,7 @@ def _moves(best: _Tried, placement: Placement, model: Model, least: Sequence[int
     Those under which a rank has as much to do as the best plan takes are left out. Where the best one does not fit, early stages,
     which hold the most microbatches, give layers first, and late ones take them.
     """
-    stages = range(placement.last_stage + 1)
+    stages = range(placement.depth)
     if isinstance(best.plan, LimitTooLow):
         each = [_moved(best.counts, [giver], stages[::-1], least) for giver in stages]
         yield from (counts for turn in zip_longest(*each) for counts in turn if counts)
@@ -177,7 +178,7 @@ def _moves(best: _Tried, placement: Placement, model: Model, least: Sequence[int
     for counts in _moved(best.counts, *_ends(placement, _work(problem.costs, placement)), least):
         costs = model.cut(counts)
         heaviest = max(_work(costs, placement))
-        if problem.overlap or problem.microbatches * heaviest < best.plan.value * _SHORTER:
+        if problem.overlap or problem.microbatches * heaviest < best.plan.value * (1 - SLACK):
             found.append((problem.value(simulate(best.plan.schedule, costs)), counts))
     yield from (counts for _, counts in sorted(found))
 
@@ -193,7 +194,7 @@ def _moved(
 
 def _ends(placement: Placement, work: Sequence[float]) -> tuple[list[int], list[int]]:
     if placement.last_stage < _PAIRS:
-        everywhere = list(range(placement.last_stage + 1))
+        everywhere = list(range(placement.depth))
         return everywhere, everywhere
     ranks = sorted(range(placement.ranks), key=work.__getitem__)
     givers = {stage for rank in ranks[-_ENDS:] for stage in placement.stages[rank]}
@@ -217,5 +218,5 @@ def _raised(counts: Sequence[int], least: Sequence[int]) -> list[int]:
 
 
 def _more(end: StageCosts, inner: StageCosts) -> StageCosts:
-    more = combined(lambda values: values[0] - values[1] if values[0] > values[1] * _LONGER else 0.0, [end, inner])
+    more = combined(lambda values: values[0] - values[1] if values[0] > values[1] * (1 + SLACK) else 0.0, [end, inner])
     return more.capped(end)

@@ -15,6 +15,7 @@ from megatron.pipeline.planner.planning.planned import Planned, Variant
 from megatron.pipeline.planner.planning.refusals import Refusal, Unit, in_unit, nothing_fits
 from megatron.pipeline.planner.planning.request import MOST_CHUNKS, Request, variants
 from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, Objective, TooLow
 from megatron.pipeline.planner.view.table import plain_table
@@ -184,7 +185,7 @@ def stock_at_its_best(costs: Costs, ranks: int, microbatches: int, layers: int |
     """
     gathered = with_whole_vocabulary(costs, ranks)
     request = Request(
-        "1f1b", ranks, microbatches, lambda placement: gathered.of_depth(placement.depth), objective=Objective.MAKESPAN
+        "1f1b", ranks, microbatches, lambda placement: cutting.of_depth(gathered, placement.depth), objective=Objective.MAKESPAN
     )
     shortest = request.plan()
     for chunks in range(2, MOST_CHUNKS + 1) if ranks > 1 and microbatches % ranks == 0 else ():

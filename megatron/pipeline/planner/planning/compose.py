@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from megatron.pipeline.planner.planning.limits import kept_limits, largest_microbatch, least_limits, logits, of_stages, spreading
 from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core import placement
+from megatron.pipeline.planner.schedule.core import cutting, placement
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
@@ -222,7 +222,7 @@ def _shielded(family: families.Family, before: Before, problem: Problem, worth: 
         worth: the stages where B and W are then shorter together.
     """
     own = before(problem)
-    made = before(replace(problem, costs=problem.costs.shielded(worth)))
+    made = before(replace(problem, costs=cutting.shielded(problem.costs, worth)))
     if isinstance(own, LimitTooLow) or isinstance(made, LimitTooLow):
         return own
     made = replace(made, shielded=worth)
@@ -240,7 +240,7 @@ def _of_braids(family: families.Family, problem: Problem, own: Schedule) -> Iter
     plain = not (problem.offload or problem.vocabulary or problem.recompute)
     others = [more] if (more := combined(own)) is not None else []
     if family.searches and plain:
-        if (hidden := problem.costs.hidden()) != problem.costs:
+        if (hidden := cutting.hidden(problem.costs)) != problem.costs:
             yield braid(solve(family.name, replace(problem, costs=hidden)), problem)
         if family.memory and (order := list_schedule_overlapped(problem)) is not None:
             others.append(replace(own, passes=order))

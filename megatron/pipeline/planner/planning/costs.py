@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import (
     EQUAL_SHARDS,
     CopyCosts,
@@ -16,11 +17,11 @@ from megatron.pipeline.planner.schedule.core.costs import (
     VocabularyCosts,
     by_name,
     uniform,
-    with_equal_copies,
 )
 from megatron.pipeline.planner.schedule.core.costs_fields import COST_RANGE, MOST_LAYERS, is_cost, is_layers
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.stage_costs import BETWEEN, NAMES, PARTS
 
 Numbers: TypeAlias = dict[str, float]
@@ -101,7 +102,7 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
         for flag in ("cost", "activation", "first_stage", "last_stage"):
             if getattr(flags, flag):
                 raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
-        costs = flags.costs.of_depth(placement.depth)
+        costs = cutting.of_depth(flags.costs, placement.depth)
     elif file.get("stage_costs") is not None:
         costs = Costs.from_fields(file["stage_costs"])
         costs.check_placement(placement)
@@ -118,7 +119,7 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     in_file = file.get("costs")
     named = {*(in_file if isinstance(in_file, dict) else ()), *(flags.cost or ())}
     if copies and named.isdisjoint(COPIES) and costs.copies.to_host == costs.copies.to_device == 0:
-        costs = with_equal_copies(costs)
+        costs = cutting.with_equal_copies(costs)
     spread = checked(file.get("vocab_costs", {}), SPREAD) | (flags.vocab_cost or {})
     if spread:
         costs = replace(costs, vocabulary=VocabularyCosts(**({"S": EQUAL_SHARDS.S, "T": EQUAL_SHARDS.T} | spread)))
@@ -239,7 +240,7 @@ def _check_parts(cost: Numbers) -> None:
     for name in ("F", "B", "W"):
         parts = [part for part in cost if part.startswith(f"{name}.")]
         together, whole = math.fsum(cost[part] for part in parts), cost.get(name, 1.0)
-        if together > whole * (1 + 1e-9):
+        if together > whole * (1 + SLACK):
             whose = "whose parts they are" if len(parts) > 1 else "whose part it is"
             raise ValueError(f"{' + '.join(parts)} = {together:g} is more than {name} = {whole:g}, {whose}")
     layers = cost.get("layers", 1)

@@ -11,10 +11,12 @@ from functools import lru_cache
 
 from megatron.pipeline.planner.planning.costs import with_whole_vocabulary
 from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import MOST_WAITING
-from megatron.pipeline.planner.schedule.core.problem import SLACK, LimitTooLow, Problem
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.slack import SLACK, within
 from megatron.pipeline.planner.schedule.families import Family
 from megatron.pipeline.planner.schedule.rules.verify import rounded_up
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
@@ -44,7 +46,7 @@ def peaks_of_1f1b(costs: Costs, ranks: int, microbatches: int) -> tuple[float, .
     Args:
         costs: of any number of stages, in the model's order; of these the first and the last get a vocabulary that is spread.
     """
-    costs = with_whole_vocabulary(costs, ranks).of_depth(ranks)
+    costs = cutting.of_depth(with_whole_vocabulary(costs, ranks), ranks)
     placement = families.placement("1f1b", ranks)
     fills = Problem(placement, microbatches, costs).first(ranks)  # rank r never holds more than p-r of them
     return tuple(activation_peaks(of_stages("1f1b", fills), costs))
@@ -78,12 +80,11 @@ def kept_limits(family: Family, problem: Problem, beside: Beside | None = None) 
     if family.keeps:
         enough = problem.first(4 * problem.ranks)
         whole = activation_peaks(of_stages(family.name, enough), problem.costs)
-        fits = all(peak + spreading(problem) <= limit * SLACK for peak, limit in zip(whole, own, strict=True))
-        return None if fits else own
+        return None if within((peak + spreading(problem) for peak in whole), own) else own
     if given is None:
         return own
     assert family.memory is not None
-    if any(limit < needed / SLACK for limit, needed in zip(given, own, strict=True)):
+    if any(limit < needed / (1 + SLACK) for limit, needed in zip(given, own, strict=True)):
         least, count = max(own), family.memory(problem.ranks)
         raise LimitTooLow(
             f"{family.name} on {problem.ranks} ranks is the schedule with room for {count:g} microbatches, "

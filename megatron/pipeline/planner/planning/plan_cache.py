@@ -19,7 +19,8 @@ from megatron.pipeline.planner.planning.planned import Planned, Variant
 from megatron.pipeline.planner.planning.refusals import ROUNDED_UP
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, Costs, with_equal_copies
+from megatron.pipeline.planner.schedule.core import cutting
+from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, Costs
 from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.names import STOCK, counted
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
@@ -63,7 +64,7 @@ class PlanCache:
             self._check_file(self._file)
             self.vocabulary = self._file.vocabulary or self.vocabulary
         self.placement: Placement = self._placement()
-        self.costs = request.costs and request.costs.of_depth(self.placement.depth)
+        self.costs = request.costs and cutting.of_depth(request.costs, self.placement.depth)
         if request.chunks not in (None, self.placement.chunks):
             raise ChunksDoNotFit(f"{self.name} has {counted(self.placement.chunks, 'chunk')} per rank, got {request.chunks}")
 
@@ -93,7 +94,7 @@ class PlanCache:
         if self.costs:
             return self.costs
         costs = replace(self._request, vocabulary=self.vocabulary).equal_costs(self.placement)
-        return with_equal_copies(costs) if self.offloads else costs
+        return cutting.with_equal_copies(costs) if self.offloads else costs
 
     @property
     def made(self) -> dict[tuple[int, bool], Planned]:

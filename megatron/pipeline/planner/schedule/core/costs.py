@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Set
-from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from math import lcm
 from typing import Any
 
 from megatron.pipeline.planner.schedule.core import costs_fields
 from megatron.pipeline.planner.schedule.core.braids import braid_seconds
-from megatron.pipeline.planner.schedule.core.kinds import COPY_LANES, Lane
 from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.reading import parse_json
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.stage_costs import (
     ALL_TO_ALL,
-    PARTS,
     WITHIN,
     CopyCosts,
     MemoryUnit,
     StageCosts,
     VocabularyCosts,
     by_name,
-    combined,
 )
 
 __all__ = ["CopyCosts", "Costs", "MemoryUnit", "StageCosts", "VocabularyCosts", "uniform"]
@@ -73,7 +69,8 @@ class Costs:
         if not 1 <= self.beside_communication < float("inf"):
             raise ValueError(f"beside_communication must be a number of at least 1, got {self.beside_communication:g}")
         named: list[tuple[str, StageCosts | VocabularyCosts]] = [("the vocabulary", self.vocabulary)]
-        named += [(f"stage {index}", stage) for index, stage in enumerate(self.stages)]
+        different = {stage: self.stages.index(stage) for stage in dict.fromkeys(self.stages)}  # most are alike
+        named += [(f"stage {index}", stage) for stage, index in different.items()]
         for of, costs in named:
             for field in fields(costs):
                 value = getattr(costs, field.name)
@@ -82,13 +79,10 @@ class Costs:
         for number, load in enumerate(self.loads):
             if not all(0 < times < float("inf") for times in load):
                 raise ValueError(f"loads: those of microbatch {number} must be numbers above 0, got {tuple(load)}")
-        self._check_parts_of_stages()
-
-    def _check_parts_of_stages(self) -> None:
-        for index, stage in enumerate(self.stages):
+        for stage, index in different.items():
             for whole, names in WITHIN:
                 together, most = sum(map(stage.value, names)), stage.value(whole)
-                if together > most * (1 + 1e-9):
+                if together > most * (1 + SLACK):
                     given = [name for name in names if stage.value(name)]
                     take, are = ("takes", "part it is") if len(given) == 1 else ("take", "parts they are")
                     most_of = f"more than the {most:g} of {whole}, whose {are}"
@@ -98,7 +92,7 @@ class Costs:
         """Raises:
         ValueError: the costs are for another number of stages than the placement has.
         """
-        stages = placement.last_stage + 1
+        stages = placement.depth
         if len(self.stages) != stages:
             raise ValueError(
                 f"costs of {len(self.stages)} stages for a placement of {stages} ({placement.ranks} ranks with "
@@ -150,62 +144,16 @@ class Costs:
         return {}
 
     def _times(self, load: Load) -> Costs:
-        """The costs of a load. They are not checked: these have been, and a load changes no sign and no part's share."""
+        """The costs of a load."""
         made = {stage: stage.times(load) for stage in dict.fromkeys(self.stages)}  # most are alike
-        times = self._of[load] = copy(self)
-        for name in ("_of", "_each", "_seconds"):
-            vars(times).pop(name, None)
-        stages = tuple(made[stage] for stage in self.stages)
-        vars(times).update(stages=stages, hop=self.hop * load.tokens, vocabulary=self.vocabulary.times(load), loads=())
-        return times
+        stages, vocabulary = tuple(made[stage] for stage in self.stages), self.vocabulary.times(load)
+        self._of[load] = replace(self, stages=stages, hop=self.hop * load.tokens, vocabulary=vocabulary, loads=())
+        return self._of[load]
 
     @property
     def largest(self) -> Load:
         """The most that any microbatch takes of each."""
         return Load(*map(max, zip(*self.loads, strict=True)))  # 1 where there are none
-
-    def of_depth(self, stages: int) -> Costs:
-        """The costs of the same model cut into another number of stages: those here are cut evenly, and joined in their order.
-
-        What the first and the last stage cost more than the stages between them (the embedding, the output layer) stays at the
-        ends.
-        """
-        if stages == len(self.stages):
-            return self
-        common = lcm(stages, len(self.stages))
-        parts, joined = common // len(self.stages), common // stages
-        pieces = [piece for place in range(len(self.stages)) for piece in self._parts(place, parts)]
-        return replace(self, stages=tuple(combined(sum, pieces[start : start + joined]) for start in range(0, common, joined)))
-
-    def _parts(self, place: int, parts: int) -> list[StageCosts]:
-        """A stage in equal parts; what an end of the model costs more than its neighbour is in the part at that end."""
-        stage, last = self.stages[place], len(self.stages) - 1
-        if parts == 1 or place not in (0, last) or last < 2:
-            return [stage.share(parts)] * parts
-        plain = combined(min, [stage, self.stages[1 if place == 0 else last - 1]]).share(parts)
-        end = combined(lambda values: values[0] - (parts - 1) * values[1], [stage, plain]).capped(stage)
-        return [end, *[plain] * (parts - 1)] if place == 0 else [*[plain] * (parts - 1), end]
-
-    def with_recomputation(self, weights: bool = False) -> Costs:
-        """The costs where backwards make again what forwards did not keep, and no R runs: as of ``StageCosts``."""
-        return replace(self, stages=tuple(stage.with_recomputation(weights) for stage in self.stages))
-
-    def shielded(self, stages: Set[int]) -> Costs:
-        """The costs where B of these stages has work behind its collectives: see ``StageCosts.shielded``."""
-        if not stages:
-            return self
-        return replace(self, stages=tuple(one.shielded() if stage in stages else one for stage, one in enumerate(self.stages)))
-
-    def without_fused(self) -> Costs:
-        """The costs where BW takes what B and W take."""
-        return replace(self, stages=tuple(replace(stage, fused=None) for stage in self.stages))
-
-    def sliced(self, splits: int) -> Costs:
-        """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
-        if splits == 1:
-            return self
-        loads = tuple(load for load in self.loads for _ in range(splits))
-        return replace(self, stages=tuple(stage.sliced(splits) for stage in self.stages), loads=loads)
 
     def seconds(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
         """Seconds of a pass; of a copy, with no other copy at the same time.
@@ -249,22 +197,6 @@ class Costs:
     def communicating(self) -> tuple[float, ...]:
         """Seconds of every stage in which layers communicate, in F and the backward of one microbatch."""
         return tuple(sum(map(stage.value, (*ALL_TO_ALL["forward"], *ALL_TO_ALL["backward"]))) for stage in self.stages)
-
-    def hidden(self) -> Costs:
-        """The costs if all that layers communicate took no time: no schedule, with any braids, is shorter than at these."""
-
-        def without(stage: StageCosts) -> StageCosts:
-            less = {name: sum(map(stage.value, parts)) for name, parts in ALL_TO_ALL.items()}
-            seconds = {name: stage.value(name) - hidden for name, hidden in less.items()}
-            fused = None if stage.fused is None else min(stage.fused, seconds["backward"] + stage.weight)
-            changed: dict[str, Any] = {"fused": fused, **seconds, **dict.fromkeys(PARTS)}
-            return replace(stage, **changed).bounded()
-
-        return replace(self, stages=tuple(map(without, self.stages)))
-
-    def slowest(self, lane: Lane) -> float:
-        """The share of its speed that a pass on a lane keeps while all other lanes run."""
-        return self.copies.slowest if lane in COPY_LANES else 1.0
 
     def k(self, recomputed: Set[int] = frozenset()) -> float:
         """Time of copying all activations to host memory and back, over that of passes (Wan et al., "PipeOffload", section 3).
@@ -330,13 +262,6 @@ EQUAL_PASSES = StageCosts(1.0, 1.0, 1.0)
 EQUAL_SHARDS = VocabularyCosts(S=0.5, T=0.5)
 
 
-def with_equal_copies(costs: Costs) -> Costs:
-    """Costs with the default of copies: k is 1, and both directions take the same time."""
-    work, moved = (sum(values) for values in zip(*((stage.total, stage.moved()) for stage in costs.stages), strict=True))
-    seconds = work / moved / 2 if moved else 0.0
-    return replace(costs, copies=replace(costs.copies, to_host=seconds, to_device=seconds))
-
-
 def uniform(
     placement: Placement,
     forward: float = 1.0,
@@ -353,4 +278,4 @@ def uniform(
         vocabulary: what a rank's shard costs where the vocabulary is spread.
     """
     stage = StageCosts(forward, backward, weight, activation, retained).share(placement.chunks)
-    return Costs((stage,) * (placement.ranks * placement.chunks), hop, vocabulary or VocabularyCosts())
+    return Costs((stage,) * placement.depth, hop, vocabulary or VocabularyCosts())

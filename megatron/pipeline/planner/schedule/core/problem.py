@@ -101,7 +101,7 @@ class Problem:
             raise ValueError(f"a schedule needs at least 1 microbatch, got {self.microbatches}")
         self.costs.check_placement(self.placement)
         self.costs.check_microbatches(self.microbatches)
-        stages = self.placement.last_stage + 1
+        stages = self.placement.depth
         if self.limits is not None:
             per_rank(self.limits, self.placement.ranks)
         for name, chosen in (("recompute", self.recompute), ("fuse", self.fused)):
@@ -140,10 +140,6 @@ class Problem:
             cost = self.costs.stages[stage]
             held += cost.activation + (0.0 if stage in self.fused else cost.backward_allocates)
         return held * self.costs.largest.memory
-
-
-# Chunks hold fractions such as 1/3 whose float sums stray in the last bits: that is not a broken limit.
-SLACK = 1 + 1e-9
 
 
 def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import Lane, Sources, needed_on_own_rank, sources
 from megatron.pipeline.planner.schedule.core.passes import Kind, Order, Pass, Vocabulary
@@ -56,7 +57,7 @@ class Schedule:
             ValueError: the costs are for another number of microbatches.
         """
         costs.check_microbatches(self.microbatches)
-        return costs.shielded(self.shielded).sliced(self.splits)
+        return cutting.sliced(cutting.shielded(costs, self.shielded), self.splits)
 
     @property
     def slices(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.pipeline.planner.schedule.core.braids import Parts
 from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.passes import Kind
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 
 # Times of a stage, and what the flags of mpipe call them.
 NAMES = {
@@ -302,7 +303,7 @@ class CopyCosts:
         if type(self.switch) is not int or self.switch < 1:
             raise ValueError(f"switch of the copies is a number of ranks, at least 1, got {self.switch!r}")
         for name, least in (("both", 0.5), ("shared", 1 / self.switch)):
-            if not least * (1 - 1e-9) <= getattr(self, name) <= 1:
+            if not least * (1 - SLACK) <= getattr(self, name) <= 1:
                 raise ValueError(
                     f"{name} of the copies is a share of a direction's speed, {least:g} (they take turns) to 1 (they do not "
                     f"disturb each other), got {getattr(self, name)}"

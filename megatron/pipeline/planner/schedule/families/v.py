@@ -40,7 +40,7 @@ plan_fixed = partial(plan, fixed=True)  # for a name that stands for an amount o
 
 def plan_fused(problem: Problem) -> Order:
     """Every backward is BW."""
-    return plan_fixed(replace(problem, fused=frozenset(range(problem.placement.last_stage + 1))))
+    return plan_fixed(replace(problem, fused=frozenset(range(problem.placement.depth))))
 
 
 def _memory_of_1f1b_v(ranks: int) -> float:

@@ -26,8 +26,9 @@ from collections.abc import Sequence
 
 from megatron.pipeline.planner.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.planner.schedule.core.placement import interleaved
-from megatron.pipeline.planner.schedule.core.problem import SLACK, Problem
+from megatron.pipeline.planner.schedule.core.problem import Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.families.family import Family
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.planner.schedule.transforms.transform import fuse, recompute
@@ -44,7 +45,7 @@ def plan_h2(problem: Problem) -> Order:
     def excess_and_value(order: Order) -> tuple[float, float]:
         schedule = as_run(problem, order)
         peaks = activation_peaks(schedule, problem.costs)
-        excess = max(peak - limit * SLACK for peak, limit in zip(peaks, problem.limits or peaks, strict=True))
+        excess = max(peak - limit * (1 + SLACK) for peak, limit in zip(peaks, problem.limits or peaks, strict=True))
         return max(0.0, excess), problem.value(simulate(schedule, problem.costs))
 
     return min((delayed_within_limits(problem, depth) for depth in (2, 1)), key=excess_and_value)
@@ -64,7 +65,7 @@ def delayed_within_limits(problem: Problem, depth: int) -> Order:
     while True:  # all ranks at once, since what each holds depends on its own lag alone
         peaks = activation_peaks(as_run(enough, delayed_weights(ranks, enough.microbatches, depth, lags)), problem.costs)
         for rank, (lag, peak, limit) in enumerate(zip(lags, peaks, problem.limits, strict=True)):
-            if peak <= limit * SLACK:
+            if peak <= limit * (1 + SLACK):
                 low[rank] = lag
             else:
                 high[rank] = max(low[rank], lag - 1)

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import BRAIDED, Flow
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.optimum.earliest import SLACK, Earliest, usable
+from megatron.pipeline.planner.schedule.core.slack import SLACK
+from megatron.pipeline.planner.schedule.optimum.earliest import Earliest, usable
 from megatron.pipeline.planner.schedule.optimum.lines import Times, backwards_in_time, lines
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.transform import without_copies
@@ -69,7 +71,7 @@ def lower_bound(problem: Problem) -> float:
     if any(least_limit(problem, rank) > limit * (1 + SLACK) for rank, limit in enumerate(limits)):
         return math.inf
     forward = lines(problem)
-    count = max(line.count for line in forward)
+    count = problem.microbatches * problem.splits
     small = count * len(problem.costs.stages) <= SMALL
     first, last, sweeps = (count, 0, 8) if small else (problem.ranks + 8, 4, 2)
     numbers = sorted({*range(min(first, count)), *range(max(0, count - last), count)})
@@ -98,7 +100,7 @@ def own_bound(schedule: Schedule, problem: Problem) -> float:
     fullest one, host memory included. So schedules that were planned for different limits can be compared. The stages whose B
     has work behind its collectives are the schedule's.
     """
-    problem = replace(problem, costs=problem.costs.shielded(schedule.shielded))
+    problem = replace(problem, costs=cutting.shielded(problem.costs, schedule.shielded))
     most = max(activation_peaks(without_copies(schedule), problem.costs))
     return lower_bound(replace(with_own_passes(schedule, problem), limits=(most,) * problem.ranks))
 
@@ -110,7 +112,7 @@ def _bound_of_braids(problem: Problem) -> float:
     For the makespan, a rank's begin when its first forward has arrived, and the last gradient that leaves it has its way to go.
     """
     placement, costs = problem.placement, problem.costs
-    bounds = [lower_bound(replace(problem, costs=costs.hidden(), overlap=False))]
+    bounds = [lower_bound(replace(problem, costs=cutting.hidden(costs), overlap=False))]
     plain = problem.splits == 1 and not problem.recompute and not costs.loads
     for rank, stages in enumerate(placement.stages):
         there, back = _ways(problem, min(stages)) if plain and problem.objective is Objective.MAKESPAN else (0.0, 0.0)
@@ -300,7 +302,7 @@ def lifespans(problem: Problem) -> list[Any]:
     seconds = {(line.stage, line.kind): line.seconds for line in lines(problem)}
     hops = {line.stage: line.before[0][1] for line in lines(problem) if line.kind is Kind.F and line.before}
     spans: list[Any] = []
-    for stage in reversed(range(placement.last_stage + 1)):
+    for stage in reversed(range(placement.depth)):
         inner = seconds.get((stage, Kind.R), 0.0) if placement.is_last(stage) else spans[-1] + 2 * hops[stage + 1]
         spans.append(seconds[stage, Kind.F] + inner + seconds[stage, Kind.B])
     return spans[::-1]

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.optimum.lines import Line, Times, leanest, of_passes
-
-SLACK = 1e-9  # sums of floats stray in their last bits: a limit this much larger, relatively, keeps every bound valid
 
 
 class _StartNeed(NamedTuple):
@@ -66,13 +65,8 @@ class Earliest:
         self._limits = [usable(problem, rank) for rank in range(problem.ranks)]
         self._zero = [np.array([0.0 if o in (None, rank) else -np.inf for o in origins]) for rank in range(problem.ranks)]
         self._numbers = np.array(numbers)
-        self._counts = np.append(self._numbers, max(line.count for line in lines))
-        self._absent = [self._numbers >= line.count for line in lines]
-        self.starts: list[Times] = []
-        for line, absent in zip(lines, self._absent, strict=True):
-            start = np.repeat(self._zero[line.rank][:, None], len(numbers), axis=1)
-            start[:, absent] = np.inf
-            self.starts.append(start)
+        self._counts = np.append(self._numbers, lines[0].count)  # that may have started, by how many of these have
+        self.starts: list[Times] = [np.repeat(self._zero[line.rank][:, None], len(numbers), axis=1) for line in lines]
         # Slices of a microbatch run backward in reverse: the first of them needs the last one's F.
         self._turn = (self._numbers // self._splits + 1) * self._splits - 1
         self._turned = self._position(self._turn)
@@ -122,7 +116,7 @@ class Earliest:
     def sweep(self) -> None:
         """Raise the starts, each line once, after the lines before it."""
         moments = [self._moments(rank) for rank in range(len(self.of_rank))]
-        for index, (line, need, absent) in enumerate(zip(self.lines, self._needs, self._absent, strict=True)):
+        for index, (line, need) in enumerate(zip(self.lines, self._needs, strict=True)):
             start = self.starts[index]
             for other, hop in line.before:
                 ready = self.starts[other] + (of_passes(self.lines[other].seconds, self._numbers) + of_passes(hop, self._numbers))
@@ -141,7 +135,6 @@ class Earliest:
                 start += own
             else:
                 np.maximum.accumulate(start, axis=1, out=start)
-            start[:, absent] = np.inf
 
     def _moments(self, rank: int) -> tuple[Times, Times]:
         """Moments, and the most seconds of work that the rank has done before them: by moment and origin."""
@@ -150,17 +143,13 @@ class Earliest:
             first = next((index for index in self._of_stage[stage] if self.lines[index].change < 0), self._of_stage[stage][-1])
             found.append(self.starts[first][:, 0])
         moments = np.array(found)[:, :, None]
-        counts = {index: self._counted(index, (self.starts[index] < moments).sum(axis=2)) for index in self.of_rank[rank]}
+        counts = {index: self._counts[(self.starts[index] < moments).sum(axis=2)] for index in self.of_rank[rank]}
         most = self._most_work(rank, counts)[:, :, None]
         return np.where(np.isfinite(moments), moments, -np.inf), most
 
     def _position(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Position of the last pass up to each number among those that are looked at."""
         return np.searchsorted(self._numbers, numbers, side="right") - 1
-
-    def _counted(self, index: int, started: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of passes that may have started, from how many of those that are looked at have."""
-        return np.minimum(self._counts[started], self.lines[index].count)
 
     def _freed(self, memory: Times, frees: Sequence[tuple[int, float]]) -> Times:
         """The earliest moments when that much can have been freed."""
@@ -250,20 +239,16 @@ class Earliest:
         starts = [self.starts[index][origin] for index in self.of_rank[rank]]
         moments = np.unique(np.concatenate(starts))
         moments = moments[np.isfinite(moments)]
-        counts = {
-            index: self._counted(index, np.searchsorted(start, moments))
-            for index, start in zip(self.of_rank[rank], starts, strict=True)
-        }
+        started = [np.searchsorted(start, moments) for start in starts]
+        counts = {index: self._counts[some] for index, some in zip(self.of_rank[rank], started, strict=True)}
         return moments, self._most_work(rank, counts)
 
     def last_end(self, origin: int, rank: int) -> float:
         """The earliest end of a rank's last pass."""
         ends = [0.0]
         for index in self.of_rank[rank]:
-            line = self.lines[index]
-            if line.count:
-                at = int(self._position(np.array(line.count - 1)))
-                ends.append(float(self.starts[index][origin, at]) + float(line.between(int(self._numbers[at]), line.count)))
+            line, start = self.lines[index], float(self.starts[index][origin, -1])
+            ends.append(start + float(line.between(int(self._numbers[-1]), line.count)))
         return max(ends)
 
 

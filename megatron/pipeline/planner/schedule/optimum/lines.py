@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.kinds import sources, stage_kinds
 from megatron.pipeline.planner.schedule.core.passes import Kind
@@ -85,9 +86,9 @@ def lines(problem: Problem) -> tuple[Line, ...]:
 
 @lru_cache(maxsize=8)  # a search asks for the bounds of one problem within many limits
 def _lines(problem: Problem) -> tuple[Line, ...]:
-    placement, costs = problem.placement, problem.costs.sliced(problem.splits)
+    placement, costs = problem.placement, cutting.sliced(problem.costs, problem.splits)
     total = problem.microbatches * problem.splits
-    stages = range(placement.last_stage + 1)
+    stages = range(placement.depth)
     chains = [stage_kinds(stage in problem.recompute, stage in problem.fused) for stage in stages]
     known: dict[tuple[int, Kind], int] = {}
     made: list[Line] = []

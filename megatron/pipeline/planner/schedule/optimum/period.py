@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
@@ -27,10 +28,10 @@ def period_bound(schedule: Schedule, problem: Problem) -> float:
     * Where steps wait for the norm, the first stage's OPT and AG follow it, then a makespan (``own_bound``), and then the RS of
       the chunk that is complete last. A rank steps and computes all of its passes in the same time, but for the RS of one chunk.
     """
-    norm, costs = waits_for_norm(problem), problem.costs.shielded(schedule.shielded)
+    norm, costs = waits_for_norm(problem), cutting.shielded(problem.costs, schedule.shielded)
     own = with_own_passes(schedule, replace(problem, costs=costs))
     if own.overlap:
-        own = replace(own, costs=own.costs.hidden(), overlap=False)
+        own = replace(own, costs=cutting.hidden(own.costs), overlap=False)
     vocabulary = math.fsum(costs.each(lambda each: each.vocabulary.total, problem.microbatches)) if problem.vocabulary else 0.0
     work, stages = [seconds + vocabulary for seconds in rank_seconds(own)], costs.stages
     reduced = [stage.value("reduce") + costs.latency for stage in stages]
@@ -64,7 +65,7 @@ def least_between(problem: Problem, last: Kind = Kind.BW) -> float:
 
 def _chains(problem: Problem) -> list[float]:
     """For every stage, the least seconds from its first F to the end of its last W."""
-    found = [0.0] * (problem.placement.last_stage + 1)
+    found = [0.0] * problem.placement.depth
     behind, backward = [0.0] * len(found), [0.0] * len(found)
     for line in lines(problem):
         seconds = float(line.between(0, line.count))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.optimum.bound import least_limit, lifespans, memory_time, nested, rank_seconds
-from megatron.pipeline.planner.schedule.optimum.earliest import SLACK, unit
+from megatron.pipeline.planner.schedule.optimum.earliest import unit
 
 
 def period(problem: Problem) -> float:

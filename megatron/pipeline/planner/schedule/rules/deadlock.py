@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.passes import Pass
 from megatron.pipeline.planner.schedule.core.schedule import ScheduleError
@@ -110,7 +111,7 @@ class TrafficNetwork(Network):
         """
         super().__init__()
         self.traffic, self._blocks = traffic, transport is not None and transport.line is None
-        self._costs = costs.sliced(traffic.splits) if costs else None
+        self._costs = cutting.sliced(costs, traffic.splits) if costs else None
         self.passes: list[int] = []
         self._row_ends: list[int] = []
         self._waits: dict[int, End] = {}  # events at which a row has waited, and where it stands

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
 from megatron.pipeline.planner.schedule.core.passes import COPY_KINDS, Kind, Pass
-from megatron.pipeline.planner.schedule.core.problem import SLACK, LimitTooLow, per_rank
+from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, per_rank
 from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.rules.boundary import verify_boundary
 from megatron.pipeline.planner.schedule.rules.verify_programs import verify_programs
 from megatron.pipeline.planner.schedule.time.replay import Stuck, dependency_order
@@ -197,12 +198,12 @@ def excess(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[floa
     limits = per_rank(memory_limit, schedule.ranks)
     levels = [list(itertools.accumulate(changes)) for changes in activation_changes(schedule, costs)]
     for rank, (limit, held) in enumerate(zip(limits, levels, strict=True)):
-        limit_with_slack = limit * SLACK
+        limit_with_slack = limit * (1 + SLACK)
         if max(held, default=0) > limit_with_slack:
             slot = next(slot for slot, level in enumerate(held) if level > limit_with_slack)
             peaks = [max(held, default=0) for held in levels]
             fullest = max(range(schedule.ranks), key=peaks.__getitem__)
-            more = f", and {rounded_up(peaks[fullest])} on rank {fullest}" if peaks[fullest] > peaks[rank] * SLACK else ""
+            more = f", and {rounded_up(peaks[fullest])} on rank {fullest}" if peaks[fullest] > peaks[rank] * (1 + SLACK) else ""
             return LimitExceeded(
                 f"rank {rank}: {schedule.passes[rank][slot]} brings the activation memory of {schedule.name} to "
                 f"{held[slot]:g}, above the limit of {limit:g}; this schedule needs {rounded_up(peaks[rank])} there{more}: raise "
@@ -215,7 +216,7 @@ def excess(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[floa
 def rounded_up(amount: float) -> str:
     """An amount of memory with six digits, never less than it is: a limit that someone takes from a message suffices."""
     text = f"{amount:g}"
-    if float(text) * SLACK >= amount:
+    if float(text) * (1 + SLACK) >= amount:
         return text
     return f"{amount + 10.0 ** (math.floor(math.log10(amount)) - 5):g}"
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.pipeline.planner.schedule.core.compiled import compiled
-from megatron.pipeline.planner.schedule.search.engine import SLACK
+from megatron.pipeline.planner.schedule.core.slack import SLACK
+from megatron.pipeline.planner.schedule.search.engine import arrival
 from megatron.pipeline.planner.schedule.search.instance import Instance, Plan
-from megatron.pipeline.planner.schedule.time.orders import DOWN, Array
+from megatron.pipeline.planner.schedule.time.orders import Array
 
 
 class MovingPasses(NamedTuple):
@@ -62,27 +63,20 @@ def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 
 @compiled
-def _compact(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
-    arrays: Any, limits: Array, by_start: Array, moving: Any
-) -> int:
+def _compact(arrays: Any, limits: Array, by_start: Array, moving: Any) -> int:  # noqa: PLR0912, PLR0915 - one compiled loop
     """Change orders and ends in place, pass by pass in the order of their starts; returns how many passes moved."""
-    home, hops, seconds, before = arrays.home, arrays.hops, arrays.seconds, arrays.before
-    allocated, lengths = arrays.allocated, arrays.lengths
+    home, seconds, allocated, lengths = arrays.home, arrays.seconds, arrays.allocated, arrays.lengths
     order, ends, held, idle, seen, gap = moving.order, moving.ends, moving.held, moving.idle, moving.seen, moving.gap
     stages, many = ends.shape[1], ends.shape[2]
     moved = 0
     for rank in range(lengths.shape[0]):
-        _account(order[rank], 0, lengths[rank], held[rank], idle[rank], allocated, ends, seconds)
+        _account(arrays, moving, rank, 0, lengths[rank])
     for number in by_start:
         kind, stage, index = number // (stages * many), number // many % stages, number % many
         rank, takes, row = home[stage], allocated[kind, stage, index], order[home[stage]]
         start = ends[kind, stage, index] - seconds[kind, stage, index]
         slot, seen[rank] = seen[rank], seen[rank] + 1
-        ready = ends[kind, stage, index - 1] if index > 0 else 0.0
-        if before[kind, stage] >= 0:
-            ready = max(ready, ends[before[kind, stage], stage, index])
-        if hops[kind, stage, index] >= 0:
-            ready = max(ready, ends[kind, stage - 1 if kind == DOWN else stage + 1, index] + hops[kind, stage, index])
+        ready = max(ends[kind, stage, index - 1] if index > 0 else 0.0, arrival(kind, stage, index, arrays, ends))
         slack = SLACK * (1 + start)
         if ready >= start - slack:
             continue
@@ -123,15 +117,22 @@ def _compact(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
             if begin < start - slack:
                 moved += 1
                 ends[kind, stage, index] = begin + seconds[kind, stage, index]
-                _account(row, slot, min(slot + 2, lengths[rank]), held[rank], idle[rank], allocated, ends, seconds)
+                _account(arrays, moving, rank, slot, min(slot + 2, lengths[rank]))
             continue
         moved += 1
-        for at in range(slot, place, -1):
-            row[at, 0], row[at, 1], row[at, 2] = row[at - 1, 0], row[at - 1, 1], row[at - 1, 2]
-        row[place, 0], row[place, 1], row[place, 2] = kind, stage, index
+        _move(row, slot, place)
         ends[kind, stage, index] = begin + seconds[kind, stage, index]
-        _account(row, place, min(slot + 2, lengths[rank]), held[rank], idle[rank], allocated, ends, seconds)
+        _account(arrays, moving, rank, place, min(slot + 2, lengths[rank]))
     return moved
+
+
+@compiled
+def _move(row: Array, slot: int, place: int) -> None:
+    """Move a pass of a row to an earlier place."""
+    kind, stage, index = row[slot]
+    for at in range(slot, place, -1):
+        row[at, 0], row[at, 1], row[at, 2] = row[at - 1, 0], row[at - 1, 1], row[at - 1, 2]
+    row[place, 0], row[place, 1], row[place, 2] = kind, stage, index
 
 
 @compiled
@@ -159,15 +160,16 @@ def _find(row: Array, slot: int, length: int, kind: int, stage: int, index: int)
 
 
 @compiled
-def _account(row: Array, begin: int, end: int, held: Array, idle: Array, allocated: Array, ends: Array, seconds: Array) -> None:
+def _account(arrays: Any, moving: Any, rank: int, begin: int, end: int) -> None:
     """Fill in what a rank holds after each of its passes from ``begin`` to ``end``, and how long it was idle before each."""
+    ends, row, held, idle = moving.ends, moving.order[rank], moving.held[rank], moving.idle[rank]
     level, waited, free = 0.0, 0.0, 0.0
     if begin:
         level, waited = held[begin - 1], idle[begin - 1]
         free = ends[row[begin - 1, 0], row[begin - 1, 1], row[begin - 1, 2]]
     for place in range(begin, end):
         kind, stage, index = row[place]
-        level += allocated[kind, stage, index]
-        waited += max(0.0, ends[kind, stage, index] - seconds[kind, stage, index] - free)
+        level += arrays.allocated[kind, stage, index]
+        waited += max(0.0, ends[kind, stage, index] - arrays.seconds[kind, stage, index] - free)
         free = ends[kind, stage, index]
         held[place], idle[place] = level, waited

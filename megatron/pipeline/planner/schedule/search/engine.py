@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.pipeline.planner.schedule.core.compiled import compiled
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.time.orders import DOWN, POST, UP, Array
-
-SLACK = 1e-9  # relative: rounding errors of sums are below this
 
 
 class Arrays(NamedTuple):
@@ -89,9 +88,7 @@ class PlacedPasses(NamedTuple):
 
 
 @compiled
-def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
-    arrays: Any, limits: Array, policy: Any, placed: Any, from_zero: bool
-) -> int:
+def construct(arrays: Any, limits: Array, policy: Any, placed: Any, from_zero: bool) -> int:
     """Place passes by list scheduling; returns 1 if all were placed, 0 if some cannot be, -1 if a rank is idle too long.
 
     At every decision the rank that is free first considers the passes whose inputs arrive within the window, and takes the
@@ -108,15 +105,9 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         placed: ``PlacedPasses``, none so far.
         from_zero: whether a rank's time before its first pass counts as idle, too.
     """
-    home, hops, seconds, before, allocated = arrays.home, arrays.hops, arrays.seconds, arrays.before, arrays.allocated
-    together, lines, first = arrays.together, arrays.lines, arrays.first
-    targets, caps, quotas = policy.targets, policy.caps, policy.quotas
-    ends, order, done, length = placed.ends, placed.order, placed.done, placed.length
-    free, clock, held, spare = placed.free, placed.clock, placed.held, placed.spare
-    stages, many = home.shape[0], seconds.shape[2]
-    remaining = arrays.lengths.sum()
+    clock, free, spare = placed.clock, placed.free, placed.spare
     late = 0.0  # by how much all times may be later than the order makes necessary
-
+    remaining = arrays.lengths.sum()
     while remaining > 0:
         rank = 0
         for other in range(1, clock.shape[0]):
@@ -125,100 +116,112 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         now = clock[rank]
         if now == np.inf:
             return 0
-        mine = lines[first[rank] : first[rank + 1]]
-        oldest, reserved = -1, 0.0  # of this rank, not known yet: few passes need it
-        room = limits[rank] * (1 + SLACK) - held[rank]
-
-        turn = np.inf  # the smallest target of a DOWN
-        if policy.in_order:
-            for line in range(mine.shape[0]):
-                kind, stage = mine[line, 0], mine[line, 1]
-                if kind == DOWN and done[DOWN, stage] < many:
-                    turn = min(turn, targets[DOWN, stage, done[DOWN, stage]])
-
-        # The first round finds the pass to wait for; if the rank would be idle until then, the second finds one that fits before.
-        chosen, chosen_stage, chosen_ready = -1, -1, np.inf
-        horizon, deadline, kept = now + policy.window, np.inf, 0.0
-        soonest = np.inf
-        for _ in range(2):
-            best, best_stage, best_ready, best_target = -1, -1, np.inf, np.inf
-            for line in range(mine.shape[0]):
-                kind, stage = mine[line, 0], mine[line, 1]
-                index = done[kind, stage]
-                if index >= many or now + seconds[kind, stage, index] > deadline:
-                    continue
-                target = targets[kind, stage, index]
-                if target >= best_target:
-                    continue
-                if kind == DOWN:
-                    last = POST if before[POST, stage] != -2 else UP  # of a microbatch on the stage
-                    if target > turn or index - done[UP, stage] >= caps[stage] or index - done[last, stage] >= quotas[stage]:
-                        continue
-                takes = allocated[kind, stage, index]
-                if takes > 0 and takes + kept > room:
-                    continue
-                ready = _arrival(kind, stage, index, hops, before, ends)
-                if ready < 0:
-                    continue
-                if takes > 0:
-                    if oldest < 0:
-                        oldest, reserved = _reserve(mine, allocated, together, done)
-                    if (reserved if index == oldest else takes + reserved) > room:
-                        continue
-                soonest = min(soonest, ready)
-                if ready <= horizon:
-                    best, best_stage, best_ready, best_target = kind, stage, ready, target
-            if best >= 0:
-                chosen, chosen_stage, chosen_ready = best, best_stage, best_ready
-            if best < 0 or best_ready <= now * (1 + SLACK):
-                break
-            horizon, deadline = now * (1 + SLACK), best_ready * (1 + SLACK)
-            kept = max(0.0, allocated[best, best_stage, done[best, best_stage]])
-        if chosen < 0:
-            clock[rank] = soonest  # infinite if the rank has to wait for a result that is not made yet
+        kind, stage, ready = _choose(arrays, limits, policy, placed, rank)
+        if kind < 0 or ready > now * (1 + SLACK):
+            clock[rank] = ready  # it decides again then; never, unless a result is made that it waits for
             continue
-        if chosen_ready > now * (1 + SLACK):
-            clock[rank] = chosen_ready  # decide again then
-            continue
-
-        index = done[chosen, chosen_stage]
-        begin = max(now, chosen_ready)
-        end = begin + seconds[chosen, chosen_stage, index]
-        late += begin - max(free[rank], chosen_ready)
-        if from_zero or length[rank] > 0:
+        begin = max(now, ready)
+        late += begin - max(free[rank], ready)
+        if from_zero or placed.length[rank] > 0:
             spare[rank] -= begin - free[rank]
             if spare[rank] + late < 0:
                 return -1
-        ends[chosen, chosen_stage, index] = end
-        order[rank, length[rank], 0] = chosen
-        order[rank, length[rank], 1] = chosen_stage
-        order[rank, length[rank], 2] = index
-        length[rank] += 1
-        held[rank] += allocated[chosen, chosen_stage, index]
-        done[chosen, chosen_stage] += 1
-        free[rank] = end
-        clock[rank] = end
+        _place(arrays, placed, rank, kind, stage, begin)
         remaining -= 1
-        neighbour = chosen_stage + (chosen == DOWN) - (chosen == UP)
-        if neighbour != chosen_stage and 0 <= neighbour < stages and hops[chosen, neighbour, index] >= 0:
-            waiting = home[neighbour]  # the rank that may wait for the result
-            if clock[waiting] > free[waiting]:
-                clock[waiting] = max(free[waiting], now)
     return 1
 
 
 @compiled
-def _arrival(kind: int, stage: int, index: int, hops: Array, before: Array, ends: Array) -> float:
+def _choose(arrays: Any, limits: Array, policy: Any, placed: Any, rank: int) -> tuple[int, int, float]:  # noqa: PLR0912 - compiled
+    """Kind and stage of the pass that a rank takes next, and when its inputs are there; kind -1 if none can run until then.
+
+    The first round finds the pass to wait for; if the rank would be idle until then, the second finds one that fits before.
+    """
+    seconds, before, allocated, targets, done = arrays.seconds, arrays.before, arrays.allocated, policy.targets, placed.done
+    mine, many, now = arrays.lines[arrays.first[rank] : arrays.first[rank + 1]], seconds.shape[2], placed.clock[rank]
+    oldest, reserved = -1, 0.0  # of this rank, not known yet: few passes need it
+    room = limits[rank] * (1 + SLACK) - placed.held[rank]
+    turn = np.inf  # the smallest target of a DOWN
+    if policy.in_order:
+        for line in range(mine.shape[0]):
+            kind, stage = mine[line, 0], mine[line, 1]
+            if kind == DOWN and done[DOWN, stage] < many:
+                turn = min(turn, targets[DOWN, stage, done[DOWN, stage]])
+    chosen, chosen_stage, chosen_ready = -1, -1, np.inf
+    horizon, deadline, kept = now + policy.window, np.inf, 0.0
+    soonest = np.inf
+    for _ in range(2):
+        best, best_stage, best_ready, best_target = -1, -1, np.inf, np.inf
+        for line in range(mine.shape[0]):
+            kind, stage = mine[line, 0], mine[line, 1]
+            index = done[kind, stage]
+            if index >= many or now + seconds[kind, stage, index] > deadline:
+                continue
+            target = targets[kind, stage, index]
+            if target >= best_target:
+                continue
+            if kind == DOWN:
+                last = POST if before[POST, stage] != -2 else UP  # of a microbatch on the stage
+                held, unfinished = index - done[UP, stage], index - done[last, stage]
+                if target > turn or held >= policy.caps[stage] or unfinished >= policy.quotas[stage]:
+                    continue
+            takes = allocated[kind, stage, index]
+            if takes > 0 and takes + kept > room:
+                continue
+            ready = arrival(kind, stage, index, arrays, placed.ends)
+            if ready < 0:
+                continue
+            if takes > 0:
+                if oldest < 0:
+                    oldest, reserved = _reserve(mine, allocated, arrays.together, done)
+                if (reserved if index == oldest else takes + reserved) > room:
+                    continue
+            soonest = min(soonest, ready)
+            if ready <= horizon:
+                best, best_stage, best_ready, best_target = kind, stage, ready, target
+        if best >= 0:
+            chosen, chosen_stage, chosen_ready = best, best_stage, best_ready
+        if best < 0 or best_ready <= now * (1 + SLACK):
+            break
+        horizon, deadline = now * (1 + SLACK), best_ready * (1 + SLACK)
+        kept = max(0.0, allocated[best, best_stage, done[best, best_stage]])
+    return chosen, chosen_stage, chosen_ready if chosen >= 0 else soonest
+
+
+@compiled
+def _place(arrays: Any, placed: Any, rank: int, kind: int, stage: int, begin: float) -> None:
+    """Place a rank's next pass, and have the rank that may wait for its result decide again."""
+    home, hops, clock, free, order, length = arrays.home, arrays.hops, placed.clock, placed.free, placed.order, placed.length
+    index, now = placed.done[kind, stage], clock[rank]
+    end = begin + arrays.seconds[kind, stage, index]
+    placed.ends[kind, stage, index] = end
+    order[rank, length[rank], 0] = kind
+    order[rank, length[rank], 1] = stage
+    order[rank, length[rank], 2] = index
+    length[rank] += 1
+    placed.held[rank] += arrays.allocated[kind, stage, index]
+    placed.done[kind, stage] += 1
+    free[rank] = end
+    clock[rank] = end
+    neighbour = stage + (kind == DOWN) - (kind == UP)
+    if neighbour != stage and 0 <= neighbour < home.shape[0] and hops[kind, neighbour, index] >= 0:
+        waiting = home[neighbour]
+        if clock[waiting] > free[waiting]:
+            clock[waiting] = max(free[waiting], now)
+
+
+@compiled
+def arrival(kind: int, stage: int, index: int, arrays: Any, ends: Array) -> float:
     """When the inputs of a pass have arrived; -1 if a pass that makes one has no time yet (-1 in ``ends``)."""
     ready = 0.0
-    if before[kind, stage] >= 0:
-        ready = ends[before[kind, stage], stage, index]
+    if arrays.before[kind, stage] >= 0:
+        ready = ends[arrays.before[kind, stage], stage, index]
         if ready < 0:
             return -1.0
-    if hops[kind, stage, index] < 0:
+    if arrays.hops[kind, stage, index] < 0:
         return ready
     made = ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
-    return max(ready, made + hops[kind, stage, index]) if made >= 0 else -1.0
+    return max(ready, made + arrays.hops[kind, stage, index]) if made >= 0 else -1.0
 
 
 @compiled

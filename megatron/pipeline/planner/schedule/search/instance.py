@@ -12,6 +12,7 @@ import numpy as np
 from megatron.pipeline.planner.schedule.core.kinds import stage_kinds
 from megatron.pipeline.planner.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.search import engine
 from megatron.pipeline.planner.schedule.time.orders import KINDS, POST, UP, Array, hops_of, replay, slots
 
@@ -160,7 +161,7 @@ class Instance:
         """For how many seconds each rank can be idle in a plan of a value, float[P]."""
         if self.backwards:
             longest = np.inf
-        return longest * (1 + 1000 * engine.SLACK) - self.work
+        return longest * (1 + 1000 * SLACK) - self.work
 
     @cached_property
     def work(self) -> Array:
@@ -194,7 +195,7 @@ class Instance:
         """Tell whether no rank of a plan ever holds more than its limit."""
         kind, stage, index = np.moveaxis(plan.order, 2, 0)
         held = np.where(kind < 0, 0.0, self.allocated[kind, stage, index]).cumsum(axis=1).max(axis=1, initial=0.0)
-        return bool((held <= limits * (1 + engine.SLACK)).all())
+        return bool((held <= limits * (1 + SLACK)).all())
 
     def read(self, passes: Order) -> Plan | None:
         """A plan from passes; None if they cannot finish, or are not the passes of the problem."""

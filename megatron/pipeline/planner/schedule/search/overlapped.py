@@ -20,10 +20,10 @@ from megatron.pipeline.planner.schedule.core.kinds import BRAIDED
 from megatron.pipeline.planner.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 
 _EFFORT = 150_000  # passes that all trials together may place
 _SHARES = (1.0, 1.25, 0.75, 1.5, 0.5, 2.0)  # of the microbatches that keep every rank braiding
-_SLACK = 1 + 1e-9
 
 
 class PairingPolicy(NamedTuple):
@@ -184,7 +184,7 @@ class _PairingRun:
             return False
         costs = self.problem.costs.stages
         reserved = sum(costs[later].activation for later in self.stages[rank] if later > stage and not self._held(later))
-        return self.held[rank] + costs[stage].activation + reserved <= self.limits[rank] * _SLACK
+        return self.held[rank] + costs[stage].activation + reserved <= self.limits[rank] * (1 + SLACK)
 
     def _held(self, stage: int) -> int:
         """Microbatches between the start of F and of the backward."""

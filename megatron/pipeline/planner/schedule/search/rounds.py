@@ -12,35 +12,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron.pipeline.planner.schedule.core.placement import linear
-from megatron.pipeline.planner.schedule.search.engine import SLACK, Arrays
+from megatron.pipeline.planner.schedule.core.slack import SLACK
+from megatron.pipeline.planner.schedule.search.engine import Arrays
 from megatron.pipeline.planner.schedule.search.instance import Instance, Plan
-from megatron.pipeline.planner.schedule.search.rounds_engine import State, line_in_rounds, v_in_rounds
+from megatron.pipeline.planner.schedule.search.rounds_engine import RoundChoices, State, line_in_rounds, v_in_rounds
 from megatron.pipeline.planner.schedule.time.orders import MID, Array
 
 _NEAR = 1.01  # a plan up to this many times as long as the best may be shorter than that once it is compacted
 _REPEATS = 8  # how often a construction on a V is repeated with what ranks were idle in the one before
-
-
-class RoundChoices(NamedTuple):
-    """Choices in making rounds.
-
-    Attributes:
-        eager: on a line, before its first B a rank may start an F that delays it; on a V, whether a W may delay an F.
-        behind: on a line, a rank that is two F ahead of the next one may leave an F out; on a V, whether a W may delay the
-            first half of a backward.
-        dense: on a line, a W may delay a pass even if the rank can afford to wait.
-        afford: the share of what a rank can afford to wait that it does wait.
-    """
-
-    eager: bool
-    behind: bool
-    dense: bool = False
-    afford: float = 1.0
 
 
 def rounds(instance: Instance, limits: Array, longest: float = np.inf, few: bool = False) -> Iterator[Plan]:
@@ -78,8 +61,8 @@ def _construct(instance: Instance, arrays: Arrays, limits: Array, choices: Round
     best, before = None, np.zeros(len(limits) + 1)
     in_rounds, repeats = (line_in_rounds, 1) if len(instance.home) == len(limits) else (v_in_rounds, _REPEATS)
     for _ in range(repeats):
-        state = State.of(instance, spare)
-        if not in_rounds(arrays, limits, choices, before, state) or (best is not None and state.most[0] >= before[-1]):
+        state = State.of(instance, spare, limits, before, choices)
+        if not in_rounds(arrays, state) or (best is not None and state.most[0] >= before[-1]):
             break
         best, before = state.order, np.append(state.idle, state.most)
         spare = np.minimum(spare, before[-1])

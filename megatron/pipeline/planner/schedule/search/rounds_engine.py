@@ -7,9 +7,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.pipeline.planner.schedule.core.compiled import compiled
-from megatron.pipeline.planner.schedule.search.engine import SLACK
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.search.instance import Instance
 from megatron.pipeline.planner.schedule.time.orders import DOWN, POST, UP, Array
+
+
+class RoundChoices(NamedTuple):
+    """Choices in making rounds.
+
+    Attributes:
+        eager: on a line, before its first B a rank may start an F that delays it; on a V, whether a W may delay an F.
+        behind: on a line, a rank that is two F ahead of the next one may leave an F out; on a V, whether a W may delay the
+            first half of a backward.
+        dense: on a line, a W may delay a pass even if the rank can afford to wait.
+        afford: the share of what a rank can afford to wait that it does wait.
+    """
+
+    eager: bool
+    behind: bool
+    dense: bool = False
+    afford: float = 1.0
 
 
 class State(NamedTuple):
@@ -28,6 +45,10 @@ class State(NamedTuple):
         due: int[P, 2], where the first of these is, and behind the last.
         more: int[P], on a line how many more F a rank runs before its first B.
         wanted: bool[P + 1], what a round is to run: on a line an F, on a V the B of the second half.
+        limits: float[P].
+        before: float[P + 1], how long each rank was idle in the construction before this one, and the longest of these; zeros if
+            there is none.
+        choices: in making rounds.
     """
 
     ends: Array
@@ -44,9 +65,12 @@ class State(NamedTuple):
     due: Array
     more: Array
     wanted: Array
+    limits: Array
+    before: Array
+    choices: RoundChoices
 
     @staticmethod
-    def of(instance: Instance, spare: Array) -> State:
+    def of(instance: Instance, spare: Array, limits: Array, before: Array, choices: RoundChoices) -> State:
         ranks, most = len(instance.lengths), int(instance.lengths.max())
         free, held, idle, kept = np.zeros((4, ranks))
         np.maximum.at(kept, instance.home, instance.allocated[UP].max(axis=1))
@@ -60,6 +84,7 @@ class State(NamedTuple):
             due=np.zeros((ranks, 2), np.int64),
             more=np.zeros(ranks, np.int64),
             wanted=np.zeros(ranks + 1, np.bool_),
+            limits=limits, before=before, choices=choices,
         )  # fmt: skip
 
 
@@ -82,10 +107,10 @@ def _takes(arrays: Any, state: Any, kind: int, stage: int) -> float:
 
 
 @compiled
-def _run(arrays: Any, limits: Array, state: Any, kind: int, stage: int) -> bool:
+def _run(arrays: Any, state: Any, kind: int, stage: int) -> bool:
     """Place the next pass of a kind on a stage; False if it cannot run, or does not fit into memory."""
     rank, index = arrays.home[stage], state.done[kind, stage]
-    if index >= state.ends.shape[2] or state.held[rank] + _takes(arrays, state, kind, stage) > limits[rank] * (1 + SLACK):
+    if index >= state.ends.shape[2] or state.held[rank] + _takes(arrays, state, kind, stage) > state.limits[rank] * (1 + SLACK):
         return False
     previous, ready = arrays.before[kind, stage], _arrives(arrays, state, kind, stage)
     if ready < 0 or (previous >= 0 and state.ends[previous, stage, index] < 0):
@@ -109,29 +134,26 @@ def _run(arrays: Any, limits: Array, state: Any, kind: int, stage: int) -> bool:
 
 
 @compiled
-def _weight(arrays: Any, limits: Array, state: Any, rank: int) -> bool:
+def _weight(arrays: Any, state: Any, rank: int) -> bool:
     """Run the W of a rank that is due longest; False if none is."""
     if state.due[rank, 0] == state.due[rank, 1]:
         return False
     stage = state.waiting[rank, state.due[rank, 0]]
     state.due[rank, 0] += 1
-    return bool(_run(arrays, limits, state, POST, stage))
+    return bool(_run(arrays, state, POST, stage))
 
 
 @compiled
-def _run_after_weights(
-    arrays: Any, limits: Array, choices: Any, before: Array, state: Any, kind: int, stage: int, delay: bool, always: bool
-) -> bool:
+def _run_after_weights(arrays: Any, state: Any, kind: int, stage: int, delay: bool, always: bool) -> bool:
     """Place the next F or B of a stage, behind the W that make room for it or run while it waits; False if it cannot run.
 
     Args:
-        before: float[P + 1], how long each rank was idle in the construction before this one, and the longest of these.
         delay: whether one W more may delay the pass where the wait is longer than the rank can afford to be idle.
         always: the same where it is not.
     """
     rank, takes = arrays.home[stage], _takes(arrays, state, kind, stage)
-    while state.held[rank] + takes > limits[rank] * (1 + SLACK):
-        if not _weight(arrays, limits, state, rank):
+    while state.held[rank] + takes > state.limits[rank] * (1 + SLACK):
+        if not _weight(arrays, state, rank):
             return False
     if arrays.hops[kind, stage, 0] >= 0:
         arrives = _arrives(arrays, state, kind, stage)
@@ -139,27 +161,21 @@ def _run_after_weights(
             due = state.waiting[rank, state.due[rank, 0]]
             if arrives < state.free[rank] + arrays.seconds[POST, due, state.done[POST, due]]:
                 break
-            _weight(arrays, limits, state, rank)
-        slack = choices.afford * (max(state.most[0], before[-1] - before[rank]) - state.idle[rank])
+            _weight(arrays, state, rank)
+        slack = state.choices.afford * (max(state.most[0], state.before[-1] - state.before[rank]) - state.idle[rank])
         wait = arrives - state.free[rank]
         if wait > 0 and (delay if wait > slack else always):
-            _weight(arrays, limits, state, rank)
-    return bool(_run(arrays, limits, state, kind, stage))
+            _weight(arrays, state, rank)
+    return bool(_run(arrays, state, kind, stage))
 
 
 @compiled
-def line_in_rounds(  # noqa: PLR0912 - numba compiles it as a whole
-    arrays: Any, limits: Array, choices: Any, before: Array, state: Any
-) -> bool:
-    """Fill the state for one stage on every rank; returns whether all passes were placed.
-
-    Args:
-        before: float[P + 1], zeros.
-    """
+def line_in_rounds(arrays: Any, state: Any) -> bool:  # noqa: PLR0912 - numba compiles it as a whole
+    """Fill the state for one stage on every rank; returns whether all passes were placed."""
     hops, seconds, allocated = arrays.hops, arrays.seconds, arrays.allocated
-    ranks, many = limits.shape[0], state.ends.shape[2]
+    ranks, many, choices = state.limits.shape[0], state.ends.shape[2], state.choices
     for rank in range(ranks):
-        if not _run(arrays, limits, state, DOWN, rank):
+        if not _run(arrays, state, DOWN, rank):
             return False
     # How many more F a rank runs before its first B: those that end (or with ``eager``, begin) before the gradient is there.
     more = state.more
@@ -168,7 +184,7 @@ def line_in_rounds(  # noqa: PLR0912 - numba compiles it as a whole
         clock, held, arrives = state.free[rank], state.held[rank], made + hops[UP, rank, 0]
         while 1 + more[rank] < many:
             index = 1 + more[rank]
-            if held + (allocated[DOWN, rank, index] + state.kept[rank]) > limits[rank] * (1 + SLACK):
+            if held + (allocated[DOWN, rank, index] + state.kept[rank]) > state.limits[rank] * (1 + SLACK):
                 break
             if clock >= arrives or (not choices.eager and clock + seconds[DOWN, rank, index] > arrives):
                 break
@@ -181,34 +197,34 @@ def line_in_rounds(  # noqa: PLR0912 - numba compiles it as a whole
             more[rank] -= 1
     for rank in range(ranks):
         for _ in range(more[rank]):
-            if not _run(arrays, limits, state, DOWN, rank):
+            if not _run(arrays, state, DOWN, rank):
                 return False
     for rank in range(ranks - 1, -1, -1):
-        if not _run(arrays, limits, state, UP, rank):
+        if not _run(arrays, state, UP, rank):
             return False
     wanted = state.wanted
     for _ in range(1, many):
         for rank in range(ranks):
             wanted[rank] = state.done[DOWN, rank] < many
             if wanted[rank] and choices.behind and rank + 1 < ranks and state.done[DOWN, rank] >= state.done[DOWN, rank + 1] + 2:
-                wanted[rank] = _has_time(arrays, limits, state, rank, choices.afford)
+                wanted[rank] = _has_time(arrays, state, rank)
         wanted[ranks] = True
         for rank in range(ranks - 1, -1, -1):
             wanted[rank] &= wanted[rank + 1]
         for rank in range(ranks):
-            if wanted[rank] and not _run_after_weights(arrays, limits, choices, before, state, DOWN, rank, True, choices.dense):
+            if wanted[rank] and not _run_after_weights(arrays, state, DOWN, rank, True, choices.dense):
                 return False
         for rank in range(ranks - 1, -1, -1):
             if rank == 0 and state.done[DOWN, 0] == many:  # nothing waits for its B
-                while _weight(arrays, limits, state, 0):
+                while _weight(arrays, state, 0):
                     pass
-            if not _run_after_weights(arrays, limits, choices, before, state, UP, rank, True, choices.dense):
+            if not _run_after_weights(arrays, state, UP, rank, True, choices.dense):
                 return False
-    return _drain(arrays, limits, state)
+    return _drain(arrays, state)
 
 
 @compiled
-def _has_time(arrays: Any, limits: Array, state: Any, rank: int, afford: float) -> bool:
+def _has_time(arrays: Any, state: Any, rank: int) -> bool:
     """Tell whether a rank that is far ahead of the next one should run an F before the gradient of its next B can come."""
     seconds, allocated = arrays.seconds, arrays.allocated
     down, up, post = state.done[DOWN, rank], state.done[UP, rank], state.done[POST, rank]
@@ -218,28 +234,22 @@ def _has_time(arrays: Any, limits: Array, state: Any, rank: int, afford: float) 
         return False
     weights, held = 0, state.held[rank] + _takes(arrays, state, DOWN, rank)
     due = state.due[rank, 1] - state.due[rank, 0]
-    while held > limits[rank] * (1 + SLACK) and weights < due:
+    while held > state.limits[rank] * (1 + SLACK) and weights < due:
         held += allocated[POST, rank, post + weights]
         weights += 1
     if state.free[rank] + seconds[DOWN, rank, down] + weights * seconds[POST, rank, min(post, state.ends.shape[2] - 1)] <= comes:
         return True
-    return bool(comes - state.free[rank] > afford * (state.most[0] - state.idle[rank]))
+    return bool(comes - state.free[rank] > state.choices.afford * (state.most[0] - state.idle[rank]))
 
 
 @compiled
-def v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
-    arrays: Any, limits: Array, choices: Any, before: Array, state: Any
-) -> bool:
-    """Fill the state for a V: rank r has the stages r and 2p-1-r; returns whether all passes were placed.
-
-    Args:
-        before: float[P + 1], how long each rank was idle in the construction before this one, and the longest of these.
-    """
+def v_in_rounds(arrays: Any, state: Any) -> bool:  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
+    """Fill the state for a V: rank r has the stages r and 2p-1-r; returns whether all passes were placed."""
     hops, seconds, allocated = arrays.hops, arrays.seconds, arrays.allocated
-    ranks, many = limits.shape[0], state.ends.shape[2]
+    ranks, many = state.limits.shape[0], state.ends.shape[2]
     last = 2 * ranks - 1
     for stage in range(ranks + 1):
-        if not _run(arrays, limits, state, DOWN, stage):
+        if not _run(arrays, state, DOWN, stage):
             return False
     # While the first microbatch climbs the V, more of them follow, as long as time and what is needed below leave room.
     for rank in range(ranks - 2, -1, -1):
@@ -250,12 +260,12 @@ def v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
                 break
             microbatch = allocated[DOWN, rank, index] + allocated[DOWN, last - rank, index]
             most = min(state.held[rank] + microbatch * (rank + 1), microbatch * many)  # no more than all microbatches hold
-            if most + state.kept[rank] > limits[rank] * (1 + SLACK):
+            if most + state.kept[rank] > state.limits[rank] * (1 + SLACK):
                 break
             for stage in range(rank + 1):
-                if not _run(arrays, limits, state, DOWN, stage):
+                if not _run(arrays, state, DOWN, stage):
                     return False
-        if not _run(arrays, limits, state, DOWN, last - rank):
+        if not _run(arrays, state, DOWN, last - rank):
             return False
     # Later ranks catch up with earlier ones, which run no B before them: chunks take turns.
     second = False
@@ -270,23 +280,21 @@ def v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
                 stage = last - other if second else other
                 if state.done[DOWN, stage] < many:
                     placed = True
-                    if not _run(arrays, limits, state, DOWN, stage):
+                    if not _run(arrays, state, DOWN, stage):
                         return False
             if not placed and state.done[DOWN, last - rank] >= many and state.done[DOWN, rank] >= many:
                 return False
             second = not second
     for _ in range(2 * many):
-        if not _backwards_on_v(arrays, limits, choices, before, state) or not _forwards_on_v(
-            arrays, limits, choices, before, state
-        ):
+        if not _backwards_on_v(arrays, state) or not _forwards_on_v(arrays, state):
             return False
-    return _drain(arrays, limits, state)
+    return _drain(arrays, state)
 
 
 @compiled
-def _backwards_on_v(arrays: Any, limits: Array, choices: Any, before: Array, state: Any) -> bool:
+def _backwards_on_v(arrays: Any, state: Any) -> bool:
     """One B on every rank: of the second half of a microbatch's way back where its input is made, else of the first."""
-    ranks, many = limits.shape[0], state.ends.shape[2]
+    ranks, many = state.limits.shape[0], state.ends.shape[2]
     last = 2 * ranks - 1
     second = state.wanted
     for rank in range(ranks):
@@ -299,16 +307,16 @@ def _backwards_on_v(arrays: Any, limits: Array, choices: Any, before: Array, sta
         if second[rank] != (turn < ranks):
             continue
         stage = rank if second[rank] else last - rank
-        delay = bool(second[rank]) or choices.behind
-        if not _run_after_weights(arrays, limits, choices, before, state, UP, stage, delay, False):
+        delay = bool(second[rank]) or state.choices.behind
+        if not _run_after_weights(arrays, state, UP, stage, delay, False):
             return False
     return True
 
 
 @compiled
-def _forwards_on_v(arrays: Any, limits: Array, choices: Any, before: Array, state: Any) -> bool:
+def _forwards_on_v(arrays: Any, state: Any) -> bool:
     """One F on every rank: of the second chunk where its input is made, else of the first."""
-    ranks, many = limits.shape[0], state.ends.shape[2]
+    ranks, many = state.limits.shape[0], state.ends.shape[2]
     last = 2 * ranks - 1
     for rank in range(ranks):
         if state.done[DOWN, last - rank] >= many:
@@ -321,18 +329,18 @@ def _forwards_on_v(arrays: Any, limits: Array, choices: Any, before: Array, stat
             stage = rank
         else:
             continue
-        if not _run_after_weights(arrays, limits, choices, before, state, DOWN, stage, choices.eager, False):
+        if not _run_after_weights(arrays, state, DOWN, stage, state.choices.eager, False):
             return False
     return True
 
 
 @compiled
-def _drain(arrays: Any, limits: Array, state: Any) -> bool:
+def _drain(arrays: Any, state: Any) -> bool:
     """Run the W that are still due; returns whether every pass is placed."""
-    for rank in range(limits.shape[0]):
-        while _weight(arrays, limits, state, rank):
+    for rank in range(state.limits.shape[0]):
+        while _weight(arrays, state, rank):
             pass
-    for rank in range(limits.shape[0]):  # noqa: SIM110 - numba has no all()
+    for rank in range(state.limits.shape[0]):  # noqa: SIM110 - numba has no all()
         if state.length[rank] < arrays.lengths[rank]:
             return False
     return True

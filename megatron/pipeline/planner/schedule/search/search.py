@@ -14,10 +14,11 @@ from numpy.typing import ArrayLike
 
 from megatron.pipeline.planner.schedule.core.passes import Order
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
 from megatron.pipeline.planner.schedule.rules.verify import rounded_up
 from megatron.pipeline.planner.schedule.search.compact import compact
-from megatron.pipeline.planner.schedule.search.engine import SLACK, Policy
+from megatron.pipeline.planner.schedule.search.engine import Policy
 from megatron.pipeline.planner.schedule.search.instance import Few, Instance, Plan
 from megatron.pipeline.planner.schedule.search.rounds import can_be_in_rounds, rounds
 from megatron.pipeline.planner.schedule.search.seeds import period_and_unit, starts

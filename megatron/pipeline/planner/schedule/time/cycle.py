@@ -15,12 +15,12 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import BUCKET_KINDS
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.schedule import RankPasses, Schedule, ScheduleError
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.planner.schedule.time.links import keyed, rows_of
 from megatron.pipeline.planner.schedule.time.orders import Array
 
 _MOST = 64  # iterations: ranks that still drift apart by then are averaged over the later half
-_STEADY = 1e-9  # of a period
 
 
 class Steady(NamedTuple):
@@ -105,17 +105,16 @@ class Cycle:
         before, free, fronts = np.zeros(count), np.zeros(len(rows)), [0.0]
         times: list[tuple[Array, Array]] = []
         for _ in range(_MOST):
-            now, parts = np.full(count, -1.0), np.zeros((2, count))
-            starts, ends = np.zeros((2, *whole.shape[1:]))
-            position = np.zeros(len(rows), np.int64)
-            if not _turn(whole, real, lengths, now, before, parts, position, free, starts, ends, len(made)):
+            now, parts, (starts, ends) = np.full(count, -1.0), np.zeros((2, count)), np.zeros((2, *whole.shape[1:]))
+            turn = _Times(now, before, parts, np.zeros(len(rows), np.int64), free, starts, ends)
+            if not _turn(_Steps(whole, real, lengths, len(made)), turn):
                 return None
             times = [*times[-1:], (starts, ends)]
             there = now >= 0
             steps = now[there] - before[there]
             fronts.append(float(free.max()))
             before = now
-            if len(fronts) > 2 and steps.max() - steps.min() <= _STEADY * fronts[-1]:
+            if len(fronts) > 2 and steps.max() - steps.min() <= SLACK * fronts[-1]:
                 period = float(steps.max())
                 break
         else:
@@ -223,33 +222,47 @@ class Cycle:
         return {key: self._costs.bucket_seconds(key[0], *of) for key, of in found.items()}
 
 
-@compiled
-def _turn(
-    whole: Array,
-    real: Array,
-    lengths: Array,
-    now: Array,
-    before: Array,
-    parts: Array,
-    position: Array,
-    free: Array,
-    starts: Array,
-    ends: Array,
-    ranks: int,
-) -> bool:
-    """Run every row once; returns whether all came to their ends.
+class _Steps(NamedTuple):
+    """Steps of R rows.
 
-    Args:
+    Attributes:
         whole: int[4, R, N], of every step its need, lag, what it makes, and whether that is a part.
         real: float[2, R, N], its hop and its seconds.
         lengths: int[R], steps of every row.
-        now, before: float[..], when results of this iteration and of the one before are there; negative for not yet.
-        parts: float[2, ..], zeros: how many parts of a result there are, and when the last was made.
-        position: int[R], zeros.
-        free: float[R], when every row is free; changed in place.
-        starts, ends: float[R, N], filled.
         ranks: how many parts make a result.
     """
+
+    whole: Array
+    real: Array
+    lengths: Array
+    ranks: int
+
+
+class _Times(NamedTuple):
+    """Times of one iteration.
+
+    Attributes:
+        now, before: float[..], when results of this iteration and of the one before are there; negative for not yet.
+        parts: float[2, ..], how many parts of a result there are, and when the last was made.
+        position: int[R], how many steps of a row are done.
+        free: float[R], when every row is free.
+        starts, ends: float[R, N].
+    """
+
+    now: Array
+    before: Array
+    parts: Array
+    position: Array
+    free: Array
+    starts: Array
+    ends: Array
+
+
+@compiled
+def _turn(steps: Any, times: Any) -> bool:
+    """Run every row once, and fill in its times; returns whether all came to their ends."""
+    whole, real, lengths, ranks = steps
+    now, before, parts, position, free, starts, ends = times
     moved = True
     while moved:
         moved = False

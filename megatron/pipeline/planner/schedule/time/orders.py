@@ -12,7 +12,7 @@ that plans the start of an iteration also plans its end.
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,9 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import STAGE_KINDS, Kind, Where
 from megatron.pipeline.planner.schedule.core.passes import Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.core.problem import SLACK, Problem
+from megatron.pipeline.planner.schedule.core.problem import Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.timeline import Lengths
 from megatron.pipeline.planner.schedule.time.replay import Stuck
 
@@ -52,7 +53,7 @@ def hops_of(placement: Placement, messages: Array) -> Array:
         messages: float[S, M], seconds of a message of the M microbatches.
     """
     hops = np.full((KINDS, *messages.shape), -1.0)
-    for stage in range(1, placement.last_stage + 1):
+    for stage in range(1, placement.depth):
         far = placement.home(stage)[0] != placement.home(stage - 1)[0]
         hops[DOWN, stage] = hops[UP, stage - 1] = messages[stage] if far else 0
     return hops
@@ -70,7 +71,7 @@ class Orders:
         costs, slot = schedule.costs(costs), slots()
         self._tables = [
             {
-                (kind, chunk): (slot[kind], stage, costs.each(lambda costs: costs.seconds(kind, stage), schedule.slices))  # noqa: B023
+                (kind, chunk): (slot[kind], stage, costs.seconds_of_each(kind, stage, schedule.slices))
                 for kind in slot
                 for chunk, stage in enumerate(stages)
             }
@@ -122,18 +123,16 @@ class Reordered:
     """
 
     def __init__(self, schedule: Schedule, problem: Problem) -> None:
-        costs, placement, slot = schedule.costs(problem.costs), schedule.placement, slots()
-        each = [costs.of(number) for number in range(schedule.microbatches)]
+        costs, placement, slot, count = schedule.costs(problem.costs), schedule.placement, slots(), schedule.microbatches
         kinds = [kind for kind in STAGE_KINDS if any(kind in row.kinds for row in schedule.rows)]
         stages = range(len(costs.stages))
-        self._seconds, self._changes = (
-            np.array([[[value(cost, kind, stage) for cost in each] for stage in stages] for kind in kinds], float)
-            for value in (
-                lambda cost, kind, stage: cost.stages[stage].seconds(kind),
-                lambda cost, kind, stage: cost.stages[stage].allocated(kind, stage in problem.recompute),
-            )
-        )
-        self._hops = hops_of(placement, np.tile([cost.hop for cost in each], (len(stages), 1)))
+
+        def changes(kind: Kind, stage: int) -> list[float]:
+            return costs.each(lambda each: each.allocated(kind, stage, stage in problem.recompute), count)
+
+        self._seconds = np.array([[costs.seconds_of_each(kind, stage, count) for stage in stages] for kind in kinds], float)
+        self._changes = np.array([[changes(kind, stage) for stage in stages] for kind in kinds], float)
+        self._hops = hops_of(placement, np.tile(costs.each(lambda each: each.hop, count), (len(stages), 1)))
         self._before = np.full(self._hops.shape[:2], -1)
         self._lengths = np.array(list(map(len, schedule.passes)))
         self._order = np.zeros((len(self._lengths), self._lengths.max(), 3), np.int32)
@@ -148,7 +147,7 @@ class Reordered:
         self._order[self._filled] = np.stack((its_slot, self._stage, self._place), axis=1)
         self._at = its_slot, self._stage, self._place
         self._taken, self._ends = np.zeros((2, *self._hops.shape))
-        self._held, self._limits = np.zeros(self._filled.shape), problem.limits and np.array(problem.limits) * SLACK
+        self._held, self._limits = np.zeros(self._filled.shape), problem.limits and np.array(problem.limits) * (1 + SLACK)
         self.size = len(passes)
 
     def lengths(self, order: Array) -> tuple[Lengths, float]:
@@ -175,26 +174,27 @@ def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Ar
         before: int[5, S], the kind that must precede on the stage; negative if none must.
         ends: float[5, S, M]; -1 for passes that are not in the order.
     """
-    position, (begun, free) = np.zeros(len(lengths), np.int64), np.zeros((2, len(lengths)))
+    rows = _Rows(order, lengths, np.zeros(len(lengths), np.int64), *np.zeros((2, len(lengths))))
     ends.fill(-1.0)
-    if not _replay(order, lengths, seconds, hops, before, ends, position, begun, free):
+    if not _replay(rows, seconds, hops, before, ends):
         return -1.0, -1.0
-    return float((free - begun).max()), float(free.max())
+    return float((rows.free - rows.begun).max()), float(rows.free.max())
+
+
+class _Rows(NamedTuple):
+    """Ranks' passes, and for every rank how far it came, and when it begins and is free."""
+
+    order: Array
+    lengths: Array
+    position: Array
+    begun: Array
+    free: Array
 
 
 @compiled
-def _replay(
-    order: Array,
-    lengths: Array,
-    seconds: Array,
-    hops: Array,
-    before: Array,
-    ends: Array,
-    position: Array,
-    begun: Array,
-    free: Array,
-) -> bool:
-    """Fill ``ends``, and for every rank how far it came, and when it begins and ends; returns whether all came to the end."""
+def _replay(rows: Any, seconds: Array, hops: Array, before: Array, ends: Array) -> bool:
+    """Fill ``ends``, and what is said of every rank; returns whether all came to the end."""
+    order, lengths, position, begun, free = rows
     ranks = lengths.shape[0]
     moved = True
     while moved:

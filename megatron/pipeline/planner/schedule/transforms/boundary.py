@@ -14,8 +14,9 @@ from functools import cached_property, lru_cache, partial
 
 from megatron.pipeline.planner.schedule.core.boundary import Turn, first_and_last, with_turns
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.core.problem import SLACK, Objective, Problem
+from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.slack import within
 from megatron.pipeline.planner.schedule.time.cycle import Cycle, Steady
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 
@@ -215,8 +216,7 @@ class _Search:
                 self.steady, self._passes = steady, changed
 
     def _fits(self, passes: Sequence[Passes]) -> bool:
-        peaks = activation_peaks(replace(self._original, passes=tuple(passes)), self._problem.costs)
-        return all(peak <= limit * SLACK for peak, limit in zip(peaks, self._limits, strict=True))
+        return within(activation_peaks(replace(self._original, passes=tuple(passes)), self._problem.costs), self._limits)
 
     def _of(self, passes: Sequence[Passes], buckets: int) -> Steady | None:
         return self._cycle.steady([self._plan(own, buckets) for own in passes])

@@ -25,12 +25,12 @@ from megatron.pipeline.planner.schedule.core.kinds import needed_on_own_rank
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass
 from megatron.pipeline.planner.schedule.core.problem import HostLimitTooLow
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.timeline import Timed
 from megatron.pipeline.planner.schedule.rules.verify import rounded_up
 from megatron.pipeline.planner.schedule.time.simulate import activation_changes, simulate
 
 _TRIED = 48  # at most this many numbers of microbatches to offload are tried
-_SLACK = 1e-9
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -64,7 +64,7 @@ def offload(
     refuse(Facts(offload=mode, splits=schedule.splits), SCHEDULES)
     ranks = [Rank(schedule, costs, rank, row) for rank, row in enumerate(simulate(schedule, costs).ranks)]
     sizes = [size for rank in ranks for size in rank.sizes.tolist()]
-    if host_limit is not None and sizes and host_limit < min(sizes) * (1 - _SLACK):
+    if host_limit is not None and sizes and host_limit < min(sizes) * (1 - SLACK):
         raise HostLimitTooLow(
             f"a host memory limit of {host_limit:g} a rank has no room for one microbatch of a chunk, which takes "
             f"{rounded_up(min(sizes))} or more: raise it, or leave offloading out",
@@ -142,7 +142,7 @@ class Rank:
         self._passes = schedule.passes[rank]
         self.starts, self.ends = (np.array([timed[at] for timed in row], dtype=np.float64) for at in (1, 2))
         # Starts and ends differ by rounding errors: they are sums of the same numbers in another order.
-        self._slack = _SLACK * self.ends[-1] if row else 0.0
+        self._slack = SLACK * self.ends[-1] if row else 0.0
         levels = np.cumsum(activation_changes(schedule, costs)[rank])
         self._before = np.concatenate(([0.0], levels))  # memory held before every slot
         self.during = np.maximum(levels, self._before[:-1])
@@ -181,19 +181,19 @@ class Rank:
             return nothing
         lifespans = self.starts[self.needed] - self.ends[self.made]
         most = self.sizes.sum() / 2 if mode is Offload.SELECTIVE else np.inf
-        room = min(most, np.inf if host_limit is None else host_limit) * (1 + _SLACK)
-        pays = (lifespans >= (self.to_host + self.to_device) * (1 - _SLACK)) & (self.sizes <= room)
+        room = min(most, np.inf if host_limit is None else host_limit) * (1 + SLACK)
+        pays = (lifespans >= (self.to_host + self.to_device) * (1 - SLACK)) & (self.sizes <= room)
         best, least = nothing, self._peak(nothing)
         longest = np.argsort(-lifespans, kind="stable")
         for order in (self._covering(pays), longest[pays[longest]]):
             chosen = self._with_room(order, host_limit)
-            chosen = chosen[np.cumsum(self.sizes[chosen]) <= most * (1 + _SLACK)]
+            chosen = chosen[np.cumsum(self.sizes[chosen]) <= most * (1 + SLACK)]
             for number in _numbers(len(chosen)):
-                if limit is not None and least <= limit * (1 + _SLACK):
+                if limit is not None and least <= limit * (1 + SLACK):
                     break
                 selection = self._in_time(chosen[:number])
                 peak = self._peak(selection)
-                if peak < least * (1 - _SLACK):
+                if peak < least * (1 - SLACK):
                     best, least = selection, peak
         return best
 
@@ -220,7 +220,7 @@ class Rank:
         held, kept = np.zeros(len(self._passes)), []
         for candidate in order.tolist():
             during = held[self.made[candidate] : self.needed[candidate]]
-            if during.max() + self.sizes[candidate] <= host_limit * (1 + _SLACK):
+            if during.max() + self.sizes[candidate] <= host_limit * (1 + SLACK):
                 during += self.sizes[candidate]
                 kept.append(candidate)
         return np.array(kept, dtype=np.int64)

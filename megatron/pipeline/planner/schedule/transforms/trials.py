@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron.pipeline.planner.schedule.core.problem import SLACK, Problem
+from megatron.pipeline.planner.schedule.core.problem import Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.slack import within
 from megatron.pipeline.planner.schedule.time.replay import Stuck
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
@@ -22,8 +23,7 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
     """Tell whether a changed schedule stays within the limits; only where a B allocates may it not."""
     if problem.limits is None or not any(stage.backward_allocates for stage in problem.costs.stages):
         return True
-    peaks = activation_peaks(schedule, problem.costs)
-    return all(peak <= limit * SLACK for peak, limit in zip(peaks, problem.limits, strict=True))
+    return within(activation_peaks(schedule, problem.costs), problem.limits)
 
 
 class Trials:

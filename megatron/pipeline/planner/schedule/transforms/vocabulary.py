@@ -17,6 +17,7 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import MOST_WAITING
 from megatron.pipeline.planner.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.time.clock import Clock
 from megatron.pipeline.planner.schedule.time.links import rows_of
 from megatron.pipeline.planner.schedule.time.replay import Stuck, dependency_order
@@ -200,7 +201,7 @@ class _Insertion:
         number = self._counts[rank][Kind.S]
         if number >= len(self._together):
             return True
-        return now + self._clock.seconds(rank, work) <= self._together[number] * (1 + 1e-9)
+        return now + self._clock.seconds(rank, work) <= self._together[number] * (1 + SLACK)
 
     def _vocabulary(self, rank: int, now: float, *kinds: Kind) -> Iterator[Pass]:
         """The next pass of each kind that the rank can run now."""

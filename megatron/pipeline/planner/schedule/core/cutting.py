@@ -1,0 +1,80 @@
+"""Costs of the same model that is cut, run or timed in another way: each function makes other ``Costs`` of some."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.stage_costs import ALL_TO_ALL, PARTS, combined
+
+
+def of_depth(costs: Costs, stages: int) -> Costs:
+    """The costs of the same model cut into another number of stages: those here are cut evenly, and joined in their order.
+
+    What the first and the last stage cost more than the stages between them (the embedding, the output layer) stays at the
+    ends.
+    """
+    if stages == len(costs.stages):
+        return costs
+    common = lcm(stages, len(costs.stages))
+    parts, joined = common // len(costs.stages), common // stages
+    pieces = [piece for place in range(len(costs.stages)) for piece in _parts(costs, place, parts)]
+    return replace(costs, stages=tuple(combined(sum, pieces[start : start + joined]) for start in range(0, common, joined)))
+
+
+def _parts(costs: Costs, place: int, parts: int) -> list[StageCosts]:
+    """A stage in equal parts; what an end of the model costs more than its neighbour is in the part at that end."""
+    stage, last = costs.stages[place], len(costs.stages) - 1
+    if parts == 1 or place not in (0, last) or last < 2:
+        return [stage.share(parts)] * parts
+    plain = combined(min, [stage, costs.stages[1 if place == 0 else last - 1]]).share(parts)
+    end = combined(lambda values: values[0] - (parts - 1) * values[1], [stage, plain]).capped(stage)
+    return [end, *[plain] * (parts - 1)] if place == 0 else [*[plain] * (parts - 1), end]
+
+
+def with_recomputation(costs: Costs, weights: bool = False) -> Costs:
+    """The costs where backwards make again what forwards did not keep, and no R runs: as of ``StageCosts``."""
+    return replace(costs, stages=tuple(stage.with_recomputation(weights) for stage in costs.stages))
+
+
+def shielded(costs: Costs, stages: Set[int]) -> Costs:
+    """The costs where B of these stages has work behind its collectives: see ``StageCosts.shielded``."""
+    if not stages:
+        return costs
+    return replace(costs, stages=tuple(one.shielded() if stage in stages else one for stage, one in enumerate(costs.stages)))
+
+
+def without_fused(costs: Costs) -> Costs:
+    """The costs where BW takes what B and W take."""
+    return replace(costs, stages=tuple(replace(stage, fused=None) for stage in costs.stages))
+
+
+def sliced(costs: Costs, splits: int) -> Costs:
+    """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
+    if splits == 1:
+        return costs
+    loads = tuple(load for load in costs.loads for _ in range(splits))
+    return replace(costs, stages=tuple(stage.sliced(splits) for stage in costs.stages), loads=loads)
+
+
+def hidden(costs: Costs) -> Costs:
+    """The costs if all that layers communicate took no time: no schedule, with any braids, is shorter than at these."""
+
+    def without(stage: StageCosts) -> StageCosts:
+        less = {name: sum(map(stage.value, parts)) for name, parts in ALL_TO_ALL.items()}
+        seconds = {name: stage.value(name) - seconds for name, seconds in less.items()}
+        fused = None if stage.fused is None else min(stage.fused, seconds["backward"] + stage.weight)
+        changed: dict[str, Any] = {"fused": fused, **seconds, **dict.fromkeys(PARTS)}
+        return replace(stage, **changed).bounded()
+
+    return replace(costs, stages=tuple(map(without, costs.stages)))
+
+
+def with_equal_copies(costs: Costs) -> Costs:
+    """Costs with the default of copies: k is 1, and both directions take the same time."""
+    work, moved = (sum(values) for values in zip(*((stage.total, stage.moved()) for stage in costs.stages), strict=True))
+    seconds = work / moved / 2 if moved else 0.0
+    return replace(costs, copies=replace(costs.copies, to_host=seconds, to_device=seconds))
