@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     "README.md",
     "docs/schedules.md",
+    "docs/own_schedules.md",
     "docs/families.md",
     "docs/planner.md",
     "docs/vocabulary.md",
