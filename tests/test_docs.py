@@ -32,6 +32,7 @@ DOCUMENTS = [
     "docs/vocabulary.md",
     "docs/offload.md",
     "docs/architecture.md",
+    "docs/certify.md",
     "docs/numerics.md",
     "docs/memory.md",
     "docs/every_batch.md",
