@@ -1,11 +1,9 @@
 """What the documentation shows is what happens: its Python runs, and its commands print what it says.
 
-``PYTHONPATH=scripts python tests/test_docs.py`` runs them again and writes what they print, and what the families measure, into
-the documents.
+``PYTHONPATH=scripts python tests/test_docs.py`` runs them again and writes what they print into the documents.
 """
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -15,28 +13,31 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import docs_site
 import pytest
 
 from megatron.pipeline.cli import main
+from megatron.pipeline.planner.schedule.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     "README.md",
     "docs/schedules.md",
+    "docs/own_schedules.md",
     "docs/families.md",
     "docs/planner.md",
     "docs/vocabulary.md",
     "docs/offload.md",
     "docs/architecture.md",
+    "docs/certify.md",
     "docs/numerics.md",
     "docs/memory.md",
     "docs/every_batch.md",
     "docs/boundary.md",
     "docs/clusters.md",
     "docs/tuning.md",
+    "benchmarks/README.md",
     "docs/users/dense.md",
     "docs/users/finetuning_and_rl.md",
     "docs/users/long_context.md",
@@ -117,15 +118,6 @@ def _untimed(text: str) -> str:
     return re.sub(r" +\d+\.\d{3}$", "", text, flags=re.M)
 
 
-def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("families_benchmark", ROOT / "benchmarks" / "families.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("path", DOCUMENTS)
 def test_commands_print_what_is_shown_and_python_runs(path: str) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
@@ -178,44 +170,17 @@ def test_the_review_names_tests_that_are_there() -> None:
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.M), (file, name)
 
 
-def test_measured_tables_are_what_the_benchmark_measures() -> None:
-    """All rows at equal costs; at the others, those of fixed order: the README shows what the search finds there."""
-    text, families = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8"), benchmark()
-    equal, real = families.COSTS
-    names = families.families.FAMILIES
-    rows = [families.measure(name, families.RANKS, families.MICROBATCHES, equal) for name in names]
-    assert "\n".join(families.table(rows)) in text
-    for name in (name for name, family in names.items() if family.memory is None):
-        *_, line = families.table([families.measure(name, families.RANKS, families.MICROBATCHES, real)])
-        assert line in text
-
-
 def test_every_family_is_documented_and_drawn() -> None:
     overview, details = ((ROOT / path).read_text(encoding="utf-8") for path in ("docs/schedules.md", "docs/families.md"))
-    for name in benchmark().families.FAMILIES:
+    for name in FAMILIES:
         assert f"| `{name}` |" in overview
         assert f"](images/schedules/{name}.png)" in details
-
-
-def measured_again(text: str) -> str:
-    """benchmarks/README.md with the tables that the benchmark measures now."""
-    families = benchmark()
-    head = next(families.table([]))
-    parts = re.split(rf"^{re.escape(head)}\n(?:\|.*\n)+", text, flags=re.M)
-    tables = []
-    for costs in families.COSTS:
-        rows = [families.measure(name, families.RANKS, families.MICROBATCHES, costs) for name in families.families.FAMILIES]
-        tables.append("\n".join(families.table(rows)) + "\n")
-    return "".join(part + table for part, table in zip(parts, [*tables, ""], strict=True))
 
 
 if __name__ == "__main__":
     for document in sys.argv[1:] or DOCUMENTS:
         now = refreshed((ROOT / document).read_text(encoding="utf-8"), document)
         (ROOT / document).write_text(now, encoding="utf-8")
-    if not sys.argv[1:]:
-        page = ROOT / "benchmarks/README.md"
-        page.write_text(measured_again(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def test_words_that_hide_what_is_meant_are_not_used() -> None:
