@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return complain(str(error))
     except KeyboardInterrupt as stop:
-        print(f"mpipe: {stop or 'interrupted'}", file=sys.stderr)
+        print(f"mpipe: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
     return code
 
