@@ -176,6 +176,19 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
     assert picture.stat().st_size > 5000
 
 
+@pytest.mark.parametrize("cost", ["F=1", "F=1,RS=2,AG=1,OPT=1"], ids=["plain", "boundary"])
+def test_a_plan_and_its_file_are_drawn_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path, cost: str) -> None:
+    first, second, third = (tmp_path / f"{name}.trace.json" for name in ("plan", "again", "exported"))
+    plan, page = tmp_path / "plan.json", tmp_path / "page.html"
+    said = output(capsys, *PLAN, "--cost", cost, "-o", str(plan), "--trace", str(first), "--draw", str(page))
+    assert said.splitlines()[1:] == [f"wrote {page}", f"wrote {first}"]
+    text = output(capsys, "plan", str(plan), "--text", "--trace", str(second))
+    output(capsys, "export", str(plan), "-o", str(third))
+    assert first.read_text() == second.read_text() == third.read_text()
+    assert f'"title": "{text.splitlines()[0]}"' in page.read_text()
+    assert json.loads(output(capsys, "plan", str(plan), "--draw", str(page), "--json"))["pp"] == 4, "no other word"
+
+
 def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
     capsys: pytest.CaptureFixture[str], planned: Path, tmp_path: Path
 ) -> None:

@@ -96,8 +96,8 @@ def cost_flags() -> Parser:
         "--cost",
         type=numbers(*TIMES),
         metavar="F=..,B=..,W=..,comm=..[,NAME=..]",
-        help="one rank's share of one microbatch and one message (comm), in any unit of time (default: 1,1,1,0, or the file's); "
-        f"and by NAME {_named_costs()}",
+        help="one rank's share of one microbatch and one message (comm), in any unit of time (default: 1,1,1,0, or the file's). "
+        f"NAME is one of {_named_costs()}",
     )
     flags.add_argument(
         "--activation",
@@ -147,7 +147,7 @@ def cost_flags() -> Parser:
 def _named_costs() -> str:
     """Names of ``--cost`` that may be left out, with what each is."""
     named = ((meaning, [field.flag for field in alike]) for meaning, alike in groupby(COST_FIELDS, lambda field: field.meaning))
-    return "; ".join(f"{', '.join(flags)}: {meaning}" for meaning, flags in named if meaning)
+    return "; ".join(f"{', '.join(flags)} ({meaning})" for meaning, flags in named if meaning)
 
 
 def boundary_flags() -> Parser:

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megatron.pipeline.cli.arguments import Parser
 from megatron.pipeline.cli.request import changes
@@ -103,10 +103,7 @@ def page(path: str, shown: Shown) -> None:
     entries = []
     for title, (timeline, planned) in shown.items():
         facts = {f"above bound ({planned.problem.objective})": f"{planned.gap:z.1%}"} if planned else {}
-        if planned and not planned.schedule.boundary:  # of which two iterations are shown
-            entries.append(Entry(title, timeline, planned.schedule, planned.problem.costs, facts))
-        else:
-            entries.append(Entry(title, timeline, facts=facts))
+        entries.append(Entry(title, timeline, **_whole(timeline, planned), facts=facts))
     write_page(entries, path)
 
 
@@ -114,5 +111,11 @@ def trace(title: str, timeline: Timeline, planned: Planned | None) -> str:
     """Text of a timeline's trace for Perfetto, with its schedule where it is known."""
     from megatron.pipeline.planner.view.chrome_trace import to_trace
 
-    known = {"schedule": planned.schedule, "costs": planned.problem.costs} if planned else {"name": title}
-    return json.dumps(to_trace(timeline, **known))
+    return json.dumps(to_trace(timeline, **(_whole(timeline, planned) or {"name": title})))
+
+
+def _whole(timeline: Timeline, planned: Planned | None) -> dict[str, Any]:
+    """Schedule and costs of which a timeline is one iteration: not two, as of steady training, nor a recorded one."""
+    if planned is None or timeline is not planned.timeline:
+        return {}
+    return {"schedule": planned.schedule, "costs": planned.problem.costs}

@@ -34,7 +34,8 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> None:
     suffix = check_suffix(options.output, _SUFFIXES)
     if suffix == ".trace.json":
-        text = trace(Path(options.file).stem, *read_timeline(options.file, changes(options)))
+        timeline, planned = read_timeline(options.file, changes(options))
+        text = trace(planned.title if planned else Path(options.file).stem, timeline, planned)
     elif suffix == ".csv":
         from megatron.pipeline.planner.schedule.lower.torch_csv import to_csv
 

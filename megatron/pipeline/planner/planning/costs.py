@@ -27,7 +27,6 @@ Numbers: TypeAlias = dict[str, float]
 
 TIMES = tuple(field.flag for field in COST_FIELDS)
 COPIES = tuple(field.flag for field in COST_FIELDS if field.of is CostOf.COPIES)
-BOUNDARY = tuple(field.flag for field in COST_FIELDS if field.of is CostOf.BETWEEN)
 _PARTS = tuple(flag for flag in TIMES if "." in flag)
 _OF_STAGES = (CostOf.STAGE, CostOf.BETWEEN)
 MEMORY = ("B", "W", "R")
@@ -45,7 +44,7 @@ class CostFlags:
         copy: how copies disturb each other, by ``SHARED``.
         first_stage, last_stage: what is added to the first and the last stage, by ``EXTRA``.
         costs: of every stage, in place of ``cost``, ``activation``, ``first_stage`` and ``last_stage``.
-        boundary: what a rank does between two iterations, by ``BOUNDARY``, also on top of ``costs``.
+        boundary: what a rank does between two iterations, ``RS`` and ``AG``, also on top of ``costs``.
     """
 
     cost: Numbers | None = None

@@ -38,16 +38,17 @@ class CostField(NamedTuple):
     default: float | None = None
 
 
-_COPY = "the copies of its activations to host memory and back (default: half of F + B + W each)"
+_COPY = "the copies of its activations to host memory and back, by default half of F + B + W each"
 _PART = "the shares of all-to-alls and experts in these, all or none"
+_BESIDE = "how many times as long a braid computes while it communicates, by default 1"
 _BOUNDARY = "reductions, steps and gathers of a rank between two iterations"
 COST_FIELDS = (
     CostField("F", "forward"),
     CostField("B", "backward"),
     CostField("W", "weight"),
     CostField("comm", "hop", of=CostOf.ALL, default=0.0),
-    CostField("BW", "fused", "the fused backward (default: B + W)"),
-    CostField("R", "recompute", "recomputation (default: F)"),
+    CostField("BW", "fused", "the fused backward, by default B + W"),
+    CostField("R", "recompute", "recomputation, by default F"),
     CostField("D2H", "to_host", _COPY, CostOf.COPIES),
     CostField("H2D", "to_device", _COPY, CostOf.COPIES),
     CostField("F.dispatch", "dispatch", _PART),
@@ -57,14 +58,8 @@ COST_FIELDS = (
     CostField("B.experts", "backward_experts", _PART),
     CostField("B.dispatch", "backward_dispatch", _PART),
     CostField("W.experts", "weight_experts", _PART),
-    CostField("layers", "layers", "how many layers have these parts (default: one)"),
-    CostField(
-        "beside_communication",
-        "beside_communication",
-        "how many times as long a braid computes while it communicates (default: 1)",
-        CostOf.ALL,
-        1.0,
-    ),
+    CostField("layers", "layers", "how many layers have these parts, by default one"),
+    CostField("beside_communication", "beside_communication", _BESIDE, CostOf.ALL, 1.0),
     CostField("RS", "reduce", _BOUNDARY, CostOf.BETWEEN),
     CostField("OPT", "step", _BOUNDARY, CostOf.BETWEEN),
     CostField("AG", "gather", _BOUNDARY, CostOf.BETWEEN),
