@@ -54,7 +54,7 @@ def check_drawn(options: argparse.Namespace) -> None:
 
 
 def shown_of(options: argparse.Namespace) -> Shown:
-    """What files hold, with the changes that flags ask for in schedules."""
+    """Timelines that files hold, with the changes that flags ask for in schedules."""
     if options.consecutive:
         title, timeline = joined([naming(path, recorded) for path in options.files])
         return {title: (timeline, None)}

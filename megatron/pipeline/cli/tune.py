@@ -112,10 +112,10 @@ def run(options: argparse.Namespace) -> int:
     with quietly():
         base = base_flags(flags, cluster.device)
         say_not_modelled(base)
-        if max(options.expert or [1]) > 1 and not base.num_experts:
-            raise ValueError(f"--expert {','.join(map(str, options.expert))} is for a model with --num-experts: leave it out")
         sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
         layouts = Layouts(base, cluster, LayoutChoices(*sizes, options.schedules))
+        if max(options.expert or [1]) > 1 and not base.num_experts:
+            raise ValueError(f"--expert {','.join(map(str, options.expert))} is for a model with --num-experts: leave it out")
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
         found, stock = _searched(layouts, options)
         written = _write(directory, flags, cluster, found, stock)
