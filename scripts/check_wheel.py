@@ -24,11 +24,8 @@ ROOT = Path(__file__).parents[1]
 _PLANS = (
     "plan --schedule zb-v --pp 2 --microbatches 4 -o zb-v.json",
     "plan --schedule auto --pp 2 --microbatches 3",
-    "simulate zb-v.json --cost F=1,B=2,W=1",
-    "verify zb-v.json",
-    "draw zb-v.json",
-    "draw zb-v.json --memory -o zb-v.png",
-    "draw zb-v.json -o zb-v.html",
+    "plan zb-v.json --cost F=1,B=2,W=1 --memory --draw zb-v.png",
+    "plan zb-v.json --text --draw zb-v.html",
     "export zb-v.json -o zb-v.csv",
     "export zb-v.json -o zb-v.trace.json",
     "compare --pp 2 --microbatches 4 --schedules 1f1b,zb-h1 -o compare.svg",

@@ -180,7 +180,7 @@ def test_every_microbatch_of_a_width_has_its_number_and_bars_of_memory_say_how_m
 def test_the_same_timelines_serve_a_page_from_a_file(opened: Opened, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(planned(schedule="zb-v")))
-    assert cli.main(["draw", str(plan), "-o", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["plan", str(plan), "--draw", str(tmp_path / "page.html")]) == 0
     opened.address = "file:"
     page = opened.page
     page.goto((tmp_path / "page.html").as_uri())

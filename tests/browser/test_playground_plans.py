@@ -271,7 +271,7 @@ def test_downloads_have_what_is_shown(opened: Opened, tmp_path: Path) -> None:
     assert untimed(json.loads((tmp_path / "plan.json").read_text())) == planned(schedule="zb-h1")
     assert "<!-- zb-h1 -->" in (tmp_path / "plan.svg").read_text()
     for name in ("plan.json", "plan.csv"):
-        assert cli.main(["verify", str(tmp_path / name)]) == 0
+        assert cli.main(["plan", str(tmp_path / name)]) == 0
 
 
 def test_a_point_of_the_front_shows_its_schedule(opened: Opened) -> None:

@@ -126,7 +126,7 @@ def test_a_bound_is_within_the_memory_that_the_schedule_holds(
     assert f"no order within {memory} microbatches has a shorter makespan" in output(capsys, size)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
-    again = told(capsys, f"simulate {path}")
+    again = told(capsys, f"plan {path}")
     assert again == {key: value for key, value in data.items() if key != "plan_seconds"}
 
 
@@ -140,10 +140,10 @@ def test_a_limit_above_what_a_name_stands_for_is_not_used(capsys: pytest.Capture
 def test_simulate_takes_an_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(told(capsys, "plan --schedule zb-h2 --pp 4 --microbatches 8")))
-    assert "has a shorter makespan" in output(capsys, f"simulate {path}")
-    assert "has a shorter span" in output(capsys, f"simulate {path} --objective span")
-    path.write_text(json.dumps(told(capsys, f"simulate {path} --objective span")))
-    assert told(capsys, f"simulate {path}")["objective"] == "span"
+    assert "has a shorter makespan" in output(capsys, f"plan {path}")
+    assert "has a shorter span" in output(capsys, f"plan {path} --objective span")
+    path.write_text(json.dumps(told(capsys, f"plan {path} --objective span")))
+    assert told(capsys, f"plan {path}")["objective"] == "span"
 
 
 def test_a_package_that_is_not_installed_is_named(
@@ -153,7 +153,7 @@ def test_a_package_that_is_not_installed_is_named(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     output(capsys, f"plan --schedule 1f1b --pp 2 --microbatches 2 -o {tmp_path}/plan.json")
-    line = refusal(capsys, f"draw {tmp_path}/plan.json -o {tmp_path}/plan.png")
+    line = refusal(capsys, f"plan {tmp_path}/plan.json --draw {tmp_path}/plan.png")
     assert line.startswith("mpipe: this needs the package matplotlib") and "not installed" in line
 
 

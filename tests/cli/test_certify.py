@@ -45,6 +45,9 @@ def test_a_schedule_of_ours_hangs_over_no_transport(capsys: pytest.CaptureFixtur
     assert all("does not hang; makespan" in line for line in lines[1:])
     assert re.search(r"rendezvous +does not hang; makespan \S+, \S+% above \S+, where messages never wait$", lines[1])
     assert run(capsys, planned, "--cold").startswith(lines[0] + ", cold start\n")
+    data = json.loads(run(capsys, planned, "--json", "--cost", "F=1,B=1,W=1,comm=0.5"))
+    shared = data["transports"]["shared"]
+    assert shared["waiting"] == pytest.approx(shared["makespan"] - data["makespan_unlimited"]) and shared["waiting"] > 0
 
 
 def test_a_hang_is_exit_code_1_with_its_circle(capsys: pytest.CaptureFixture[str], head_on: str) -> None:
@@ -70,48 +73,41 @@ def test_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[str],
     assert set(pair["cycle"][0]) == {"rank", "operation", "after", "before"}
     assert (direction["hangs"], direction["cycle"], direction["chain"]) == (False, None, None)
     assert direction["makespan"] == data["makespan_unlimited"] + direction["waiting"]
+    assert data["messages"] == "messages as the file has them"
     path = tmp_path / "out.json"
     assert run(capsys, head_on, "-o", str(path), code=1) == f"wrote {path}\n"
     assert json.loads(path.read_text()) == data
-
-
-def test_what_stands_in_line_is_named(capsys: pytest.CaptureFixture[str], planned: str) -> None:
-    data = json.loads(run(capsys, planned, "--json", "--cost", "F=1,B=1,W=1,comm=0.5"))
-    assert data["messages"] == "messages where training has them"
-    shared = data["transports"]["shared"]
-    assert shared["waiting"] == pytest.approx(shared["makespan"] - data["makespan_unlimited"])
-    assert shared["waiting"] > 0
-
-
-def test_swapped_messages_are_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "swapped.csv"
-    path.write_text("\n".join(HEAD_ON).replace("0SEND_F0,0SEND_F1", "0SEND_F1,0SEND_F0") + "\n")
-    out = run(capsys, str(path), "--transport", "batched", code=1)
-    assert "swapped: rank 1 receives the activation of microbatch 0" in out
 
 
 GROUPS = "--no-overlap-p2p-communication --transport batched"
 ONE = "0F0,(0SEND_F0;0RECV_B0)BATCH,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"  # torch's 1F1B with one microbatch
 
 
+# Of reports, by their numbers in Megatron-LM and torchtitan; those of torch are in ``tests/schedule/test_certify_torch.py``.
+#
+# 5100: with variable sequence lengths and groups all of 4 ranks hang in the first step. The report blames the order within a
+#   group, which groups do not have: with more microbatches nothing hangs. With as many as ranks, one rank has an exchange in two
+#   groups that its neighbour has in one. Its order, one operation after another, does hang.
+# 5240 supposes that communicators of two ranks are made in orders that ranks disagree on. They agree.
+# 1450: at 2 ranks both neighbours are one rank, and a group of two sends and two receives pairs them in order.
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         (f"interleaved --pp 4 --microbatches 4 {GROUPS} --variable-seq-lengths", 1, "Send of the shape of the gradient"),
-        (f"interleaved --pp 4 --microbatches 8 {GROUPS} --variable-seq-lengths", 0, "batched  does not hang"),
+        (f"interleaved --pp 4 --microbatches 8 {GROUPS} --variable-seq-lengths --cold", 0, "batched  does not hang"),
         (f"interleaved --pp 4 --microbatches 4 {GROUPS}", 0, "batched  does not hang"),
+        (f"interleaved --pp 4 --microbatches 8 {GROUPS},rendezvous", 1, "rendezvous  HANGS"),
         ("interleaved --pp 4 --chunks 2 --microbatches 8 --transport pair --cold", 0, "pair  does not hang"),
         (f"interleaved --pp 4 --chunks 2 --microbatches 8 {GROUPS} --cold", 0, "batched  does not hang"),
         (f"interleaved --pp 2 --microbatches 4 {GROUPS}", 1, "swapped: rank 0 receives the activation of microbatch 2"),
         ("ONE --transport batched --cold", 1, "connecting for the Receive of the gradient of microbatch 0"),
         ("ONE --transport batched", 0, "batched  does not hang"),
     ],
-    ids=["5100", "5100-more", "5100-no-lengths", "5240", "5240-groups", "1450", "775", "775-warm"],
+    ids=["5100", "5100-more", "5100-no-lengths", "5100-one-by-one", "5240", "5240-groups", "1450", "775", "775-warm"],
 )
 def test_public_hangs_can_be_asked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: str, code: int, says: str
 ) -> None:
-    """By the numbers of Megatron-LM's and torchtitan's issues; those of torch are in ``tests/schedule/test_certify_torch.py``."""
     (tmp_path / "one.csv").write_text(ONE)
     assert says in run(capsys, *arguments.replace("ONE", str(tmp_path / "one.csv")).split(), code=code)
 
@@ -122,6 +118,8 @@ def test_public_hangs_can_be_asked(
         (["interleaved", "--pp", "4"], "interleaved needs --pp and --microbatches"),
         (["interleaved", "--pp", "4", "--microbatches", "6"], "needs a multiple of 4 microbatches, the ranks; got 6"),
         (["interleaved", "--pp", "4", "--microbatches", "4", "--chunks", "1"], "chunks"),
+        (["interleaved", "--pp", "1", "--microbatches", "4"], "--pp 1: one rank sends no messages"),
+        (["interleaved", "--pp", "4", "--microbatches", "8", "--chunks", "100000"], "--chunks 100000, --microbatches 8 are over"),
         (["FILE", "--pp", "4"], "are for interleaved: leave them out"),
         (["FILE", "--variable-seq-lengths"], "are for interleaved: leave them out"),
         (["/nowhere/at/all.csv"], "cannot read /nowhere/at/all.csv: No such file or directory"),
@@ -136,12 +134,6 @@ def test_bad_flags_are_one_line(capsys: pytest.CaptureFixture[str], head_on: str
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.csv", "\n".join(HEAD_ON).replace("1F1", "1Q1"), "a.csv: line 2, cell 6: '1Q1' is neither a pass nor communication"),
-        (
-            "a.csv",
-            "\n".join(HEAD_ON).replace("1RECV_F1,", ""),
-            "a.csv: line 2, cell 5: 1F1 needs 1RECV_F1 before it on this line",
-        ),
         (
             "a.csv",
             "\n".join(HEAD_ON).replace("0F0,0F1", "(0F0;0F1)BATCH"),

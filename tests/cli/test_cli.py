@@ -30,7 +30,7 @@ def test_a_plan_in_a_file_is_described_on_the_terminal(capsys: pytest.CaptureFix
     plan = ["plan", "--schedule", "zb-v", "--pp", "2", "--microbatches", "2", "-o", str(path)]
     rest = "0.0% above the lower bound; memory 2 microbatches"
     assert output(capsys, *plan) == f"wrote {path}: zb-v with 2 chunks, makespan 6.5, {rest}\n"
-    described = output(capsys, "simulate", str(path), "--objective", "span", "-o", str(path))
+    described = output(capsys, "plan", str(path), "--objective", "span", "-o", str(path))
     assert described == f"wrote {path}: zb-v with 2 chunks, span 6.5, 0.0% above the lower bound; memory 2 microbatches\n"
 
 
@@ -40,7 +40,7 @@ def test_a_file_with_braids_has_the_bound_and_the_times_of_its_plan(capsys: pyte
     assert main(["plan", "--schedule", "dualpipe-v", *shape, "--json", "-o", str(path)]) == 0
     plan = json.loads(path.read_text())
     capsys.readouterr()
-    again = json.loads(output(capsys, "simulate", str(path), "--json"))
+    again = json.loads(output(capsys, "plan", str(path), "--json"))
     assert plan["overlap"]["braids"] > 0
     for name in ("makespan", "makespan_lower_bound", "lower_bound", "gap", "makespan_gap"):
         assert again[name] == pytest.approx(plan[name]), name
@@ -54,12 +54,12 @@ def test_a_file_says_of_which_order_rules_are(capsys: pytest.CaptureFixture[str]
     shape = ["--schedule", "zb-v", "--pp", "4", "--microbatches", "4"]
     output(capsys, "plan", *shape, "--cost", "F=31,B=34,W=29,RS=96,AG=48,OPT=1,norm=1", "-o", path)
     plan = json.loads(Path(path).read_text())
-    again = json.loads(output(capsys, "simulate", path, "--json"))
+    again = json.loads(output(capsys, "plan", path, "--json"))
     assert again["period_by_rules"] == plan["period_by_rules"] > plan["period"] == again["period"]
     other = "F=31,B=34,W=29,RS=200,AG=100,OPT=1,norm=1"
-    changed = json.loads(output(capsys, "simulate", path, "--cost", other, "--json"))
+    changed = json.loads(output(capsys, "plan", path, "--cost", other, "--json"))
     assert "period_by_rules" not in changed and changed["period_by_rules_of_this_order"] > changed["period"]
-    assert "period of this order of passes under the best of" in output(capsys, "simulate", path, "--cost", other)
+    assert "period of this order of passes under the best of" in output(capsys, "plan", path, "--cost", other)
 
 
 def test_replicas_count_for_a_file_as_for_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_replicas_count_for_a_file_as_for_a_plan(capsys: pytest.CaptureFixture[s
     path, plan = tmp_path / "plan.json", "plan --schedule 1f1b --pp 2 --microbatches 4"
     output(capsys, plan, "-o", str(path))
     planned = json.loads(output(capsys, plan, replicas, "--json"))
-    again = json.loads(output(capsys, "simulate", str(path), replicas, "--json"))
+    again = json.loads(output(capsys, "plan", str(path), replicas, "--json"))
     assert again["costs"] == planned["costs"] and again["period"] >= planned["period"] > planned["span"]
 
 
@@ -84,7 +84,7 @@ def test_a_plan_counts_what_communication_takes_from_computation(
     assert spans[0] < spans[1] < spans[2] <= alone * (1 + 1e-9)
     assert found[1]["gap"] >= 0 and found[1]["costs"]["beside_communication"] == 1.2
     path.write_text(json.dumps(found[1]))
-    assert json.loads(output(capsys, "simulate", str(path), "--json"))["makespan"] == pytest.approx(spans[1])
+    assert json.loads(output(capsys, "plan", str(path), "--json"))["makespan"] == pytest.approx(spans[1])
 
 
 def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,12 +145,11 @@ def test_a_limit_that_cannot_sustain_the_rate_is_told(capsys: pytest.CaptureFixt
 def test_the_other_commands_read_what_plan_wrote(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(planned.read_text())
     assert Schedule.from_json(planned.read_text()).passes[3][0].microbatch == 0
-    assert "zb-h1 (4 ranks, 8 microbatches) obeys every rule; 96 passes and 48 sends, no deadlock" in output(
-        capsys, "verify", str(planned)
-    )
-    again = json.loads(output(capsys, "simulate", str(planned), "--json"))
+    obeys = f"{planned}: zb-h1 (4 ranks, 8 microbatches) obeys every rule; 96 passes and 48 sends, no deadlock\n\nzb-h1: 4 ranks,"
+    assert output(capsys, "plan", str(planned)).startswith(obeys)
+    again = json.loads(output(capsys, "plan", str(planned), "--json"))
     assert again == {key: value for key, value in data.items() if key != "plan_seconds"}
-    slower = json.loads(output(capsys, "simulate", str(planned), "--cost", "comm=0.5", "--json"))
+    slower = json.loads(output(capsys, "plan", str(planned), "--cost", "comm=0.5", "--json"))
     assert (data["span"], slower["span"]) == (30, 33)
     assert slower["costs"] == {"F": 1, "B": 1, "W": 1, "comm": 0.5}
 
@@ -161,8 +160,10 @@ def test_readable_summaries(planned: Path, capsys: pytest.CaptureFixture[str]) -
     assert output(capsys, *PLAN[:3], "--pp", "1", "--microbatches", "8").startswith("zb-h1: 1 rank, ")
     assert "span        27  bubble 11.1%" in text
     assert "\nrank 3 ......F0B0F1" in text
-    assert "by rank 4 3.5 3 2.5" in output(capsys, "simulate", str(planned))
-    assert "\nrank 0 F0" in output(capsys, "draw", str(planned))
+    assert "by rank 4 3.5 3 2.5" in output(capsys, "plan", str(planned))
+    drawn = output(capsys, "plan", str(planned), "--text")
+    assert drawn.startswith("zb-h1\nrank 0 F0") and output(capsys, "plan", str(planned)).endswith(drawn.partition("\n")[2])
+    assert output(capsys, *PLAN, "--text") == "zb-h1\n" + text.partition("\n\n")[2]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -171,8 +172,21 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
     recorded.write_text('{"ranks": [[["F0.0", 100.5, 101.5], ["BW0.0", 101.5, 103]]]}')
     assert Timeline.from_json(recorded.read_text()).span == 2.5
     picture = tmp_path / f"picture.{suffix}"
-    assert main(["draw", str(planned), str(planned), str(recorded), "--memory", "-o", str(picture)]) == 0
+    assert main(["plan", str(planned), str(planned), str(recorded), "--memory", "--draw", str(picture)]) == 0
     assert picture.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("cost", ["F=1", "F=1,RS=2,AG=1,OPT=1"], ids=["plain", "boundary"])
+def test_a_plan_and_its_file_are_drawn_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path, cost: str) -> None:
+    first, second, third = (tmp_path / f"{name}.trace.json" for name in ("plan", "again", "exported"))
+    plan, page = tmp_path / "plan.json", tmp_path / "page.html"
+    said = output(capsys, *PLAN, "--cost", cost, "-o", str(plan), "--trace", str(first), "--draw", str(page))
+    assert said.splitlines()[1:] == [f"wrote {page}", f"wrote {first}"]
+    text = output(capsys, "plan", str(plan), "--text", "--trace", str(second))
+    output(capsys, "export", str(plan), "-o", str(third))
+    assert first.read_text() == second.read_text() == third.read_text()
+    assert f'"title": "{text.splitlines()[0]}"' in page.read_text()
+    assert json.loads(output(capsys, "plan", str(plan), "--draw", str(page), "--json"))["pp"] == 4, "no other word"
 
 
 def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
@@ -182,22 +196,22 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
     recorded = tmp_path / "iteration_0000005.json"
     recorded.write_text(json.dumps({"timeline": {"ranks": ran}, "planned": {"timeline": {"ranks": plan}}}))
     capsys.readouterr()  # of the fixture
-    text = output(capsys, "draw", str(recorded), str(planned))
+    text = output(capsys, "plan", str(recorded), str(planned))
     titles = [line for line in text.splitlines() if line and not line.startswith(("rank", " "))]
     assert titles[:2] == ["iteration_0000005, planned", "iteration_0000005"] and len(titles) == 3
     for suffix in ("html", "png"):
-        assert output(capsys, "draw", str(recorded), "-o", str(tmp_path / f"page.{suffix}")).startswith("wrote ")
+        assert output(capsys, "plan", str(recorded), "--draw", str(tmp_path / f"page.{suffix}")).startswith("wrote ")
     entries = re.findall(r'"title": ?"(iteration_0000005(?:, planned)?)"', (tmp_path / "page.html").read_text())
     assert entries == ["iteration_0000005, planned", "iteration_0000005"]
     recorded.write_text(json.dumps({"timeline": {"ranks": ran}, "planned": 3}))
-    assert f"{recorded}: not a timeline" in refusal(capsys, "draw", str(recorded))
+    assert f"{recorded}: not a timeline" in refusal(capsys, "plan", str(recorded))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: plan|simulate|verify|certify|draw|compare|check|export|memory"),
-        (["tell"], "unknown command 'tell'; commands are plan, simulate, verify, certify, draw, compare, check, export"),
+        ([], "required: plan|certify|compare|check|export|memory"),
+        (["tell"], "unknown command 'tell'; commands are plan, certify, compare, check, export"),
         ([*PLAN, "--replicas", "8"], "--replicas 8 needs the bytes of a rank's gradients: give --grad-bytes, such as 4GiB"),
         (
             [*PLAN, "--param-bytes", "1GB"],
@@ -212,13 +226,18 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
             "--cost norm=.. is of what ranks do between iterations: give RS, OPT or AG too, or leave it out",
         ),
         (["plam"], "unknown command 'plam'; did you mean plan? (see mpipe --help)"),
-        (["-o", "simulate", "plan"], "a command comes before its flags: mpipe COMMAND -o ...; commands are plan, simulate"),
+        (["-o", "export", "plan"], "a command comes before its flags: mpipe COMMAND -o ...; commands are plan, certify"),
         (["plan", "--schedul", "zb-h1", *PLAN[3:]], "unknown flag --schedul; did you mean --schedule? (see mpipe plan --help)"),
         ([*PLAN[:-2], "--microbatch", "8"], "unknown flag --microbatch; did you mean --microbatches?"),
-        (["simulate", "plan.json", "--pp", "3"], "unknown flag --pp (see mpipe simulate --help)"),
-        (["verify", "a", "b"], "verify takes one FILE: leave b out (see mpipe verify --help)"),
-        ([*PLAN, "b"], "plan takes flags alone: leave b out"),
-        (["plan"], "required: --schedule, --pp, --microbatches"),
+        (["plan", "plan.json", "--pp", "3", "--fuse", "0"], "--pp, --fuse: these make a schedule, and a FILE has one"),
+        (["export", "a", "b", "-o", "c.csv"], "export takes one FILE: leave b out (see mpipe export --help)"),
+        (
+            [*PLAN, "b"],
+            "--schedule, --pp, --microbatches: these make a schedule, and a FILE has one: leave them out, or the FILE",
+        ),
+        (["plan", "a", "--json", "b"], "plan takes FILEs side by side: leave b out"),
+        (["plan"], "required: --schedule, --pp, --microbatches; or the FILE of a schedule"),
+        (["plan", "--schedule", "zb-h1", "--pp", "2"], "required: --microbatches; or the FILE of a schedule"),
         ([*PLAN, "--schedule", "zb"], "unknown schedule 'zb'; known are 1f1b, "),
         ([*PLAN, "--schedule", "zb_h1"], "dualpipe-v; did you mean zb-h1"),
         ([*PLAN, "--schedule", "Auot"], "dualpipe-v; did you mean auto or v-auto?"),
@@ -242,11 +261,21 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         ([*PLAN, "--memory-limit", "12GiB"], "--memory-limit of 12GiB, but the costs do not count bytes: give --costs FILE"),
         ([*PLAN, "--memory-limit", "12 GiB"], "'12 GiB': expected a number of microbatches of at least 0, or bytes such as"),
         ([*PLAN, "-o", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json: there is no directory /nowhere/at"),
-        (["verify", "/nowhere/at/all"], "cannot read /nowhere/at/all: No such file or directory"),
-        (["simulate", "/"], "cannot read /: Is a directory"),
-        ([*PLAN, "-o", "plan.svg"], "plan.svg: the file name must end in .json or .txt; from a .json file, mpipe export writes"),
+        (["plan", "/nowhere/at/all"], "cannot read /nowhere/at/all: No such file or directory"),
+        (["plan", "/"], "cannot read /: Is a directory"),
+        ([*PLAN, "-o", "plan.svg"], "plan.svg: the file name must end in .json or .txt; --draw writes .png, .svg"),
         ([*PLAN, "-o", "plan"], "cannot write plan: the file name must end in .json or .txt"),
-        (["simulate", "plan.json", "-o", "x.trace.json"], "cannot write x.trace.json: the file name must end in .json or .txt"),
+        (["plan", "plan.json", "-o", "x.trace.json"], "cannot write x.trace.json: the file name must end in .json or .txt"),
+        ([*PLAN, "--trace", "x.json"], "cannot write x.json: the file name must end in .trace.json"),
+        ([*PLAN, "--memory"], "--memory is for pictures: add --draw OUT.png"),
+        ([*PLAN, "--text", "--json"], "--text and --json say two ways to print"),
+        ([*PLAN, "--consecutive"], "--consecutive joins what a training has recorded: name its iteration_*.json"),
+        (["plan", "a", "b", "--trace", "x.trace.json"], "--trace is of one schedule or timeline: name one FILE"),
+        (["plan", "a", "b", "--json"], "--json and -o are for the report of one schedule"),
+        (["verify", "a.json", "--cost", "F=1"], "has become a part of mpipe plan: mpipe plan a.json --cost F=1"),
+        (["simulate", "a.json", "-o", "b.json"], "mpipe simulate has become a part of mpipe plan: mpipe plan a.json -o b.json"),
+        (["draw", "a.json", "b.json", "-o", "c d.svg"], "mpipe plan a.json b.json --draw 'c d.svg'"),
+        (["draw", "a.json"], "mpipe plan a.json --text"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +288,8 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
         (b"", "invalid JSON"),
         (b"\x89PNG\xff", "is not a text file"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"ranks": []}', "missing schedule, placement, microbatches, passes"),
+        (b'{"ranks": []}', "ranks must be a list with the passes of at least one rank"),
+        (b"{}", "missing schedule, placement, microbatches, passes"),
         (b'{"schedule": "x", "placement": [[0]], "microbatches": 1, "passes": [["F0.0"]]}', "rank 0: B0.0 is missing"),
         (b'{"schedule": "x", "placement": [[0]], "microbatches": 1, "passes": [["F0"]]}', "'F0' is not a pass"),
         (
@@ -276,20 +306,19 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["verify", "simulate"])
 def test_bad_files_are_one_line_and_exit_code_2(
-    command: str, content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(content)
-    assert message in refusal(capsys, command, str(path))
+    assert message in refusal(capsys, "plan", str(path))
 
 
 def test_draw_refuses_what_it_cannot_draw(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "must end in .png, .svg" in refusal(capsys, "draw", str(planned), "-o", str(tmp_path / "picture.pdf"))
-    assert "there is no directory" in refusal(capsys, "draw", str(planned), "-o", str(tmp_path / "no" / "picture.png"))
+    assert "must end in .png, .svg" in refusal(capsys, "plan", str(planned), "--draw", str(tmp_path / "picture.pdf"))
+    assert "there is no directory" in refusal(capsys, "plan", str(planned), "--draw", str(tmp_path / "no" / "picture.png"))
     planned.write_text('{"ranks": 3}')
-    assert "zb-h1.json: not a timeline" in refusal(capsys, "draw", str(planned))
+    assert "zb-h1.json: not a timeline" in refusal(capsys, "plan", str(planned))
 
 
 def test_it_runs_as_a_module_and_bears_a_reader_that_leaves() -> None:
@@ -308,7 +337,7 @@ def test_the_bound_holds_where_only_some_microbatches_run_r(tmp_path: Path, caps
     told = {"schedule": "part", "placement": [[0], [1]], "microbatches": 6, "memory_limit": 1, "passes": [first, second]}
     path.write_text(json.dumps(told))
     for objective in ("span", "makespan"):
-        text = output(capsys, "simulate", str(path), "--cost", "F=1,B=1,W=1,R=0,comm=3", "--objective", objective, "--json")
+        text = output(capsys, "plan", str(path), "--cost", "F=1,B=1,W=1,R=0,comm=3", "--objective", objective, "--json")
         data = json.loads(text)
         assert data["lower_bound"] <= data["span"] and data["makespan_lower_bound"] <= data["makespan"]
 
@@ -318,10 +347,10 @@ def test_a_file_that_says_fused_of_split_backwards_is_not_believed(
 ) -> None:
     path = tmp_path / "fused.json"
     path.write_text(json.dumps(json.loads(planned.read_text()) | {"fuse": [0, 1, 2, 3]}))
-    data = json.loads(output(capsys, "simulate", str(path), "--json"))
+    data = json.loads(output(capsys, "plan", str(path), "--json"))
     assert data["lower_bound"] <= data["span"]
     path.write_text(json.dumps(json.loads(planned.read_text()) | {"memory_limit": 10**400}))
-    assert "memory_limit must be a number between 0 and 1e100" in refusal(capsys, "simulate", str(path))
+    assert "memory_limit must be a number between 0 and 1e100" in refusal(capsys, "plan", str(path))
 
 
 def test_it_bears_a_missing_output() -> None:

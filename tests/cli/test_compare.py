@@ -178,10 +178,11 @@ def test_export_and_back(planned: Path, tmp_path: Path, capsys: pytest.CaptureFi
     original, again = Schedule.from_json(planned.read_text()), Schedule.from_json(back.read_text())
     assert (again.passes, again.placement, again.name) == (original.passes, original.placement, "order")
     given = json.loads(planned.read_text())
-    told = json.loads(output(capsys, f"simulate {table} --cost F=1,B=2,comm=0.5 --json"))
+    told = json.loads(output(capsys, f"plan {table} --cost F=1,B=2,comm=0.5 --json"))
     assert told["span"] == given["span"]
-    assert "order (2 ranks, 3 microbatches) obeys every rule" in output(capsys, f"verify {table}")
-    assert output(capsys, f"draw {table} --cost F=1,B=2,comm=0.5") == output(capsys, f"draw {planned}").replace("zb-h1", "order")
+    assert "order (2 ranks, 3 microbatches) obeys every rule" in output(capsys, f"plan {table}")
+    drawn = output(capsys, f"plan {table} --cost F=1,B=2,comm=0.5 --text")
+    assert drawn == output(capsys, f"plan {planned} --text").replace("zb-h1", "order")
     complete = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert len(complete) == 2 * 3 * 3
 
@@ -198,7 +199,7 @@ def test_bad_exports(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "must end in .trace.json, .json or .csv" in refusal(capsys, f"export {planned} -o x.yaml")
     table = tmp_path / "bad.csv"
     table.write_text("0F0,0B0\n1F0,what\n")
-    line = refusal(capsys, f"verify {table}")
+    line = refusal(capsys, f"plan {table}")
     assert f"{table}: " in line and "what" in line
     again = tmp_path / "again.json"
     plan = "plan --schedule 1f1b --pp 2 --microbatches 2 --recompute all --json -o"
@@ -208,9 +209,9 @@ def test_bad_exports(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_pages(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    output(capsys, f"draw {planned} {planned} --memory -o {page}")
+    output(capsys, f"plan {planned} {planned} --memory --draw {page}")
     assert f"zb-h1 ({planned})" in page.read_text()
-    assert "--memory is for pictures: add -o" in refusal(capsys, f"draw {planned} --memory")
+    assert "--memory is for pictures: add --draw" in refusal(capsys, f"plan {planned} --memory")
 
 
 def test_the_command_line_imports_nothing_heavy() -> None:

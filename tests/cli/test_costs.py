@@ -177,10 +177,10 @@ def test_a_plan_with_uneven_stages_travels(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(planned))
     del planned["plan_seconds"]
-    assert run(capsys, f"simulate {path}") == planned
+    assert run(capsys, f"plan {path}") == planned
 
     # Flags replace what they name, on every stage, and leave the rest.
-    other = run(capsys, f"simulate {path} --cost W=2,comm=0")["stage_costs"]
+    other = run(capsys, f"plan {path} --cost W=2,comm=0")["stage_costs"]
     assert other["hop"] == 0
     assert [(stage["forward"], stage["weight"]) for stage in other["stages"]] == [(1.5, 2), (1, 2), (2, 2)]
 
@@ -214,13 +214,13 @@ def test_the_limit_travels_and_can_be_lifted(tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "plan.json"
     data = run(capsys, "plan --schedule zb-h1 --pp 2 --microbatches 4 --memory-limit 2")
     path.write_text(json.dumps(data | {"memory_limit": 1}))
-    assert "above the limit of 1" in refusal(capsys, "verify", str(path))
-    assert "memory_limit" not in run(capsys, f"simulate {path} --memory-limit inf")
+    assert "above the limit of 1" in refusal(capsys, "plan", str(path))
+    assert "memory_limit" not in run(capsys, f"plan {path} --memory-limit inf")
     for wrong in ("2", -1, True):
         path.write_text(json.dumps(data | {"memory_limit": wrong}))
-        assert f"{path}: memory_limit must be a number between 0 and 1e100, got {wrong!r}" in refusal(capsys, "verify", str(path))
+        assert f"{path}: memory_limit must be a number between 0 and 1e100, got {wrong!r}" in refusal(capsys, "plan", str(path))
     path.write_text(json.dumps(data | {"memory_limit": [2]}))
-    assert f"{path}: memory_limit has 1 numbers for 2 ranks" in refusal(capsys, "verify", str(path))
+    assert f"{path}: memory_limit has 1 numbers for 2 ranks" in refusal(capsys, "plan", str(path))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_stages(text: str, stages: set[int]) -> None:
         ("--cost B=2,B.experts=2.5", "B.experts = 2.5 is more than B = 2, whose part it is"),
         ("--first-stage BW=1", "unknown cost 'BW'; allowed are F, B, W, activation"),
         ("--costs /nowhere/at/all", "--costs: cannot read /nowhere/at/all: No such file or directory"),
-        ("--schedule file:mine.json", "for a file: mpipe simulate mine.json, mpipe verify mine.json"),
+        ("--schedule file:mine.json", "for a file: mpipe plan mine.json"),
     ],
 )
 def test_bad_flags(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +295,7 @@ def test_layers_are_split_with_the_schedule(capsys: pytest.CaptureFixture[str], 
     file = tmp_path / "plan.json"
     assert main([*flags.split(), "-o", str(file)]) == 0
     capsys.readouterr()
-    assert run(capsys, f"simulate {file}")["makespan"] == pytest.approx(data["makespan"])
+    assert run(capsys, f"plan {file}")["makespan"] == pytest.approx(data["makespan"])
     assert main(flags.split()) == 0
     text = capsys.readouterr().out
     assert f"makespan of the even split; this one is {1 - data['makespan'] / split['even']:.1%} shorter" in text
@@ -338,5 +338,5 @@ def test_what_a_plan_says_of_its_shards_is_read_back(tmp_path: Path, capsys: pyt
     planned = json.loads(file.read_text())
     assert planned["vocab_costs"] == {"S": 0.3, "T": 0.5, "IF": 0.0, "IB": 0.0, "activation": 0.0, "exchange": 0.1}
     capsys.readouterr()
-    assert main(["simulate", str(file), "--json"]) == 0
+    assert main(["plan", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["span"] == planned["span"]

@@ -105,7 +105,7 @@ def test_costs_of_no_bytes_have_no_limit_in_bytes(tmp_path: Path, capsys: pytest
     )
     plan = tmp_path / "plan.json"
     assert main(["plan", *flags, "-o", str(plan)]) == 0
-    assert "the costs do not count bytes" in refusal(capsys, "simulate", str(plan), "--memory-limit", "1GiB")
+    assert "the costs do not count bytes" in refusal(capsys, "plan", str(plan), "--memory-limit", "1GiB")
 
 
 def test_a_stage_without_layers_of_experts_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_a_stage_without_layers_of_experts_has_none(tmp_path: Path, capsys: pyte
     assert [stage.layers for stage in Costs.from_json(Path(costs).read_text()).stages] == [0, 16, 16, 0]
     sizes = ["--schedule", "1f1b", "--pp", "4", "--microbatches", "8"]
     assert main(["plan", *sizes, "--costs", costs, "-o", plan]) == 0
-    assert output(capsys, "simulate", plan)
+    assert output(capsys, "plan", plan)
 
 
 def test_limits_of_host_memory_are_in_mib_too(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_limits_of_host_memory_are_in_mib_too(file: str, tmp_path: Path, capsys:
     assert main(["plan", *sizes, "-o", plan]) == 0
     more = ["--offload full --host-memory-limit 1MiB --costs", file]
     assert refused in refusal(capsys, "compare --schedules zb-h1,1f1b", *sizes[2:], *more)
-    again = ["simulate", plan, "--offload", "full", "--host-memory-limit"]
+    again = ["plan", plan, "--offload", "full", "--host-memory-limit"]
     assert "of 1GiB, but the costs do not count bytes" in refusal(capsys, *again, "1GiB")
     assert refused in refusal(capsys, *again, "1MiB", "--costs", file)
 

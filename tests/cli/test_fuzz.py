@@ -145,7 +145,9 @@ def test_auto_answers_any_arguments(ranks: str, microbatches: str, more: list[st
 @given(
     st.lists(
         st.one_of(
-            st.sampled_from(["plan", "simulate", "verify", "draw", "compare", "export", "-o", "--json", "--pp", "--memory"]),
+            st.sampled_from(
+                ["plan", "simulate", "verify", "draw", "compare", "export", "--draw", "-o", "--json", "--pp", "--memory"]
+            ),
             st.sampled_from([*PLAN_FLAGS, *NASTY]),
             st.text(max_size=5),
         ),
@@ -195,18 +197,12 @@ def damaged(draw: st.DrawFn, whole: Any = VALID) -> bytes:
 def test_any_damage_to_a_file_is_answered(tmp_path: Path, content: bytes, more: list[str]) -> None:
     path = tmp_path / "schedule.json"
     path.write_bytes(content)
-    if "--objective" in more:
-        more = []  # only simulate takes it
-    verified, _ = run("verify", str(path), *more)
-    simulated, text = run("simulate", str(path), *more, "--json")
-    assert simulated == verified
-    if simulated == 0:
+    verified, text = run("plan", str(path), *more, "--json")
+    if verified == 0:
         check(text)
         # What runs is what the file says: every pass of it, in its order.
         assert json.loads(text)["passes"] == json.loads(content)["passes"]
-    drawn, _ = run("draw", str(path), *more)
-    if verified == 0:
-        assert drawn == 0
+        assert run("plan", str(path), *more, "--text")[0] == 0
 
 
 @st.composite
@@ -228,10 +224,8 @@ def damaged_table(draw: st.DrawFn) -> str:
 def test_any_damage_to_a_table_is_answered(tmp_path: Path, content: str, more: list[str]) -> None:
     path = tmp_path / "schedule.csv"
     path.write_text(content)
-    verified, _ = run("verify", str(path), *more)
-    simulated, text = run("simulate", str(path), *more, "--json")
-    assert simulated == verified
-    if simulated == 0:
+    verified, text = run("plan", str(path), *more, "--json")
+    if verified == 0:
         check(text)
 
 
@@ -241,16 +235,18 @@ RECORDED = {
 
 
 @examples(80)
-@given(damaged(RECORDED), st.sampled_from(["simulate", "verify", "draw", "csv", "trace", "json", "svg", "html"]))
+@given(damaged(RECORDED), st.sampled_from(["report", "text", "csv", "trace", "json", "svg", "html"]))
 def test_any_damage_to_a_recorded_timeline_is_answered(tmp_path: Path, content: bytes, use: str) -> None:
     path, output = tmp_path / "recorded.json", tmp_path / f"output.{'trace.json' if use == 'trace' else use}"
     path.write_bytes(content)
     output.unlink(missing_ok=True)
-    if use in ("simulate", "verify", "draw"):
-        code, _ = run(use, str(path))
-        assert code == 2 or use == "draw", "a timeline is no schedule"
+    if use in ("report", "text"):
+        code, _ = run("plan", str(path), *(["--json"] if use == "report" else []))
+        assert code == 2 or use == "text", "a timeline is no schedule"
         return
-    code, text = run("draw" if use in ("svg", "html") else "export", str(path), "-o", str(output))
+    code, text = (
+        run("plan", str(path), "--draw", str(output)) if use in ("svg", "html") else run("export", str(path), "-o", str(output))
+    )
     assert text == (f"wrote {output}\n" if code == 0 else "")
     assert output.exists() == (code == 0)
     if code == 0 and use == "trace":
@@ -271,5 +267,5 @@ def test_a_missing_or_doubled_pass_is_refused_with_its_rank_and_name(
     path.write_text(json.dumps(data))
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
-        assert main(["verify", str(path)]) == 2
+        assert main(["plan", str(path)]) == 2
     assert err.getvalue().startswith(f"mpipe: {path}: rank {rank}: {work} ")

@@ -79,11 +79,11 @@ def test_what_a_plan_says_is_read_back(flags: str, tmp_path: Path, capsys: pytes
     file = tmp_path / "away.json"
     planned = report(f"{PLAN} --offload full {flags}", capsys)
     file.write_text(json.dumps(planned))
-    again = report(f"simulate {file}", capsys)
+    again = report(f"plan {file}", capsys)
     planned.pop("plan_seconds")
     assert again == planned
-    assert "obeys every rule" in text(f"verify {file}", capsys)
-    assert " H2D " in text(f"draw {file}", capsys)
+    assert "obeys every rule" in text(f"plan {file}", capsys)
+    assert " H2D " in text(f"plan {file} --text", capsys)
     assert max(planned["offload"]["host_peak"]) <= planned["offload"].get("host_limit", 99)
 
 
@@ -91,15 +91,15 @@ def test_a_schedule_from_a_file_is_offloaded(tmp_path: Path, capsys: pytest.Capt
     """A user's own, or one with other copies; and without them it is what it was."""
     plain, away = tmp_path / "plain.json", tmp_path / "away.json"
     text(f"{PLAN} -o {plain}", capsys)
-    text(f"simulate {plain} --offload full --cost D2H=0.5 -o {away}", capsys)
+    text(f"plan {plain} --offload full --cost D2H=0.5 -o {away}", capsys)
     planned = report(f"{PLAN} --offload full --cost D2H=0.5", capsys)
     assert json.loads(away.read_text())["passes"] == planned["passes"]
-    assert report(f"simulate {away}", capsys)["offload"] == planned["offload"]
-    half = report(f"simulate {away} --offload selective", capsys)
+    assert report(f"plan {away}", capsys)["offload"] == planned["offload"]
+    half = report(f"plan {away} --offload selective", capsys)
     assert half["offload"]["mode"] == "selective" and sum(half["offload"]["moved"]) < sum(planned["offload"]["moved"])
-    assert report(f"simulate {away} --offload off", capsys)["passes"] == json.loads(plain.read_text())["passes"]
+    assert report(f"plan {away} --offload off", capsys)["passes"] == json.loads(plain.read_text())["passes"]
     # The limit is of what is left on the device.
-    within = report(f"simulate {plain} --offload full --cost D2H=0.5 --memory-limit 3", capsys)
+    within = report(f"plan {plain} --offload full --cost D2H=0.5 --memory-limit 3", capsys)
     assert max(within["peak_activation"]) <= 3 < max(within["offload"]["peak_without"])
     assert sum(within["offload"]["moved"]) < sum(planned["offload"]["moved"])
 
@@ -108,7 +108,7 @@ def test_copies_by_hand_have_costs_and_no_mode(tmp_path: Path, capsys: pytest.Ca
     file = tmp_path / "own.json"
     passes = [["F0.0", "F1.0", "D2H0.0", "H2D0.0", "BW0.0", "BW1.0"]]
     file.write_text(json.dumps({"schedule": "own", "placement": [[0]], "microbatches": 2, "passes": passes}))
-    found = report(f"simulate {file}", capsys)
+    found = report(f"plan {file}", capsys)
     assert found["offload"] == {
         "mode": None,
         "k": 1.0,
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_named(offload: object, tmp_path: Path, capsys: pytest
     file = tmp_path / "own.json"
     one = {"schedule": "own", "placement": [[0]], "microbatches": 1, "passes": [["F0.0", "BW0.0"]], "offload": offload}
     file.write_text(json.dumps(one))
-    assert "own.json" in refusal(capsys, "simulate", str(file))
+    assert "own.json" in refusal(capsys, "plan", str(file))
 
 
 def test_a_file_is_offloaded_below_what_it_was_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,7 @@ def test_a_file_is_offloaded_below_what_it_was_planned_for(tmp_path: Path, capsy
     path = str(tmp_path / "plain.json")
     assert main(["plan", "--schedule", "v-half", "--pp", "4", "--microbatches", "8", "-o", path]) == 0
     capsys.readouterr()
-    assert main(["simulate", path, "--offload", "full", "--json"]) == 0
+    assert main(["plan", path, "--offload", "full", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert max(data["peak_activation"]) < max(data["offload"]["peak_without"])
     assert "memory_limit" not in data

@@ -47,7 +47,7 @@ def test_a_file_without_an_end_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_MOST", 2**20)
-    assert "/dev/zero has more than 1 MiB" in refusal(capsys, "simulate", "/dev/zero")
+    assert "/dev/zero has more than 1 MiB" in refusal(capsys, "plan", "/dev/zero")
     assert "/dev/zero has more than 1 MiB" in refusal(capsys, "memory", "--config", "/dev/zero")
 
 
@@ -68,6 +68,6 @@ def test_a_limit_that_is_too_large_is_not_taken_for_none(capsys: pytest.CaptureF
 def test_names_do_not_reach_the_terminal_as_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(planning.plan("zb-v", 4, 4).to_json()) | {"schedule": "x\x1b[31mred"}))
-    assert main(["simulate", str(path)]) == 0
+    assert main(["plan", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and "x\\x1b[31mred: 4 ranks" in printed

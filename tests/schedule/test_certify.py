@@ -24,7 +24,7 @@ from megatron.pipeline.planner.schedule.core.placement import interleaved, linea
 from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.planner.schedule.lower.lower import lower, messages
 from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Operation, Program, Receive, Send, Wait
-from megatron.pipeline.planner.schedule.lower.traffic import Row, Start, Step, Traffic, of_programs, with_waits_of_batches
+from megatron.pipeline.planner.schedule.lower.traffic import Start, Step, Traffic, of_programs, with_waits_of_batches
 from megatron.pipeline.planner.schedule.rules.deadlock import Blocked, End, TrafficNetwork, nothing_deadlocks
 from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS, TransportModel
 from megatron.pipeline.planner.schedule.time.simulate import simulate
@@ -203,44 +203,34 @@ def test_a_cold_start_connects_hosts_in_the_order_of_their_posts() -> None:
 def torch_1f1b(ranks: int, microbatches: int, gpipe: bool = False) -> Traffic:
     """What torch's Schedule1F1B did without a check of sizes: the last forward's send of warm-up is in one group with the first
     gradient's receive, and from then on a send with the next receive (``_step_microbatches`` in torch 2.13)."""
-    rows: list[Row] = []
-    for rank in range(ranks):
-        steps: list[Step] = []
 
-        def exchange(*posts: Send | Receive, into: list[Step] = steps, wait: bool = True) -> None:
-            if posts:
-                into.extend((*posts, Start()))
-                into.extend(Wait(post.message) for post in posts if wait)
-
-        def of(flow: Flow, number: int, sends: bool, at: int = rank) -> tuple[Send | Receive, ...]:
-            forwards = flow is Flow.ACTIVATION
-            peer = at + 1 if forwards == sends else at - 1
-            stage = at if sends else peer
-            kind = Send if sends else Receive
-            return (kind(Message(flow, number, stage), peer),) if 0 <= peer < ranks else ()
-
+    def row(rank: int) -> Iterator[Step]:
         warm_up = microbatches if gpipe else min(microbatches, ranks - rank)
-        held: tuple[Send | Receive, ...] = ()
-        for number in range(warm_up):
-            exchange(*of(Flow.ACTIVATION, number, sends=False))
-            steps.append(Compute(Pass(Kind.F, number)))
-            held = of(Flow.ACTIVATION, number, sends=True)
-            if gpipe or number < warm_up - 1:
-                exchange(*held, wait=False)
-                held = ()
-        for number in range(microbatches):
-            exchange(*held, *of(Flow.GRADIENT, number, sends=False))
-            steps.append(Compute(Pass(Kind.BW, number)))
-            held = of(Flow.GRADIENT, number, sends=True)
-            if (ahead := number + warm_up) < microbatches:
-                exchange(*held, *of(Flow.ACTIVATION, ahead, sends=False))
-                steps.append(Compute(Pass(Kind.F, ahead)))
-                held = of(Flow.ACTIVATION, ahead, sends=True)
-            else:
-                exchange(*held, wait=False)
-                held = ()
-        rows.append(tuple(steps))
-    return Traffic("torch's 1F1B", linear(ranks), microbatches, tuple(rows))
+        steady = [work for n in range(microbatches) for work in (Pass(Kind.BW, n), Pass(Kind.F, n + warm_up))]
+        order = [*(Pass(Kind.F, n) for n in range(warm_up)), *(work for work in steady if work.microbatch < microbatches)]
+        sends: list[Send | Receive] = []  # of the pass before
+        for number, work in enumerate(order):
+            receives: list[Send | Receive] = [Receive(*end) for end in ends(rank, work, arrives=True)]
+            if gpipe or number < warm_up or number >= len(order) - warm_up + 1:  # a send alone
+                yield from group(sends)
+                sends = []
+            posts = [*sends, *receives]
+            yield from group(posts)
+            yield from (Wait(post.message) for post in posts)
+            yield Compute(work)
+            sends = [Send(*end) for end in ends(rank, work, arrives=False)]
+        yield from group(sends)
+
+    def group(posts: list[Send | Receive]) -> list[Step]:
+        return [*posts, Start()] if posts else []
+
+    def ends(rank: int, work: Pass, arrives: bool) -> Iterator[tuple[Message, int]]:
+        flow = Flow.ACTIVATION if work.kind is Kind.F else Flow.GRADIENT
+        peer = rank + (1 if (work.kind is Kind.F) is not arrives else -1)
+        if 0 <= peer < ranks:
+            yield Message(flow, work.microbatch, peer if arrives else rank), peer
+
+    return Traffic("torch's 1F1B", linear(ranks), microbatches, tuple(tuple(row(rank)) for rank in range(ranks)))
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))

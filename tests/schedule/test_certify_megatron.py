@@ -1,5 +1,6 @@
-"""Which of the hangs that are reported of megatron-core's interleaved schedule are there: its own function runs here, one rank
-after another, with process groups and messages that record. ``mpipe certify interleaved`` has what it does."""
+"""The order and the messages of megatron-core's interleaved schedule: its own function runs here, one rank after another, with
+process groups and messages that record. ``mpipe certify interleaved`` has what it does; ``test_cli_certify.py`` has which of the
+hangs that are reported of it are there."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from releases import CORE
 
 from megatron.pipeline.planner import planning
-from megatron.pipeline.planner.schedule.certify.certificate import Certificate, certify
+from megatron.pipeline.planner.schedule.certify.certificate import certify
 from megatron.pipeline.planner.schedule.certify.megatron import megatron_interleaved
 from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.kinds import Flow
@@ -23,7 +24,6 @@ from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import interleaved
 from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Receive, Send, Wait
 from megatron.pipeline.planner.schedule.lower.traffic import Row, Start, Sync, Traffic
-from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS
 
 pytestmark = pytest.mark.skipif(CORE != (0, 16), reason="the rows are those of megatron-core 0.16")
 
@@ -222,42 +222,3 @@ def test_overlapped_messages_hang_over_no_transport(ranks: int, chunks: int) -> 
             certificate = certify(traffic, uniform(traffic.placement), cold=cold)
             assert not certificate.hangs
             assert certificate.unlimited == min(outcome.makespan or 0 for outcome in certificate.outcomes)
-
-
-def over_groups(ranks: int, microbatches: int, shapes: bool, cold: bool) -> Certificate:
-    traffic = recorded(ranks, microbatches, 2, overlap=False, shapes=shapes)
-    return certify(traffic, uniform(traffic.placement), [TRANSPORTS["batched"]], cold)
-
-
-def test_shapes_in_groups_hang_at_4_ranks_where_all_forwards_of_rank_0_are_warm_up() -> None:
-    """Megatron-LM issue 5100: with variable_seq_lengths and batch_p2p_comm all of 4 ranks hang in ``_communicate_shapes`` in the
-    first step. It blames the order within a group, which groups do not have: with more microbatches nothing hangs. With as many
-    as ranks, one rank has an exchange in two groups that its neighbour has in one."""
-    certificate = over_groups(4, 4, shapes=True, cold=False)
-    hang = certificate.outcomes[0].hang
-    assert hang is not None
-    assert not hang.missing
-    assert any("Send of the shape" in blocked.what for blocked in hang.chain)
-    assert not over_groups(4, 4, shapes=False, cold=False).hangs
-    assert not over_groups(4, 8, shapes=True, cold=True).hangs
-    # The order that the issue quotes, one operation after another instead of in a group, does hang.
-    one_by_one = certify(recorded(4, 8, 2, overlap=False), uniform(interleaved(4, 2)), [TRANSPORTS["rendezvous"]])
-    assert one_by_one.outcomes[0].hang
-
-
-def test_lazy_communicators_do_not_hang_by_their_order_at_4_ranks_and_2_chunks() -> None:
-    """Megatron-LM pull request 5240 supposes that 2-rank communicators, made at the first unbatched message at pp 4 and vpp 2,
-    are entered in an order that ranks disagree on. They agree; with groups (its remedy) there is nothing to disagree on,
-    either."""
-    overlapped = certify(recorded(4, 8, 2), uniform(interleaved(4, 2)), [TRANSPORTS["pair"]], cold=True)
-    assert not overlapped.hangs
-    assert not over_groups(4, 8, shapes=False, cold=True).hangs
-
-
-def test_two_ranks_receive_each_others_other_tensor() -> None:
-    """Megatron-LM issue 1450 and pull request 5271: at 2 ranks both neighbours are one rank, and a group of two sends and two
-    receives pairs them in order."""
-    certificate = over_groups(2, 4, shapes=False, cold=False)
-    assert "rank 0 receives the activation" in certificate.swapped[0]
-    assert "sends the gradient" in certificate.swapped[0]
-    assert not over_groups(4, 8, shapes=False, cold=False).swapped

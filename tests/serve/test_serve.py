@@ -104,6 +104,7 @@ def test_flags_that_read_write_or_take_minutes_are_not_for_pages(address: str, n
 def test_a_page_may_ask_for_every_other_flag() -> None:
     told = set(vars(cli.parse(["plan", "--schedule=1f1b", "--pp=1", "--microbatches=1"])))
     own = {"run", "flags", "output", "json", "balance", "print_completion", "lengths", "attention", "order"}
+    own |= {"files", "text", "draw", "memory", "consecutive", "trace"}
     assert {name.replace("_", "-") for name in told - own} == set(FLAGS)
 
 
@@ -113,7 +114,7 @@ def test_downloads_are_what_the_commands_write(address: str, tmp_path: Path) -> 
     status, text = ask(address, flags, ".json")
     assert status == 200 and untimed(json.loads(text)) == expected
     (tmp_path / "plan.json").write_bytes(text)
-    for name, *rest in (["export", "-o", "x.csv"], ["draw", "--memory", "-o", "x.svg"]):
+    for name, *rest in (["export", "-o", "x.csv"], ["plan", "--memory", "--draw", "x.svg"]):
         with contextlib.chdir(tmp_path):
             assert cli.main([name, "plan.json", *rest]) == 0
     assert ask(address, flags, ".csv") == (200, (tmp_path / "x.csv").read_bytes())

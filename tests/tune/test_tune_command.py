@@ -206,6 +206,7 @@ def test_where_stock_is_the_best_all_say_so(
         ([*BATCH, *FOUR, "--no-such-flag"], "--no-such-flag"),
         ([*BATCH, *FOUR, "-o", str(TINY)], "is a file: give a directory"),
         ([*BATCH, *FOUR, "-o", f"{TINY}/below"], "Not a directory"),
+        ([*BATCH, *FOUR, "--expert", "2,4"], "--expert 2,4 is for a model with --num-experts: leave it out"),
         (FOUR, "compares iterations of one batch: give --global-batch-size"),
         (
             "--gpus 64 --gpu A100-80GB --global-batch-size 7 --tensor 1 --pipeline 4".split(),

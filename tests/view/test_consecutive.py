@@ -43,16 +43,16 @@ def test_draw_joins_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     read = Mock(side_effect=Timeline.from_json)
     with monkeypatch.context() as patch:
         patch.setattr(Timeline, "from_json", read)
-        assert main(["draw", *files, "--consecutive"]) == 0
+        assert main(["plan", *files, "--consecutive"]) == 0
     assert read.call_count == len(files), "each once"
     assert "iterations 5 to 6: on average one every 9 s (span 9 s, bubble 33.3%)" in capsys.readouterr().out
     for suffix in ("png", "html"):
-        assert main(["draw", *files, "--consecutive", "-o", str(tmp_path / f"p.{suffix}")]) == 0
+        assert main(["plan", *files, "--consecutive", "--draw", str(tmp_path / f"p.{suffix}")]) == 0
         assert (tmp_path / f"p.{suffix}").stat().st_size > 1000
     Path(files[1]).write_text("{}")
     assert (
         'iteration_6.json: not a timeline: expected {"ranks": [[["F0.0", start, end], ...], ...]} (\'ranks\' is missing)'
-        in refusal(capsys, "draw", *files, "--consecutive")
+        in refusal(capsys, "plan", *files, "--consecutive")
     )
 
 

@@ -1,4 +1,4 @@
-"""``mpipe``: plan, simulate, verify, draw, compare, export and explore schedules, and launch scripts. One file per command."""
+"""``mpipe``: plan, verify, draw, compare, export and explore schedules, and launch scripts. One file per command."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import atexit
 import gc
 import os
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -17,8 +19,9 @@ from megatron.pipeline.flags.packages import missing
 from megatron.pipeline.planner.planning.no_gc import without_gc
 from megatron.pipeline.planner.schedule.families import meant
 
-COMMANDS = tuple("plan simulate verify certify draw compare check export memory costs tune rehearse serve launch support".split())
+COMMANDS = tuple("plan certify compare check export memory costs tune rehearse serve launch support".split())
 _OWN_FLAGS = ("check", "launch", "rehearse")  # most of their command line is for others
+_IN_PLAN = ("verify", "simulate", "draw")  # what ``mpipe plan FILE`` does: for this release they answer with its command line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,9 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(missing(error))
     except ValueError as error:
         return complain(str(error))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        print(f"mpipe: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
     return code
+
+
+def _in_plan(command: str, *given: str) -> str:
+    """Command line of ``mpipe plan`` that does what ``mpipe verify``, ``simulate`` or ``draw`` did."""
+    if command == "draw":
+        written = [re.sub(r"^(-o|--output)(?=$|=)", "--draw", word) for word in given]
+        given = (*written, *([] if written != list(given) else ["--text"]))
+    return shlex.join(["mpipe", "plan", *given])
 
 
 def _freeze() -> None:
@@ -71,7 +83,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
     Raises:
         SystemExit: they are wrong; one line on stderr says why.
+        ValueError: the command has become a part of another.
     """
+    if arguments and arguments[0] in _IN_PLAN:
+        raise ValueError(f"mpipe {arguments[0]} has become a part of mpipe plan: {_in_plan(*arguments)}")
     parser, commands = _parser(arguments[0] if arguments and arguments[0] in COMMANDS else None)
     if arguments and arguments[0] in commands:
         commands[arguments[0]].check_flags(arguments[1:])
@@ -83,7 +98,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unknown command {arguments[0]!r}{near}")
     options, flags = parser.parse_known_args(arguments)
     if flags and not getattr(options, "takes_flags", False):
-        takes = "one FILE" if hasattr(options, "file") else "flags alone"
+        takes = "one FILE" if hasattr(options, "file") else "FILEs side by side" if hasattr(options, "files") else "flags alone"
         commands[arguments[0]].error(f"{arguments[0]} takes {takes}: leave {' '.join(flags)} out")
     options.flags = flags
     return options
@@ -94,7 +109,7 @@ def _parser(command: str | None) -> tuple[Parser, dict[str, Parser]]:
     """The parser of one command, or of all, and those of the commands by name."""
     parser = Parser(
         prog="mpipe",
-        description="Plan, simulate, verify, draw and compare pipeline schedules.",
+        description="Plan, verify, draw and compare pipeline schedules.",
         examples=["mpipe compare --pp 8 --microbatches 32", "mpipe COMMAND --help", 'eval "$(mpipe --print-completion bash)"'],
     )
     parser.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="print versions, and exit")

@@ -11,15 +11,17 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS, memory_size, positive_int
 from megatron.pipeline.planner.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.planner.planning.document import GOAL, read_costs
+from megatron.pipeline.planner.planning.document import read_costs
 from megatron.pipeline.planner.planning.every_batch import read_lengths
 from megatron.pipeline.planner.planning.refusals import Bytes
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner.schedule.core.stage_costs import COST_FIELDS
 
 T = TypeVar("T")
 
@@ -93,14 +95,9 @@ def cost_flags() -> Parser:
     flags.add_argument(
         "--cost",
         type=numbers(*TIMES),
-        metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..][,D2H=..,H2D=..][,PART=..,layers=..][,beside_communication=..]"
-        "[,RS=..,OPT=..,AG=..][,latency=..,norm=..]",
-        help="one rank's share of one microbatch and one message (comm), in any unit of time (default: 1,1,1,0, or the file's); "
-        "BW is the fused backward (default: B + W), R recomputation (default: F), D2H and H2D the copies of its activations to "
-        "host memory and back (default: half of F + B + W each); PART: the shares of all-to-alls and experts in these, all or "
-        "none of F.dispatch, F.experts, F.combine, B.combine, B.experts, B.dispatch, W.experts; beside_communication: how many "
-        "times as long a braid computes while it communicates (default: 1); RS, OPT, AG: reductions, steps and gathers of a rank "
-        "between two iterations, latency: what each RS and AG of a bucket takes besides, norm: of all gradients (default: 0)",
+        metavar="F=..,B=..,W=..,comm=..[,NAME=..]",
+        help="one rank's share of one microbatch and one message (comm), in any unit of time (default: 1,1,1,0, or the file's). "
+        f"NAME is one of {_named_costs()}",
     )
     flags.add_argument(
         "--activation",
@@ -145,6 +142,12 @@ def cost_flags() -> Parser:
         "--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches, or as --costs says"
     )
     return flags
+
+
+def _named_costs() -> str:
+    """Names of ``--cost`` that may be left out, with what each is."""
+    named = ((meaning, [field.flag for field in alike]) for meaning, alike in groupby(COST_FIELDS, lambda field: field.meaning))
+    return "; ".join(f"{', '.join(flags)} ({meaning})" for meaning, flags in named if meaning)
 
 
 def boundary_flags() -> Parser:
@@ -204,20 +207,14 @@ def length_flags() -> Parser:
     return flags
 
 
-def goal_flags(default: Objective | None = GOAL) -> Parser:
-    """The objective.
-
-    Args:
-        default: the objective; None for that of the file.
-    """
-    own = "" if default else ", if the file names none"
+def goal_flags() -> Parser:
+    """The objective."""
     flags = Parser(add_help=False)
     flags.add_argument(
         "--objective",
         choices=[str(objective) for objective in Objective],
-        default=default,
-        help=f"what to minimise: the makespan, from the first pass on any rank to the last (default{own}), or the span, the "
-        "longest time from a rank's first pass to its last: the duration of an iteration with --post-validation",
+        help="what to minimise: the makespan, from the first pass on any rank to the last (default, or the file's), or the span, "
+        "the longest time from a rank's first pass to its last: the duration of an iteration with --post-validation",
     )
     return flags
 

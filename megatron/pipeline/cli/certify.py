@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags, names, report_flags, size_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.planner.planning import plan
-from megatron.pipeline.planner.planning.certify import TrafficSource, read_traffic
-from megatron.pipeline.planner.planning.costs import costs_of
+from megatron.pipeline.planner.planning.costs import CostFlags, costs_of, with_shards
+from megatron.pipeline.planner.planning.document import is_csv, naming, schedule_of
 from megatron.pipeline.planner.schedule.certify.certificate import Certificate, TransportOutcome, certify
 from megatron.pipeline.planner.schedule.certify.megatron import megatron_interleaved
+from megatron.pipeline.planner.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
+from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.traffic import Traffic, of_programs
+from megatron.pipeline.planner.schedule.rules.boundary import verify_boundary
 from megatron.pipeline.planner.schedule.rules.deadlock import Hang
 from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS, TransportModel
+from megatron.pipeline.planner.schedule.rules.verify import verify_passes
 
 MEGATRON = "interleaved"  # in place of a file: megatron-core's own
+MOST_FORWARDS = 100_000  # of it, on all ranks: what takes a minute
 _ITS_FLAGS = ("--no-overlap-p2p-communication", "--variable-seq-lengths")
+
+
+class TrafficSource(NamedTuple):
+    """Traffic with its costs, and ``how`` its messages came to stand where they do, in words."""
+
+    traffic: Traffic
+    costs: Costs
+    how: str
 
 
 def add(commands: Commands) -> None:
@@ -75,8 +92,37 @@ def _source(options: argparse.Namespace) -> TrafficSource:
         return read_traffic(options.file, flags)
     if None in sizes:
         raise ValueError(f"{MEGATRON} needs --pp and --microbatches; a file of that name is ./{MEGATRON}")
+    if options.pp < 2:
+        raise ValueError(f"--pp {options.pp}: one rank sends no messages, and {MEGATRON} needs 2 or more")
+    if math.prod((*sizes, options.chunks or 2)) > MOST_FORWARDS:
+        raise ValueError(
+            f"--pp {options.pp}, --chunks {options.chunks or 2}, --microbatches {options.microbatches} are over {MOST_FORWARDS} "
+            "forwards; take fewer: what hangs does so with few microbatches"
+        )
     traffic = megatron_interleaved(plan(MEGATRON, *sizes, chunks=options.chunks), overlap, shapes)
     return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages where megatron-core has them")
+
+
+def read_traffic(path: str, flags: CostFlags) -> TrafficSource:
+    """The traffic of a schedule from a JSON or CSV file; passes alone are lowered as training does it.
+
+    Raises:
+        ValueError: the file cannot be read, is malformed, or lacks a pass that another needs, or passes wait for each other in a
+            circle; the message names the file.
+    """
+
+    def traffic_of(text: str) -> TrafficSource:
+        if is_csv(path) and has_messages(text):
+            traffic = from_comms_csv(text, Path(path).stem)
+            return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages as the file has them")
+        schedule, file = schedule_of(path, without_weights(text) if is_csv(path) else text)
+        verify_passes(schedule, forward_only=all(kind.is_forward for row in schedule.rows for kind in row.kinds))
+        verify_boundary(schedule)
+        costs = costs_of(flags, schedule.placement, file, copies=schedule.has_copies)
+        costs = with_shards(costs, schedule.vocabulary, schedule.ranks)
+        return TrafficSource(of_programs(schedule, lower(schedule, costs)), costs, "messages where training has them")
+
+    return naming(path, traffic_of)
 
 
 def _transports(asked: list[str] | None) -> list[TransportModel]:

@@ -22,7 +22,7 @@ from megatron.pipeline.cli.arguments import (
     size_flags,
     whole_numbers,
 )
-from megatron.pipeline.cli.draw import page
+from megatron.pipeline.cli.drawn import page
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.request import cost_flags_of, requested
 from megatron.pipeline.cli.summary import above_bound, check_suffix, wrote

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags
+from megatron.pipeline.cli.drawn import trace
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, wrote
 from megatron.pipeline.planner.planning.document import read, read_timeline, report
@@ -31,20 +32,15 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    check_suffix(options.output, _SUFFIXES)
-    path = Path(options.output)
-    if path.name.endswith(".trace.json"):
-        from megatron.pipeline.planner.view.chrome_trace import to_trace
-
+    suffix = check_suffix(options.output, _SUFFIXES)
+    if suffix == ".trace.json":
         timeline, planned = read_timeline(options.file, changes(options))
-        known = {"schedule": planned.schedule, "costs": planned.problem.costs} if planned else {"name": Path(options.file).stem}
-        trace = to_trace(timeline, **known)
-        text = json.dumps(trace)
-    elif path.name.endswith(".csv"):
+        text = trace(planned.title if planned else Path(options.file).stem, timeline, planned)
+    elif suffix == ".csv":
         from megatron.pipeline.planner.schedule.lower.torch_csv import to_csv
 
         text = to_csv(read(options.file, changes(options)).schedule)
     else:
         text = json.dumps(report(read(options.file, changes(options)))) + "\n"
-    path.write_text(text, encoding="utf-8")
+    Path(options.output).write_text(text, encoding="utf-8")
     wrote(options.output)

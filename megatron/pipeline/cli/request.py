@@ -11,7 +11,7 @@ from megatron.pipeline.cli.arguments import REPLICA_LINK, StageList
 from megatron.pipeline.planner.combinations.needs import OPTIONS, PLANNED
 from megatron.pipeline.planner.combinations.table import Facts, refuse
 from megatron.pipeline.planner.planning.costs import COPIES, CostFlags, Numbers, costs_of, with_shards
-from megatron.pipeline.planner.planning.document import Changes
+from megatron.pipeline.planner.planning.document import GOAL, Changes
 from megatron.pipeline.planner.planning.refusals import check_limit, unit_of
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.costs import Costs, VocabularyCosts
@@ -36,10 +36,12 @@ def requested(options: Namespace) -> Request:
         ValueError: flags do not go together.
     """
     given = vars(options)
+    if missing := [f"--{flag}" for flag in ("schedule", "pp", "microbatches") if given.get(flag, "") is None]:
+        raise ValueError(f"required: {', '.join(missing)}; or the FILE of a schedule (see mpipe plan --help)")
     name = given.get("schedule", AUTO)
     if name.startswith(_FILE):
         path = name.removeprefix(_FILE)
-        raise ValueError(f"mpipe plan makes the schedules of families; for a file: mpipe simulate {path}, mpipe verify {path}")
+        raise ValueError(f"--schedule takes the name of a family; for a file: mpipe plan {path}")
     costs, vocabulary, offload = cost_flags_of(options), _vocabulary(options), _offload(options)
     refuse(_facts(options), PLANNED)
     loads = _loads(given)
@@ -63,7 +65,7 @@ def requested(options: Namespace) -> Request:
         of_stages,
         given.get("chunks") if name == given.get("schedule") else None,
         options.memory_limit,
-        objective=options.objective,
+        objective=options.objective or GOAL,
         recompute=_stages(options, "recompute"),
         fused=_stages(options, "fuse"),
         splits=given.get("splits"),

@@ -127,7 +127,7 @@ def _bound(data: dict[str, Any]) -> tuple[float, float]:
     return (data["makespan_lower_bound"], data["makespan_gap"]) if makespan else (data["lower_bound"], data["gap"])
 
 
-def _brief(data: dict[str, Any]) -> str:
+def brief(data: dict[str, Any]) -> str:
     """A report in one line: the schedule, its length, and its memory."""
     chunks = f" with {data['chunks']} chunks" if data["chunks"] > 1 else ""
     kind = data["objective"]
@@ -165,15 +165,6 @@ def _within(memory: float, unit: Unit) -> str:
     return f"within {'' if unit.name else 'a memory of '}{unit.amount(memory)}"
 
 
-def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "") -> None:
-    """``write`` the report of a schedule.
-
-    Args:
-        before: text to print above the report.
-    """
-    write(data, lambda: before + summary(data, timeline), options, _brief(data))
-
-
 def write(data: dict[str, Any], text: Callable[[], str], options: argparse.Namespace, brief: str = "") -> None:
     """Print a report or write it to ``--output``: as JSON with ``--json`` or into a .json file, else as text.
 
@@ -190,10 +181,10 @@ def write(data: dict[str, Any], text: Callable[[], str], options: argparse.Names
 
 
 def check_output(options: argparse.Namespace, drawn: bool = False) -> None:
-    """Refuse to ``put`` a report into a file that is named as if it were something else, before any work is done.
+    """Refuse to ``write`` a report into a file that is named as if it were something else, before any work is done.
 
     Args:
-        drawn: whether ``mpipe draw`` and ``mpipe export`` read the report.
+        drawn: whether the command draws, too, and ``mpipe export`` reads the report.
 
     Raises:
         ValueError: the file is not named .json or .txt, or its directory is not there.
@@ -201,7 +192,7 @@ def check_output(options: argparse.Namespace, drawn: bool = False) -> None:
     path = options.output
     _check_directory(path)
     if path and (Path(path).suffix not in (".json", ".txt") or path.endswith(".trace.json")):
-        others = "; from a .json file, mpipe export writes .csv and .trace.json, and mpipe draw writes .png, .svg and .html"
+        others = "; --draw writes .png, .svg and .html, --trace writes .trace.json, and mpipe export makes a .csv of a .json"
         raise ValueError(f"cannot write {path}: the file name must end in .json or .txt{others if drawn else ''}")
 
 
@@ -212,10 +203,14 @@ def check_suffix(path: str | None, suffixes: Sequence[str]) -> str | None:
         ValueError: it is not one of those, or the file's directory is not there.
     """
     _check_directory(path)
-    suffix = None if path is None else Path(path).suffix
-    if suffix is not None and suffix not in suffixes:
-        raise ValueError(f"cannot write {path}: the file name must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
-    return suffix
+    if path is None:
+        return None
+    for suffix in suffixes:
+        if path.endswith(suffix):
+            return suffix
+    *others, last = suffixes
+    allowed = f"{', '.join(others)} or {last}" if others else last
+    raise ValueError(f"cannot write {path}: the file name must end in {allowed}")
 
 
 def _check_directory(path: str | None) -> None:

@@ -115,6 +115,8 @@ def run(options: argparse.Namespace) -> int:
         cluster = replace(cluster, device=measured_gpu(cluster.device, options, _model(base)))
         sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
         layouts = Layouts(base, cluster, LayoutChoices(*sizes, options.schedules))
+        if max(options.expert or [1]) > 1 and not base.num_experts:
+            raise ValueError(f"--expert {','.join(map(str, options.expert))} is for a model with --num-experts: leave it out")
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
         found, stock = _searched(layouts, options)
         written = _write(directory, flags, cluster, found, stock)
@@ -157,10 +159,11 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None
     finally:
         signal.signal(signal.SIGTERM, before)
-    if found.interrupted:
-        print("mpipe: unfinished: stopped before all trainings were planned", file=sys.stderr)
+    unfinished = "unfinished: stopped before all trainings were planned"
     if found.interrupted and not found.results:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(unfinished)
+    if found.interrupted:
+        print(f"mpipe: {unfinished}", file=sys.stderr)
     if not found.results and found.left_out:
         limit = f"--seconds {options.seconds}" if found.stopped else f"--work {options.work}"
         raise ValueError(

@@ -22,17 +22,14 @@ from megatron.pipeline.planner.schedule.core.costs_fields import COST_RANGE, MOS
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.slack import SLACK
-from megatron.pipeline.planner.schedule.core.stage_costs import BETWEEN, NAMES, PARTS
+from megatron.pipeline.planner.schedule.core.stage_costs import COST_FIELDS, PARTS, CostField, CostOf
 
 Numbers: TypeAlias = dict[str, float]
 
-COPIES = ("D2H", "H2D")
-BESIDE = "beside_communication"
-_FIELDS = {short: name for name, short in NAMES.items()} | {"layers": "layers"}
-_PARTS = tuple(NAMES[part] for part in PARTS)
-BOUNDARY = tuple(NAMES[name] for name in BETWEEN)
-_SHARED = {"comm": "hop", BESIDE: BESIDE, "latency": "latency", "norm": "norm"}  # of all stages
-TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PARTS, "layers", BESIDE, *BOUNDARY, "latency", "norm")
+TIMES = tuple(field.flag for field in COST_FIELDS)
+COPIES = tuple(field.flag for field in COST_FIELDS if field.of is CostOf.COPIES)
+_PARTS = tuple(flag for flag in TIMES if "." in flag)
+_OF_STAGES = (CostOf.STAGE, CostOf.BETWEEN)
 MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
 SPREAD = tuple(field.name for field in fields(VocabularyCosts) if field.name != "ranks")
@@ -48,7 +45,7 @@ class CostFlags:
         copy: how copies disturb each other, by ``SHARED``.
         first_stage, last_stage: what is added to the first and the last stage, by ``EXTRA``.
         costs: of every stage, in place of ``cost``, ``activation``, ``first_stage`` and ``last_stage``.
-        boundary: what a rank does between two iterations, by ``BOUNDARY``, also on top of ``costs``.
+        boundary: what a rank does between two iterations, ``RS`` and ``AG``, also on top of ``costs``.
     """
 
     cost: Numbers | None = None
@@ -202,24 +199,17 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
     """
     stages = costs.stages
 
-    def share(field: str) -> float:
-        return share_of(costs, placement, partial(StageCosts.value, name=field))
+    def share(name: str) -> float:
+        return share_of(costs, placement, partial(StageCosts.value, name=name))
 
-    times = {name: share(_FIELDS[name]) for name in ("F", "B", "W")} | {"comm": costs.hop}
+    times = {
+        field.flag: share(field.name) if field.of in _OF_STAGES else getattr(costs, field.name)
+        for field in COST_FIELDS
+        if _is_written(field, costs)
+    }
     held = {"B": share("activation"), "W": share("retained")}
-    if all(stage.fused is not None for stage in stages):
-        times["BW"] = share("fused")
-    if any(stage.recompute != stage.forward for stage in stages):
-        times["R"] = share("recompute")
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")
-    if all(stage.has_parts for stage in stages):
-        times |= {name: share(_FIELDS[name]) for name in (*_PARTS, "layers")}
-    if costs.has_boundary:
-        times |= {name: share(_FIELDS[name]) for name in BOUNDARY}
-    times |= {name: value for name in ("latency", "norm") if (value := getattr(costs, name))}
-    if costs.beside_communication != 1:
-        times[BESIDE] = costs.beside_communication
     found: dict[str, Any] = {"costs": times, "activation": held}
     if vocabulary:
         found["vocab_costs"] = by_name(costs.vocabulary)
@@ -230,6 +220,19 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
     if len(set(stages)) == 1 and math.isclose(held["B"], 1.0) and stages[0].movable is None and not costs.loads:
         return found
     return found | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
+
+
+def _is_written(field: CostField, costs: Costs) -> bool:
+    """Tell whether one rank's share of a cost is in the JSON: it does not follow from others, or is no default."""
+    if field.of not in _OF_STAGES:
+        return field.of is CostOf.ALL and (field.flag == "comm" or getattr(costs, field.name) != field.default)
+    if field.of is CostOf.BETWEEN:
+        return costs.has_boundary
+    if field.name == "recompute":
+        return any(stage.recompute != stage.forward for stage in costs.stages)
+    if field.name in (*PARTS, "layers"):
+        return all(stage.has_parts for stage in costs.stages)
+    return all(getattr(stage, field.name) is not None for stage in costs.stages)
 
 
 def _check_parts(cost: Numbers) -> None:
@@ -257,7 +260,8 @@ def _check_parts(cost: Numbers) -> None:
 def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers | None) -> Costs:
     """The same costs on every stage for what is named, each chunk with its part of a rank's share."""
     parts = placement.chunks
-    named = {_FIELDS[name]: value / parts for name, value in cost.items() if name in _FIELDS}
+    rows = [field for field in COST_FIELDS if field.flag in cost]
+    named = {field.name: cost[field.flag] / parts for field in rows if field.of in _OF_STAGES}
     if activation:
         held = activation.get("B", 1.0)
         retained, kept = activation.get("W", held), activation.get("R", 0.0)
@@ -265,7 +269,7 @@ def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers 
             given = f"B={held:g},W={retained:g}" + (f",R={kept:g}" if kept else "")
             raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which R remains before R")
         named |= {"activation": 1 / parts, "retained": retained / held / parts, "checkpoint": kept / held / parts}
-    shared: dict[str, Any] = {field: cost[name] for name, field in _SHARED.items() if name in cost}
+    shared: dict[str, Any] = {field.name: cost[field.flag] for field in rows if field.of is CostOf.ALL}
     costs = replace(costs, stages=tuple(replace(stage, **named) for stage in costs.stages), **shared)
     if not any(name in cost for name in COPIES):
         return costs

@@ -271,8 +271,9 @@ def schedule_of(path: str, text: str) -> tuple[Schedule, dict[str, Any]]:
 
 
 def is_schedule(path: str) -> bool:
-    """Tell whether a file holds passes without times."""
-    return is_csv(path) or '"passes"' in read_text(path)
+    """Tell whether a file holds passes without times, or what is to be a schedule; not so a recorded timeline."""
+    text = "" if is_csv(path) else read_text(path)
+    return '"passes"' in text or '"ranks"' not in text
 
 
 def _planned(path: str, text: str, changes: Changes) -> Planned:

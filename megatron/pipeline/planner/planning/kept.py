@@ -1,7 +1,7 @@
 """Searched orders of passes on disk, so that the next start of a training reads in place of searching.
 
-A file is a schedule's JSON, which ``mpipe draw`` and ``file:PATH`` take, too. Its name has a digest of all that the order follows
-from: the problem, and the code that plans. What is read goes through every rule as a new plan does, and ranks compare it.
+A file is a schedule's JSON, which ``mpipe plan FILE`` and ``file:PATH`` take, too. Its name has a digest of all that the order
+follows from: the problem, and the code that plans. What is read goes through every rule as a new plan does, and ranks compare it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Answers to the queries of the page: one becomes the flags of ``mpipe plan``, and these a ``Request``.
 
-So a schedule on the page is the one that ``mpipe plan`` makes, a download is what ``mpipe draw`` or ``mpipe export`` writes, and
-bad parameters are refused in the same words.
+So a schedule on the page is the one that ``mpipe plan`` makes, a download is what ``mpipe plan --draw`` or ``mpipe export``
+writes, and bad parameters are refused in the same words.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-_ABOUT = ("name", "chunks", "any_chunks", "searches", "uses_limits")  # of every family
+_OF_FAMILIES = ("name", "chunks", "any_chunks", "searches", "uses_limits")
 _PRELOAD = ["megatron.pipeline.planner.serve.answers", "megatron.pipeline.planner.schedule.search.search"]
 
 
@@ -74,6 +74,84 @@ def _size(query: Query, answer: Answer) -> int:
     return len(answer.body) + sum(len(text.encode()) for pair in query for text in pair)
 
 
+class _Api:
+    """Answers to a page: each method is one of its addresses.
+
+    Args:
+        ask, workers: see ``application``.
+    """
+
+    def __init__(self, ask: Ask, workers: int | None) -> None:
+        self._ask = ask
+        self.pool = Workers(workers or default_count(), partial(_warm_up, ask), [*_PRELOAD, ask.__module__], long=answers.LONG)
+        self._kept, self._opened = _Kept(), Opened()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        with self._opened:
+            async with self.pool:
+                yield
+
+    async def plan(self, request: Request) -> Response:
+        """``/api/plan?schedule=..&pp=..&..``, the flags of ``mpipe plan``; with ``ahead=1`` it waits for all others, with
+        ``quick=1`` it is the first good plan, at once."""
+        given = dict(request.query_params)
+        ahead, quick = (given.pop(name, "") != "" for name in ("ahead", "quick"))
+        return await _while_wanted(request, self._planned(_query(given), ahead, quick))
+
+    async def download(self, request: Request) -> Response:
+        """``/api/plan.json?..``, ``.csv`` or ``.svg``: what the commands write of a plan."""
+        suffix = request.path_params["suffix"]
+        if suffix not in answers.DOWNLOADS:
+            return JSONResponse({"message": f"no .{suffix} here; there are {', '.join(answers.DOWNLOADS)}"}, 404)
+        response = await _while_wanted(request, self._file(_query(request.query_params), suffix))
+        if response.status_code == 200:
+            name = "".join(letter for letter in request.query_params.get("schedule", "plan") if letter.isalnum() or letter == "-")
+            response.headers["content-disposition"] = f'attachment; filename="{name}.{suffix}"'
+        return response
+
+    async def open_costs(self, request: Request) -> Response:
+        """``POST /api/costs?name=..``: a costs file."""
+        return JSONResponse(self._opened.add(request.query_params.get("name", ""), await _text(request)))
+
+    async def costs(self, request: Request) -> Response:
+        """``/api/costs/ID``: what there is to know of a file that was opened."""
+        return JSONResponse(self._opened.about(request.path_params["id"]))
+
+    async def _planned(self, query: Query, ahead: bool = False, quick: bool = False) -> Answer:
+        id = dict(query).get("costs", "")
+        answer, costs = self._kept.get(query), self._opened.path(id)
+        if answer is None:
+            if quick:
+                return await self.pool.run(answers.planned, query, self._ask, quick, costs)
+            try:
+                answer = await self.pool.run(
+                    answers.planned, query, self._ask, False, costs, ahead=ahead, work=answers.work(query)
+                )
+            except Late as error:
+                run = answers.command(query, self._opened.name(id))
+                raise Busy(f"{error}, which is all that the page has for a plan; run {run}") from None
+            self._kept.put(query, answer)
+        return answer
+
+    async def _file(self, query: Query, suffix: str) -> Answer:
+        answer = await self._planned(query)
+        if answer.status != 200:
+            return answer
+        return await self.pool.run(answers.download, json.dumps(json.loads(answer.body)["plan"]).encode(), suffix)
+
+
+async def _about(_: Request) -> Response:
+    """``/api/about``: choices of the page, their limits, and the looks of passes."""
+    rows = [{name: getattr(family, name) for name in _OF_FAMILIES} for family in families.FAMILIES.values()]
+    most = {"pp": MOST_RANKS, "passes": MOST_PASSES, "chunks": MOST_CHUNKS}
+    return JSONResponse({"families": rows, "auto": families.AUTO, "most": most, **looks()})
+
+
+async def _index(_: Request) -> Response:
+    return FileResponse(WEB / "index.html")
+
+
 def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -> Starlette:
     """The server as an ASGI application.
 
@@ -83,87 +161,23 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
             ask through a name of its own that leads here.
         workers: how many processes plan; by default one per core, at least 2 and at most 4.
     """
-    pool = Workers(workers or default_count(), partial(_warm_up, ask), [*_PRELOAD, ask.__module__], long=answers.LONG)
-    kept, opened = _Kept(), Opened()
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        with opened:
-            async with pool:
-                yield
-
-    async def planned(query: Query, ahead: bool = False, quick: bool = False) -> Answer:
-        id = dict(query).get("costs", "")
-        answer, costs = kept.get(query), opened.path(id)
-        if answer is None:
-            if quick:
-                return await pool.run(answers.planned, query, ask, quick, costs)
-            try:
-                answer = await pool.run(answers.planned, query, ask, False, costs, ahead=ahead, work=answers.work(query))
-            except Late as error:
-                run = answers.command(query, opened.name(id))
-                raise Busy(f"{error}, which is all that the page has for a plan; run {run}") from None
-            kept.put(query, answer)
-        return answer
-
-    async def plan(request: Request) -> Response:
-        """``/api/plan?schedule=..&pp=..&..``, the flags of ``mpipe plan``; with ``ahead=1`` it waits for all others, with
-        ``quick=1`` it is the first good plan, at once."""
-        given = dict(request.query_params)
-        ahead, quick = (given.pop(name, "") != "" for name in ("ahead", "quick"))
-        return await _while_wanted(request, planned(_query(given), ahead, quick))
-
-    async def download(request: Request) -> Response:
-        """``/api/plan.json?..``, ``.csv`` or ``.svg``: what the commands write of a plan."""
-
-        async def made() -> Answer:
-            answer = await planned(_query(request.query_params))
-            if answer.status != 200:
-                return answer
-            return await pool.run(answers.download, json.dumps(json.loads(answer.body)["plan"]).encode(), suffix)
-
-        suffix = request.path_params["suffix"]
-        if suffix not in answers.DOWNLOADS:
-            return JSONResponse({"message": f"no .{suffix} here; there are {', '.join(answers.DOWNLOADS)}"}, 404)
-        response = await _while_wanted(request, made())
-        if response.status_code == 200:
-            name = "".join(letter for letter in request.query_params.get("schedule", "plan") if letter.isalnum() or letter == "-")
-            response.headers["content-disposition"] = f'attachment; filename="{name}.{suffix}"'
-        return response
-
-    async def open_costs(request: Request) -> Response:
-        """``POST /api/costs?name=..``: a costs file."""
-        return JSONResponse(opened.add(request.query_params.get("name", ""), await _text(request)))
-
-    async def costs(request: Request) -> Response:
-        """``/api/costs/ID``: what there is to know of a file that was opened."""
-        return JSONResponse(opened.about(request.path_params["id"]))
-
-    async def about(_: Request) -> Response:
-        """Choices of the page, their limits, and the looks of passes."""
-        rows = [{name: getattr(family, name) for name in _ABOUT} for family in families.FAMILIES.values()]
-        most = {"pp": MOST_RANKS, "passes": MOST_PASSES, "chunks": MOST_CHUNKS}
-        return JSONResponse({"families": rows, "auto": families.AUTO, "most": most, **looks()})
-
-    async def index(_: Request) -> Response:
-        return FileResponse(WEB / "index.html")
-
+    api = _Api(ask, workers)
     app = Starlette(
         routes=[
-            Route("/", index),
-            Route("/api/about", about),
-            Route("/api/plan", plan),
-            Route("/api/costs", open_costs, methods=["POST"]),
-            Route("/api/costs/{id}", costs),
-            Route("/api/plan.{suffix}", download),
+            Route("/", _index),
+            Route("/api/about", _about),
+            Route("/api/plan", api.plan),
+            Route("/api/costs", api.open_costs, methods=["POST"]),
+            Route("/api/costs/{id}", api.costs),
+            Route("/api/plan.{suffix}", api.download),
             Mount("/web", StaticFiles(directory=WEB)),
             Mount("/view", StaticFiles(directory=VIEW)),
         ],
         middleware=[Middleware(_OwnPageOnly), Middleware(TrustedHostMiddleware, allowed_hosts=_names(host), www_redirect=False)],
         exception_handlers={ValueError: _refused, Busy: _busy, ClientDisconnect: _gone},
-        lifespan=lifespan,
+        lifespan=api.lifespan,
     )
-    app.state.refuse = pool.refuse
+    app.state.refuse = api.pool.refuse
     return app
 
 

@@ -6,14 +6,22 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.pipeline.planner.schedule.core.loads import Load
-from megatron.pipeline.planner.schedule.core.stage_costs import BETWEEN, PARTS, CopyCosts, MemoryUnit, StageCosts, VocabularyCosts
+from megatron.pipeline.planner.schedule.core.stage_costs import (
+    COST_FIELDS,
+    PARTS,
+    CopyCosts,
+    CostOf,
+    MemoryUnit,
+    StageCosts,
+    VocabularyCosts,
+)
 
 # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
 COST_RANGE = "0 or between 1e-100 and 1e100"
 MOST_RANKS = 4096  # of a pipeline
 MOST_LAYERS = 1000  # of a rank: a braid is computed layer by layer
-_MAY_FOLLOW = ("fused", "movable", *PARTS, "layers", "behind", "saved", *BETWEEN)  # from other costs, where they are None
-_SHARED = {"hop": 0.0, "beside_communication": 1.0, "latency": 0.0, "norm": 0.0}  # of all stages, and what they are if left out
+_MAY_FOLLOW = {field.name for field in fields(StageCosts) if field.default is None}  # from other costs, where they are None
+_SHARED = {field.name: field.default or 0.0 for field in COST_FIELDS if field.of is CostOf.ALL}
 
 
 def read(data: object, cut: bool) -> dict[str, Any]:
@@ -34,7 +42,7 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         _check_row(f"stage {index}", row, cut)
         given: dict[str, Any] = {name: value if value is None else float(value) for name, value in row.items()}
         stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
-    shared = {name: data.get(name, least) for name, least in _SHARED.items()}
+    shared = {name: data.get(name, default) for name, default in _SHARED.items()}
     for name, value in shared.items():
         _check_number(name, value)
     unit = data.get("unit")

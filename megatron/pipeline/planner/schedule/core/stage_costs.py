@@ -5,34 +5,76 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.pipeline.planner.schedule.core.braids import Parts
 from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 
-# Times of a stage, and what the flags of mpipe call them.
-NAMES = {
-    "forward": "F",
-    "backward": "B",
-    "weight": "W",
-    "fused": "BW",
-    "recompute": "R",
-    "dispatch": "F.dispatch",
-    "experts": "F.experts",
-    "combine": "F.combine",
-    "backward_combine": "B.combine",
-    "backward_experts": "B.experts",
-    "backward_dispatch": "B.dispatch",
-    "weight_experts": "W.experts",
-    "reduce": "RS",
-    "step": "OPT",
-    "gather": "AG",
-}
+
+class CostOf(StrEnum):
+    """Owner of a cost that ``CostField`` names."""
+
+    STAGE = "StageCosts, for every microbatch"
+    BETWEEN = "StageCosts, once an iteration"
+    ALL = "Costs"
+    COPIES = "CopyCosts, of a rank's whole activations"
+
+
+class CostField(NamedTuple):
+    """A time, as flags and the JSON of a schedule name it: what reads, writes and explains costs is made from these.
+
+    Attributes:
+        flag: its name there.
+        name: of the field that has it.
+        meaning: for ``--help``; costs that it explains together have the same.
+        default: where it is left out; None where it follows from others.
+    """
+
+    flag: str
+    name: str
+    meaning: str = ""
+    of: CostOf = CostOf.STAGE
+    default: float | None = None
+
+
+_COPY = "the copies of its activations to host memory and back, by default half of F + B + W each"
+_PART = "the shares of all-to-alls and experts in these, all or none"
+_BESIDE = "how many times as long a braid computes while it communicates, by default 1"
+_BOUNDARY = "reductions, steps and gathers of a rank between two iterations"
+COST_FIELDS = (
+    CostField("F", "forward"),
+    CostField("B", "backward"),
+    CostField("W", "weight"),
+    CostField("comm", "hop", of=CostOf.ALL, default=0.0),
+    CostField("BW", "fused", "the fused backward, by default B + W"),
+    CostField("R", "recompute", "recomputation, by default F"),
+    CostField("D2H", "to_host", _COPY, CostOf.COPIES),
+    CostField("H2D", "to_device", _COPY, CostOf.COPIES),
+    CostField("F.dispatch", "dispatch", _PART),
+    CostField("F.experts", "experts", _PART),
+    CostField("F.combine", "combine", _PART),
+    CostField("B.combine", "backward_combine", _PART),
+    CostField("B.experts", "backward_experts", _PART),
+    CostField("B.dispatch", "backward_dispatch", _PART),
+    CostField("W.experts", "weight_experts", _PART),
+    CostField("layers", "layers", "how many layers have these parts, by default one"),
+    CostField("beside_communication", "beside_communication", _BESIDE, CostOf.ALL, 1.0),
+    CostField("RS", "reduce", _BOUNDARY, CostOf.BETWEEN),
+    CostField("OPT", "step", _BOUNDARY, CostOf.BETWEEN),
+    CostField("AG", "gather", _BOUNDARY, CostOf.BETWEEN),
+    CostField("latency", "latency", "what each RS and AG of a bucket takes besides", CostOf.ALL, 0.0),
+    CostField("norm", "norm", "the norm of all gradients", CostOf.ALL, 0.0),
+)
+BETWEEN = tuple(field.name for field in COST_FIELDS if field.of is CostOf.BETWEEN)
 # The parts of a forward, of a backward and of W, whose rest is attention.
-PARTS = tuple(name for name, short in NAMES.items() if "." in short)
-PARTS_OF = {whole: tuple(part for part in PARTS if NAMES[part][0] == NAMES[whole]) for whole in ("forward", "backward", "weight")}
+PARTS_OF = {
+    whole: tuple(part.name for part in COST_FIELDS if part.flag.startswith(f"{flag}."))
+    for flag, whole, *_ in COST_FIELDS
+    if whole in ("forward", "backward", "weight")
+}
+PARTS = tuple(name for parts in PARTS_OF.values() for name in parts)
 # What is part of what: no more together than the whole. What B and W save together is no more than either.
 WITHIN = (
     ("activation", ("checkpoint",)),
@@ -49,7 +91,6 @@ _LOAD_OF = {
     **{"recompute": "forward", "behind": "weight", "fused": "fused", "saved": "saved"},
     **dict.fromkeys(("activation", "retained", "checkpoint", "movable"), "memory"),
 }
-BETWEEN = ("reduce", "step", "gather")  # what is done once an iteration
 ALL_TO_ALL = {"forward": ("dispatch", "combine"), "backward": ("backward_combine", "backward_dispatch")}
 
 

@@ -1,0 +1,121 @@
+"""Drawings of schedules and recorded timelines, which ``mpipe plan`` writes: as text, as a picture, as a page, or as a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from megatron.pipeline.cli.arguments import Parser
+from megatron.pipeline.cli.request import changes
+from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
+from megatron.pipeline.planner.planning.document import curves, naming, read_recorded_plan, read_timeline
+from megatron.pipeline.planner.planning.planned import Planned
+from megatron.pipeline.planner.schedule.core.timeline import Timeline
+from megatron.pipeline.planner.view import Entry, draw, write_page
+from megatron.pipeline.planner.view.consecutive import joined, recorded
+
+Shown: TypeAlias = Mapping[str, tuple[Timeline, Planned | None]]  # by title; a recorded timeline has no schedule
+
+_PICTURES = (".png", ".svg", ".html")
+
+
+def draw_flags() -> Parser:
+    """Flags for what is drawn, and where."""
+    flags = Parser(add_help=False)
+    flags.add_argument("--text", action="store_true", help="draw as text alone, without the table")
+    flags.add_argument("--draw", metavar="OUT", help="also write a picture, .png or .svg, or a page to zoom into, .html")
+    flags.add_argument("--memory", action="store_true", help="with --draw: activation memory under each schedule of a picture")
+    flags.add_argument(
+        "--consecutive", action="store_true", help="join iterations of one training run, its iteration_*.json in their order"
+    )
+    flags.add_argument("--trace", metavar="OUT", help="also write a .trace.json for Perfetto and chrome://tracing")
+    return flags
+
+
+def check_drawn(options: argparse.Namespace) -> None:
+    """Refuse wrong ``draw_flags`` before any work is done.
+
+    Raises:
+        ValueError: a file is named as if it were something else, or flags do not go together.
+    """
+    check_suffix(options.draw, _PICTURES)
+    check_suffix(options.trace, (".trace.json",))
+    if options.memory and not options.draw:
+        raise ValueError("--memory is for pictures: add --draw OUT.png, .svg or .html, or leave it out")
+    if options.text and options.json:
+        raise ValueError("--text and --json say two ways to print: leave one of them out")
+    if options.consecutive and not options.files:
+        raise ValueError("--consecutive joins what a training has recorded: name its iteration_*.json, or leave it out")
+    if options.trace and len(options.files) > 1 and not options.consecutive:
+        raise ValueError("--trace is of one schedule or timeline: name one FILE, or leave --trace out")
+
+
+def shown_of(options: argparse.Namespace) -> Shown:
+    """Timelines that files hold, with the changes that flags ask for in schedules."""
+    if options.consecutive:
+        title, timeline = joined([naming(path, recorded) for path in options.files])
+        return {title: (timeline, None)}
+    shown: dict[str, tuple[Timeline, Planned | None]] = {}
+    for path in options.files:
+        timeline, planned = read_timeline(path, changes(options))
+        title = planned.title if planned else Path(path).stem
+        title = f"{title} ({path})" if title in shown else title
+        if (plan := read_recorded_plan(path)) is not None:
+            shown[f"{title}, planned"] = plan, None
+        shown[title] = timeline, planned
+    return shown
+
+
+def as_text(shown: Shown) -> str:
+    """Timelines as text, each under its title."""
+    return "\n\n".join(
+        f"{title}\n{drawing(timeline, planned.schedule.splits if planned else 1)}" for title, (timeline, planned) in shown.items()
+    )
+
+
+def write_drawn(shown: Shown, options: argparse.Namespace) -> None:
+    """Write what ``--draw`` and ``--trace`` ask for."""
+    if options.draw:
+        if Path(options.draw).suffix == ".html":
+            page(options.draw, shown)
+        else:
+            timelines = {title: timeline for title, (timeline, _) in shown.items()}
+            schedules = {title: planned for title, (_, planned) in shown.items() if planned}
+            splits = {title: planned.schedule.splits for title, planned in schedules.items()}
+            draw(timelines, options.draw, splits=splits, **(curves(schedules) if options.memory else {}))
+    if options.trace:
+        title, (timeline, planned) = list(shown.items())[-1]  # a recorded iteration comes behind its plan
+        Path(options.trace).write_text(trace(title, timeline, planned), encoding="utf-8")
+
+
+def say_drawn(options: argparse.Namespace) -> None:
+    """Say which pictures and traces are there now, unless JSON is printed."""
+    for path in filter(None, (options.draw, options.trace)):
+        if options.output or not options.json:
+            wrote(path)
+
+
+def page(path: str, shown: Shown) -> None:
+    """Write an HTML page of timelines by title, with stages and memory where it is of one iteration of a known schedule."""
+    entries = []
+    for title, (timeline, planned) in shown.items():
+        facts = {f"above bound ({planned.problem.objective})": f"{planned.gap:z.1%}"} if planned else {}
+        entries.append(Entry(title, timeline, **_whole(timeline, planned), facts=facts))
+    write_page(entries, path)
+
+
+def trace(title: str, timeline: Timeline, planned: Planned | None) -> str:
+    """Text of a timeline's trace for Perfetto, with its schedule where it is known."""
+    from megatron.pipeline.planner.view.chrome_trace import to_trace
+
+    return json.dumps(to_trace(timeline, **(_whole(timeline, planned) or {"name": title})))
+
+
+def _whole(timeline: Timeline, planned: Planned | None) -> dict[str, Any]:
+    """Schedule and costs of which a timeline is one iteration: not two, as of steady training, nor a recorded one."""
+    if planned is None or timeline is not planned.timeline:
+        return {}
+    return {"schedule": planned.schedule, "costs": planned.problem.costs}
