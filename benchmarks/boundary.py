@@ -13,6 +13,7 @@ from common import command_line, markdown
 
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.flags.description import describe
 from megatron.pipeline.planner.costmodel import device
 from megatron.pipeline.planner.planning.compose import solve
 from megatron.pipeline.planner.planning.planned import Planned
@@ -90,7 +91,7 @@ def models() -> str:
         found = {number: predicted([*flags, "--global-batch-size", str(number)], number) for number in numbers}
         placement = found[64].schedule.placement
         for gpu in DEVICES:
-            costs = [costs_of(each.args, placement, each.layers, device.named(gpu)) for each in found.values()]
+            costs = [costs_of(describe(each.args), placement, each.layers, device.named(gpu)) for each in found.values()]
             for name, rounds in itertools.product(("zb-v", "1f1b"), (1, 2)):
                 cells = by_rules_and_planned(name, placement.ranks, rounds * placement.ranks, costs)
                 none = [""] * (len(REPLICAS_OF_MODELS) - len(cells))

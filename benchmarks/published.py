@@ -21,6 +21,7 @@ from common import command_line, markdown, write_tables
 from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, Method, Source
 
 from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.flags.description import describe, shape_of
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.costmodel.device import Device, named
 from megatron.pipeline.planner.costmodel.estimate import computing_seconds, estimate
@@ -91,7 +92,7 @@ def _column(source: Source, column: Column, device: Device) -> list[Cell]:
 def _predict(source: Source, column: Column, method: Method, device: Device) -> tuple[float, float]:
     """Throughput and memory of the fullest rank, in the source's units."""
     args = _arguments(column.flags)
-    shape = Shape.of(args)
+    shape = shape_of(args)
     family = families.named(method.schedule)
     placement = families.placement(method.schedule, RANKS, column.chunks if family.name == "interleaved" else None)
     layers = balanced_layers(shape.layers, placement, _not_layers(source, method, shape, placement))
@@ -116,7 +117,7 @@ def _predict(source: Source, column: Column, method: Method, device: Device) -> 
 
     schedule = plan(column.microbatches, method.limit)
     seconds = objective.length(simulate(schedule, costs))
-    held = predict(args, schedule if method.held is None else plan(4 * RANKS, method.held), layers, device)
+    held = predict(describe(args), schedule if method.held is None else plan(4 * RANKS, method.held), layers, device)
     fullest = max(rank.allocated for rank in held)
     return source.rate(shape, column.microbatches / seconds), fullest / source.byte_unit
 

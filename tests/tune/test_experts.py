@@ -12,6 +12,7 @@ from tune.small import A100, FLAGS, candidate, layouts, result
 
 from megatron.pipeline.cli.memory import predicted, quietly
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.description import describe, shape_of
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_hybrid import check_latent
 from megatron.pipeline.planner.costmodel import activations, traffic
@@ -33,8 +34,9 @@ from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.latent import Latent
 from megatron.pipeline.tune.candidate import Candidate
-from megatron.pipeline.tune.iteration import Result, between_pipelines, costs_of, evaluate, least_seconds
+from megatron.pipeline.tune.iteration import Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import OVERLAP, Layouts
+from megatron.pipeline.tune.prediction import Prediction
 from megatron.pipeline.tune.write import extras, write_config
 
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 4096 --disable-bias-linear --swiglu"
@@ -186,7 +188,7 @@ def test_the_overlap_saves_time(slow: Layouts, schedule: str) -> None:
     assert flag in extras(with_) and flag not in extras(without)
     for one in (without, with_):
         assert one.parts.total == pytest.approx(one.seconds) and one.parts.messages > 0
-        assert least_seconds(slow.cluster, one.candidate) <= one.seconds
+        assert least_seconds(Prediction(slow.cluster, one.candidate)) <= one.seconds
     assert with_.costs == without.costs, "the same layers"
     middle = [one.ranks[1].temporary for one in (without, with_)]
     assert middle[0] < middle[1], "all-to-alls of one microbatch need theirs while another computes"
@@ -225,10 +227,10 @@ def test_gradients_of_experts_are_summed_over_ranks_with_the_same_ones(slow: Lay
     found = {}
     for parallel, copies in ((1, 4), (2, 2), (4, 1)):
         one = candidate(slow, "1f1b", expert_model_parallel_size=parallel, **some)
-        assert expert_copies(one.args) == copies
-        costs = costs_of(slow.cluster, one)
+        assert expert_copies(describe(one.args)) == copies
+        costs = (two := Prediction(slow.cluster, one)).costs
         plan = Request("1f1b", 2, 4, costs, objective=one.objective).plan()
-        found[parallel] = between_pipelines(slow.cluster, one, costs, plan.schedule, plan.value)
+        found[parallel] = two.between(plan.schedule, plan.value)
     assert found[1] > found[2] > found[4]
 
 
@@ -277,7 +279,7 @@ def test_flags_of_latent_attention_that_contradict_each_other(changes: dict[str,
 
 def test_flags_give_the_shape_of_latent_attention() -> None:
     path = Path(__file__).parents[2] / "configs" / "deepseek_v3" / "671B.yaml"
-    shape = Shape.of(predicted(["--config", str(path), "--global-batch-size", "32"], 16).args)
+    shape = shape_of(predicted(["--config", str(path), "--global-batch-size", "32"], 16).args)
     assert (shape.latent, shape.heads, shape.head_width, shape.queries, shape.attended) == (LATENT, 128, 192, 24576, 16384)
     assert shape.experts and sum(shape.experts.layers) == 58 and not any(shape.experts.layers[:3])
 
@@ -302,7 +304,7 @@ def test_the_rank_with_most_tokens_sets_the_pace() -> None:
 def test_capacity_limits_the_load(flags: str, load: float) -> None:
     line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1 --num-experts 8 "
     more = f"--tokenizer-type NullTokenizer --vocab-size 1000 --global-batch-size 4 --pipeline-schedule stock {flags}"
-    experts = Shape.of(predicted([*line.split(), *more.split()]).args).experts
+    experts = shape_of(predicted([*line.split(), *more.split()]).args).experts
     assert experts and experts.load == load
 
 

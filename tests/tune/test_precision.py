@@ -11,6 +11,7 @@ import pytest
 from megatron.pipeline.cli import tune
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.description import describe, shape_of
 from megatron.pipeline.flags.support import check_trained
 from megatron.pipeline.planner.costmodel import activations, ranges
 from megatron.pipeline.planner.costmodel.device import NOT_FITTED, named, shipped
@@ -59,7 +60,7 @@ def test_linears_of_layers_are_faster_and_nothing_else(recipe: str) -> None:
 
 def test_first_and_last_layers_stay_in_16_bits() -> None:
     args = training("--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2").args
-    shape = Shape.of(args)
+    shape = shape_of(args)
     assert shape.quantized is not None and shape.quantized.layers == (False, *[True] * 5, False, False)
     first, second, last = (shape.of_layers(layer, 2) for layer in (0, 2, 6))
     assert [one.quantized and one.quantized.share for one in (first, second, last)] == [0.5, 1, 0]
@@ -94,10 +95,10 @@ def test_weights_have_copies_for_products_or_are_kept_in_fewer_bits() -> None:
         training(f"--fp8-format e4m3 --fp8-recipe mxfp8 {more}").args
         for more in ("", "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag")
     )
-    more = [state_bytes(args, count) - state_bytes(plain, count) for args in (copies, kept)]
+    more = [state_bytes(describe(args), count) - state_bytes(describe(plain), count) for args in (copies, kept)]
     assert more == [pytest.approx(2.0625 * count.total), pytest.approx(0.0625 * count.total)]
     tensorwise = training("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather").args
-    assert [gathered_bytes(args, count) for args in (plain, copies, kept, tensorwise)] == [2, 2, 2, 1]
+    assert [gathered_bytes(describe(args), count) for args in (plain, copies, kept, tensorwise)] == [2, 2, 2, 1]
     assert training("--fp4-format e2m1").fullest.total > training().fullest.state
 
 
@@ -112,8 +113,8 @@ def test_weights_have_copies_for_products_or_are_kept_in_fewer_bits() -> None:
 )
 def test_the_optimizer_has_the_bytes_that_flags_say(flags: str, each: float) -> None:
     args = training(flags).args
-    count = parameters(Shape.of(args), linear(4), [2] * 4)[1]
-    assert state_bytes(args, count) == pytest.approx(count.total * (2 + 4 + each / 4))
+    count = parameters(shape_of(args), linear(4), [2] * 4)[1]
+    assert state_bytes(describe(args), count) == pytest.approx(count.total * (2 + 4 + each / 4))
 
 
 @pytest.mark.parametrize(

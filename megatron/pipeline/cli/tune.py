@@ -17,6 +17,7 @@ from megatron.pipeline.cli.gpu import add_gpu_flags, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
+from megatron.pipeline.flags.description import shape_of
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings
@@ -26,7 +27,6 @@ from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.costmodel.ranges import Range
 from megatron.pipeline.planner.planning.request import MOST_RANKS
 from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.hybrid import FLAGS
 from megatron.pipeline.planner.view.plots import PlottedTraining, draw_throughput
 from megatron.pipeline.planner.view.table import plain_table
@@ -179,7 +179,7 @@ def _model(base: Flags) -> Settings:
 
 def report(base: Flags, cluster: Cluster, found: SearchResult, stock: SearchResult) -> dict[str, Any]:
     """Content of ``--json``."""
-    shape = Shape.of(_model(base))
+    shape = shape_of(_model(base))
     return {
         "gpus": cluster.gpus,
         "gpus_per_node": cluster.per_node,
@@ -344,13 +344,13 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
     assumed = (
         f"attention is not fused (--transformer-impl {LOCAL})" if unfused else f"{FUSED}: --transformer-impl {LOCAL} is without"
     )
-    parts += ranges.doubts(Shape.of(best[0].candidate.args), best[0].device)
+    parts += ranges.doubts(shape_of(best[0].candidate.args), best[0].device)
     trust = TRUST.format(throughput=sure, schedules=1 - _range("schedules", best[0]).low)
     return "\n\n".join([*parts, NOTE, f"{trust}\n{assumed}"])
 
 
 def _range(what: str, result: Result) -> Range:
-    return ranges.learnt(what, Shape.of(result.candidate.args), result.device)
+    return ranges.learnt(what, shape_of(result.candidate.args), result.device)
 
 
 def _not_interleaved(stock: Candidate) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron.core.transformer.enums import LayerType
 
+from megatron.pipeline.flags.description import describe
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, LETTERS, neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
 from megatron.pipeline.planner.shape.hybrid import have_experts
@@ -77,7 +78,7 @@ def shrunk(args: Flags, whole: Settings, stages: Sequence[Sequence[LayerType]], 
         stages: the layers of every stage, in the model's order.
         slices: of a sequence, which the schedule passes on one by one.
     """
-    has_experts = have_experts(whole)
+    has_experts = have_experts(describe(whole))
     kept, at, rows = list[int](), 0, list[str]()
     for stage in stages:
         numbers = range(at, at := at + stage.count(LayerType.decoder))

@@ -6,6 +6,7 @@ import math
 from argparse import Namespace
 from dataclasses import replace
 
+from megatron.pipeline.flags.description import describe
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.planner.costmodel import device
 from megatron.pipeline.planner.costmodel.links import links_of
@@ -72,7 +73,7 @@ def of_rehearsal(args: Settings) -> Settings:
         seconds, links = float(text), None
     except ValueError:
         try:
-            links = links_of(device.read(text), _PER_NODE, args)
+            links = links_of(device.read(text), _PER_NODE, describe(args))
         except ValueError as error:
             raise ValueError(f"--rehearse-hop {text}: seconds, or {error}") from None
         seconds = links.hop.seconds(_message_bytes(args))

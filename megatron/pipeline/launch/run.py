@@ -24,6 +24,7 @@ from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.patches.upstream_args import write
 
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
+from megatron.pipeline.flags.description import shape_of
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
@@ -53,7 +54,7 @@ from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.planner.combinations.rows import DOCUMENTS, WRONG
 from megatron.pipeline.planner.combinations.table import sentences
 from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.gpt import Shape, attention_share
+from megatron.pipeline.planner.shape.gpt import attention_share
 from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import save_lock
@@ -293,7 +294,7 @@ class Run:
             guard = Watchdog(lambda: pipeline.situation, ours.pipeline.timeout, stuck, at_end=release)
         self._progress = LaunchProgress(ours, pipeline)
         if ours.pipeline_packing:
-            batches, shape = pipeline.batches, Shape.of(ours)
+            batches, shape = pipeline.batches, shape_of(ours)
             announce = batches.announce if batches else None
             self._packing = Packing(shape.tokens, pipeline.placement.ranks, attention_share(shape), announce)
         if ours.steps.ahead:

@@ -13,6 +13,7 @@ from textwrap import indent
 
 from megatron.pipeline.distributed.device import gpu_name
 from megatron.pipeline.flags.config import microbatch_counts
+from megatron.pipeline.flags.description import describe, shape_of
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
@@ -21,8 +22,7 @@ from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.planner.combinations.rows import SCHEDULES, VOCABULARY
 from megatron.pipeline.planner.combinations.table import flag_of, refuse
-from megatron.pipeline.planner.costmodel.memory import makes_weights_again
-from megatron.pipeline.planner.costmodel.origin import described, shares_layers
+from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.planning.choose import best as choose_best
 from megatron.pipeline.planner.planning.choose import least_limit
 from megatron.pipeline.planner.planning.document import read_costs
@@ -45,7 +45,7 @@ from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.families import AUTO
 from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.shape.gpt import Shape, attention_share
+from megatron.pipeline.planner.shape.gpt import attention_share
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, CopySettings
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -157,7 +157,7 @@ def as_planned(args: Settings, pipeline: Pipeline) -> Settings:
 
 def _every_batch(args: Settings) -> EveryBatch:
     """Costs are those of one sequence that fills a microbatch, as packed ones do."""
-    shape = Shape.of(args)
+    shape = shape_of(args)
     attention = attention_share(replace(shape, seq=shape.tokens, microbatch=1))
     return EveryBatch(attention, shape.tokens, interval=args.log_interval, say=partial(print, flush=True))
 
@@ -195,7 +195,7 @@ def _equal_costs(args: Settings) -> StageCosts:
     """Costs of passes before they are measured: a backward that makes whole layers again runs their forward."""
     if args.recompute_granularity != "full" or args.recompute_method != "uniform":
         return EQUAL_PASSES
-    return replace(EQUAL_PASSES, recompute=1.0, checkpoint=1.0).with_recomputation(makes_weights_again(args))
+    return replace(EQUAL_PASSES, recompute=1.0, checkpoint=1.0).with_recomputation(describe(args).makes_weights_again)
 
 
 def _of_any_family(args: Settings, costs: Costs | None) -> Request:
@@ -274,7 +274,8 @@ def _write_costs(args: Settings, layers: Sequence[int], text: str) -> Path | Non
         return None
     path = Path(own or f"{directory}/pipeline_costs.json")
     try:
-        of = described(args, "run" if shares_layers(args) else "none", layers, gpu_name())
+        model = describe(args)
+        of = described(model, "run" if model.shares_layers else "none", layers, gpu_name())
         write_text(path, json.dumps(json.loads(text) | {"of": of}))
     except OSError as error:
         logger.warning("WARNING: the costs could not be written to %s (%s); training goes on", path, error.strerror)

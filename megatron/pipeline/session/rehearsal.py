@@ -12,18 +12,18 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.pipeline.distributed.device import gpu_name
+from megatron.pipeline.flags.description import describe, shape_of
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.links import collective_seconds
-from megatron.pipeline.planner.costmodel.origin import described, shares_layers
+from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import activation_profile
-from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.view.picture import draw
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import ITERATIONS, TIMED, Steps
@@ -57,7 +57,7 @@ def _exchange(args: Settings) -> float | None:
     links = args.rehearsal.links
     if links is None or args.vocabulary.spread is None:
         return None
-    return links.hop.all_gather(hidden_bytes(Shape.of(args)), args.pipeline_model_parallel_size)
+    return links.hop.all_gather(hidden_bytes(shape_of(args)), args.pipeline_model_parallel_size)
 
 
 def price_absent_ranks(args: Settings) -> None:
@@ -109,7 +109,7 @@ def _replicas(args: Settings, schedule: Schedule, costs: Costs, alone: float) ->
         return 0.0
     if links is None:
         return None
-    whole = with_replicas(args, costs, placement, decoder_layers(args, placement), links, None)
+    whole = with_replicas(describe(args), costs, placement, decoder_layers(args, placement), links, None)
     problem = Problem(
         placement,
         schedule.microbatches,
@@ -118,12 +118,12 @@ def _replicas(args: Settings, schedule: Schedule, costs: Costs, alone: float) ->
         splits=schedule.splits,
         vocabulary=schedule.vocabulary,
     )
-    return between_seconds(args, links, schedule, problem, alone, plans=True)
+    return between_seconds(describe(args), links, schedule, problem, alone, plans=True)
 
 
 def _collectives(args: Settings) -> str:
     """Describe how collectives within passes were timed, for ``described``."""
-    if not shares_layers(args):
+    if not describe(args).shares_layers:
         return "none"
     if args.rehearsal.share == 1:
         return "run"
@@ -138,7 +138,7 @@ def _write(args: Settings, found: Rehearsal) -> list[str]:
     if torch.distributed.get_rank() == 0:
         try:
             write_text(folder / RESULT, json.dumps(found.fields() | of_flags))
-            of = described(args, _collectives(args), layers, gpu_name())
+            of = described(describe(args), _collectives(args), layers, gpu_name())
             write_text(folder / COSTS, json.dumps(found.costs.fields() | {"of": of}))
             _draw(found, folder / PICTURE)
         except OSError as error:

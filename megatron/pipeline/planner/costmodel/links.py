@@ -5,11 +5,11 @@ Megatron-LM's order of ranks is assumed, tp-cp-ep-dp-pp: tensor-parallel ranks a
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.pipeline.planner.costmodel import activations
 from megatron.pipeline.planner.costmodel.device import Device, Link
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape
 
 
@@ -137,22 +137,21 @@ class Links:
         )
 
 
-def links_of(device: Device, per_node: int, args: Namespace) -> Links:
+def links_of(device: Device, per_node: int, model: ModelDescription) -> Links:
     """The links between the ranks of a training.
 
     Args:
         per_node: GPUs of a node.
-        args: its flags, with ``data_parallel_size``.
     """
     return Links.of(
         device,
         per_node,
-        args.tensor_model_parallel_size,
-        args.context_parallel_size,
-        args.expert_model_parallel_size,
-        args.data_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.expert_tensor_parallel_size,
+        model.tensor_model_parallel_size,
+        model.context_parallel_size,
+        model.expert_model_parallel_size,
+        model.data_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.expert_tensor,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -12,6 +11,7 @@ from megatron.pipeline.planner.costmodel.device import Device, Precision
 from megatron.pipeline.planner.costmodel.estimate import computing_seconds
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.reading import parse_json
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape, Work
 
 _SIZES = (
@@ -47,7 +47,7 @@ class Rehearsed(NamedTuple):
         return str(self.of.get("gpu") or "")
 
 
-def described(args: Namespace, collectives: str, layers: Sequence[int], gpu: str | None = None) -> dict[str, Any]:
+def described(model: ModelDescription, collectives: str, layers: Sequence[int], gpu: str | None = None) -> dict[str, Any]:
     """Describe the training that costs are of, for ``read``.
 
     Args:
@@ -56,22 +56,17 @@ def described(args: Namespace, collectives: str, layers: Sequence[int], gpu: str
         layers: of every stage.
         gpu: that was measured, by CUDA's name.
     """
-    return {name: getattr(args, name) for name in (*_SIZES, *_RANKS, *_HOW)} | {
-        "numbers": _numbers(args),
+    return {name: getattr(model, name) for name in (*_SIZES, *_RANKS, *_HOW)} | {
+        "numbers": _numbers(model),
         "collectives": collectives,
         "layers": list(layers),
         "gpu": gpu,
     }
 
 
-def _numbers(args: Namespace) -> str:
-    quantized = [f"{kind} {getattr(args, f'{kind}_recipe')}" for kind in ("fp8", "fp4") if getattr(args, kind, None)]
-    return " ".join(["bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", *quantized])
-
-
-def shares_layers(args: Namespace) -> bool:
-    """Tell whether several ranks share a layer, and so exchange data within passes."""
-    return max(getattr(args, name) for name in _RANKS) > 1
+def _numbers(model: ModelDescription) -> str:
+    quantized = f" fp8 {model.fp8_recipe}" if model.fp8 else f" fp4 {model.fp4_recipe}" if model.fp4 else ""
+    return ("bf16" if model.bf16 else "fp16" if model.fp16 else "fp32") + quantized
 
 
 def read(text: str) -> Rehearsed:
@@ -86,22 +81,22 @@ def read(text: str) -> Rehearsed:
     return Rehearsed(costs, of)
 
 
-def measured(gpu: Device, model: Namespace, run: Rehearsed) -> tuple[Device, Work, Work]:
+def measured(gpu: Device, model: ModelDescription, run: Rehearsed) -> tuple[Device, Work, Work]:
     """The GPU on which a run measured F, B and W of the layers of a model; what they took, and by the formulas of ``gpu``.
 
     Its efficiencies are such that a layer's passes take as long together as they did, and its ``times`` such that each does.
 
     Args:
         gpu: whose memory, links and peaks count.
-        model: flags of the same model after ``validate``, in any layout, with ``padded_vocab_size``.
+        model: the same model in any layout.
 
     Raises:
         ValueError: the file does not say what a layer takes, or is of another model.
     """
     check(run.of, model)
     took = of_layer(run.costs, run.of["layers"])
-    alone = dict.fromkeys((*_RANKS, "expert_tensor_parallel_size"), 1) | {name: run.of[name] for name in _HOW}
-    shape = Shape.of(Namespace(**vars(model) | alone | {"sequence_parallel": False}))
+    alone: dict[str, Any] = dict.fromkeys((*_RANKS, "expert_tensor_parallel_size"), 1) | {name: run.of[name] for name in _HOW}
+    shape = Shape.of(replace(model, **alone, sequence_parallel=False))
     predicted = computing_seconds(shape, gpu)
     faster, precision = predicted.total / took.total, shape.quantized.recipe.peak if shape.quantized else ""
 
@@ -112,11 +107,12 @@ def measured(gpu: Device, model: Namespace, run: Rehearsed) -> tuple[Device, Wor
     others = tuple(scaled(one, one.name) for one in gpu.precisions)
     source = f"{gpu.source}; F, B and W of a layer were measured{f' on {run.gpu}' if run.gpu else ''}"
     found = replace(scaled(gpu, ""), attention=faster * gpu.attention, precisions=others, source=source)
-    times = (one / other for one, other in zip(took, computing_seconds(shape, found), strict=True))
-    return replace(found, **dict(zip(Work._fields, times, strict=True))), took, predicted
+    factors = (one / other for one, other in zip(took, computing_seconds(shape, found), strict=True))
+    forward, backward, weight = factors
+    return replace(found, forward=forward, backward=backward, weight=weight), took, predicted
 
 
-def check(of: Mapping[str, Any], model: Namespace) -> None:
+def check(of: Mapping[str, Any], model: ModelDescription) -> None:
     """That a file says what was measured, of this model, and has the time of its computation alone: links add what ranks of a
     layer exchange.
 
