@@ -34,8 +34,8 @@ from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import simulate
 from megatron.pipeline.planner.shape import gpt
-from megatron.pipeline.planner.shape.balance import balanced_layers
 from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.stages import balanced_layers
 
 DOCUMENTS = (ROOT / "docs" / "model.md", ROOT / "docs" / "vocabulary.md", ROOT / "benchmarks" / "README.md")
 DEVICES = ROOT / "megatron" / "pipeline" / "costmodel" / "devices"

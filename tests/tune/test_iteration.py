@@ -15,7 +15,7 @@ from megatron.pipeline.planner.costmodel.estimate import layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.shape import gpt
-from megatron.pipeline.tune import iteration, relax
+from megatron.pipeline.tune import iteration, prediction, relax
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
@@ -121,7 +121,7 @@ def test_parts_add_up_and_what_is_not_planned_takes_what_planning_it_would(
     assert isinstance(evaluate(on.cluster, one, beat=found.seconds * 1.0001), Result)
     plans_for_limits = schedule in ("zb-auto", "v-auto")
     assert (found.memory_limit is not None) == plans_for_limits and not found.memory_bound
-    monkeypatch.setattr(iteration, "_ROUNDS", 1000)
+    monkeypatch.setattr(prediction, "_ROUNDS", 1000)
     whole = result(on, one)
     assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
     if not plans_for_limits:

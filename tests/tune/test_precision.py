@@ -62,7 +62,7 @@ def test_first_and_last_layers_stay_in_16_bits() -> None:
     args = training("--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2").args
     shape = shape_of(args)
     assert shape.quantized is not None and shape.quantized.layers == (False, *[True] * 5, False, False)
-    first, second, last = (shape.of_layers(layer, 2) for layer in (0, 2, 6))
+    first, second, last = (shape.of_layers(range(layer, layer + 2)) for layer in (0, 2, 6))
     assert [one.quantized and one.quantized.share for one in (first, second, last)] == [0.5, 1, 0]
     whole = computing_seconds(replace(shape, quantized=None), GB200)
     assert computing_seconds(last, GB200).weight == whole.weight

@@ -28,6 +28,7 @@ from megatron.pipeline.planner.schedule.transforms.transform import fuse, recomp
 from megatron.pipeline.planner.shape.description import HALF, SINGLE, ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.precision import Quantized
+from megatron.pipeline.planner.shape.stages import layers_of_ranks
 
 GIB = 2**30
 # CUDA's context, NCCL's buffers, the workspaces of products, messages, and what the allocator cannot use: a guess, not measured.
@@ -102,18 +103,18 @@ def predict(model: ModelDescription, schedule: Schedule, layers: Sequence[int], 
     held = activation_peaks(schedule, costs)
     all_fixed = fixed_memory(model, placement, layers, schedule.vocabulary, gpu)
     graphed = activations.hidden_bytes(shape) if shape.policy.layer_graphs else 0.0
+    workspaces = gpu.grouped_workspaces if model.moe_grouped_gemm else gpu.workspaces
     return [
         RankMemory(
-            layers=sum(layers[stage] for stage in stages),
+            layers=count,
             parameters=fixed.count.total,
             state=fixed.state,
             activations=peak,
             microbatches=held_then,
-            temporary=max(fixed.temporary, step_bytes(model, fixed.count) - peak)
-            + graphed * held_then * sum(layers[stage] for stage in stages),
-            workspaces=gpu.grouped_workspaces if model.moe_grouped_gemm else gpu.workspaces,
+            temporary=max(fixed.temporary, step_bytes(model, fixed.count) - peak) + graphed * held_then * count,
+            workspaces=workspaces,
         )
-        for stages, fixed, peak, held_then in zip(placement.stages, all_fixed, held, microbatches, strict=True)
+        for count, fixed, peak, held_then in zip(layers_of_ranks(layers, placement), all_fixed, held, microbatches, strict=True)
     ]
 
 
@@ -143,13 +144,10 @@ def fixed_memory(
     shape = Shape.of(model)
     counts = parameters(shape, placement, layers, vocabulary, model.tied)
     output_rank = None if vocabulary else placement.home(placement.last_stage)[0]
+    of_layers = activations.layer_temporary(shape, model.overlap_moe_expert_parallel_comm)
     found = []
-    for rank, (stages, count) in enumerate(zip(placement.stages, counts, strict=True)):
-        temporary = (
-            activations.layer_temporary(shape, model.overlap_moe_expert_parallel_comm)
-            if sum(layers[stage] for stage in stages)
-            else 0.0
-        )
+    for rank, (has, count) in enumerate(zip(layers_of_ranks(layers, placement), counts, strict=True)):
+        temporary = of_layers if has else 0.0
         if rank == output_rank:
             temporary = max(temporary, activations.output_temporary(shape, (gpu or any_device(shape)).loss_copies))
         found.append(FixedMemory(count, state_bytes(model, count), temporary))

@@ -177,7 +177,7 @@ class Shape:
     @property
     def predictor(self) -> Shape:
         """The layers of one step of multi-token prediction: one that is as the last, or those of a hybrid model's pattern."""
-        last = self.of_layers(self.layers - 1, 1)
+        last = self.of_layers(range(self.layers - 1, self.layers))
         if not (self.hybrid and self.hybrid.predictor):
             return replace(last, layers=1)
         symbols = self.hybrid.predictor
@@ -303,13 +303,13 @@ class Shape:
         """Keys that a query reads, as a mean over the layers."""
         return self.windows.mean if self.windows else self.seq
 
-    def of_layers(self, first: int, count: int) -> Shape:
+    def of_layers(self, numbers: range) -> Shape:
         """The same with means over some layers alone, of all that differs from layer to layer."""
         own: dict[str, Any] = {}
         for name in ("experts", "quantized", "windows", "hybrid"):
             kinds: Any = getattr(self, name)
-            if count and kinds and len(set(kinds.layers)) > 1:
-                own[name] = replace(kinds, layers=kinds.layers[first : first + count])
+            if numbers and kinds and len(set(kinds.layers)) > 1:
+                own[name] = replace(kinds, layers=kinds.layers[numbers.start : numbers.stop])
         found = replace(self, **own) if own else self
         return replace(found, ffn=found._mean_ffn(self.dense_ffn)) if own.keys() & {"experts", "hybrid"} else found
 
