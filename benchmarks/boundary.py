@@ -13,7 +13,7 @@ from common import command_line, markdown
 
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.memory import predicted
-from megatron.pipeline.flags.description import describe
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device
 from megatron.pipeline.planner.planning.compose import solve
 from megatron.pipeline.planner.planning.planned import Planned

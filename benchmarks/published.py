@@ -21,7 +21,7 @@ from common import command_line, markdown, write_tables
 from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, Method, Source
 
 from megatron.pipeline.cli.memory import predicted
-from megatron.pipeline.flags.description import describe, shape_of
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.costmodel.device import Device, named
 from megatron.pipeline.planner.costmodel.estimate import computing_seconds, estimate

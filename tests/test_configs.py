@@ -20,8 +20,8 @@ from marked import rest, whole
 from pool import Pool
 
 from megatron.pipeline.cli.memory import Prediction, predicted, report
-from megatron.pipeline.flags.description import shape_of
 from megatron.pipeline.flags.flags import STOCK_1F1B
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel.memory import GIB
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
 

@@ -14,7 +14,7 @@ from pool import Pool
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
-from megatron.pipeline.flags.description import shape_of
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel import activations
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.planner.shape.gpt import Shape

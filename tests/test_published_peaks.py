@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from megatron.pipeline.cli.memory import predicted
-from megatron.pipeline.flags.description import describe
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel.device import named
 from megatron.pipeline.planner.costmodel.memory import predict
 

@@ -17,7 +17,7 @@ from command import refusal
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.description import shape_of
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
 
 # Sizes of published models, and billions of parameters; DeepSeek-V3's with the layer of multi-token prediction.

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.flags.description import describe
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.planner.costmodel.memory import predict
 from megatron.pipeline.planner.planning import aside, kept

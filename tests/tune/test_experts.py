@@ -12,9 +12,9 @@ from tune.small import A100, FLAGS, candidate, layouts, result
 
 from megatron.pipeline.cli.memory import predicted, quietly
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.description import describe, shape_of
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_hybrid import check_latent
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel import activations, traffic
 from megatron.pipeline.planner.costmodel.device import Link
 from megatron.pipeline.planner.costmodel.estimate import LAYER, PRODUCT, estimate, launch_seconds, layer_parts, layer_seconds

@@ -13,7 +13,7 @@ from command import refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
-from megatron.pipeline.flags.description import describe
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import estimate, origin
 from megatron.pipeline.planner.costmodel.device import named, read
 from megatron.pipeline.planner.costmodel.links import Links

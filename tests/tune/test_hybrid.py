@@ -10,7 +10,7 @@ from command import refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
-from megatron.pipeline.flags.description import shape_of
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel.activations import exchanged_bytes, layer_activation, layer_retained
 from megatron.pipeline.planner.costmodel.device import named
 from megatron.pipeline.planner.costmodel.estimate import computing_seconds

@@ -9,7 +9,7 @@ import pytest
 from tune.small import A100, candidate, layouts, on_device, result
 
 from megatron.pipeline.cli import costs as command
-from megatron.pipeline.flags.description import describe, shape_of
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel.device import Link
 from megatron.pipeline.planner.costmodel.estimate import layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links

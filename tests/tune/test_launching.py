@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.cli.memory import Prediction, predicted
-from megatron.pipeline.flags.description import describe, shape_of
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.device import named, shipped
 from megatron.pipeline.planner.costmodel.estimate import LAYER, PRODUCT, layer_seconds

@@ -11,8 +11,8 @@ import pytest
 from megatron.pipeline.cli import tune
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.description import describe, shape_of
 from megatron.pipeline.flags.support import check_trained
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel import activations, ranges
 from megatron.pipeline.planner.costmodel.device import NOT_FITTED, named, shipped
 from megatron.pipeline.planner.costmodel.estimate import computing_seconds, output_costs

@@ -23,7 +23,7 @@ from tune.test_search import Here
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.cli.progress import Progress
-from megatron.pipeline.flags.description import describe
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import origin
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.tune import search

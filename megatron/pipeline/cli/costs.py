@@ -10,7 +10,7 @@ from megatron.pipeline.cli.arguments import Commands, add_command, count, report
 from megatron.pipeline.cli.gpu import add_gpu_flags, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import predicted, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
-from megatron.pipeline.flags.description import describe
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device, ranges
 from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.estimate import estimate

@@ -8,7 +8,7 @@ from argparse import Namespace
 from functools import partial
 
 from megatron.pipeline.cli.arguments import count, file_of
-from megatron.pipeline.flags.description import describe
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device, origin
 from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.planning.document import naming

@@ -16,10 +16,10 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
-from megatron.pipeline.flags.description import describe, shape_of
 from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.flags.upstream import settle
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel import ranges
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable

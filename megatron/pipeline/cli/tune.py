@@ -17,10 +17,10 @@ from megatron.pipeline.cli.gpu import add_gpu_flags, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
-from megatron.pipeline.flags.description import shape_of
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel import device, ranges
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.planner.costmodel.parameters import total_parameters

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from megatron.core.transformer.enums import LayerType
 
-from megatron.pipeline.flags.description import describe
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, LETTERS, neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.shape.hybrid import have_experts
 from megatron.pipeline.planner.shape.stages import numbers_of_layers
 

@@ -6,8 +6,8 @@ import math
 from argparse import Namespace
 from dataclasses import replace
 
-from megatron.pipeline.flags.description import describe
 from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device
 from megatron.pipeline.planner.costmodel.links import links_of
 

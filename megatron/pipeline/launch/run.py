@@ -24,7 +24,6 @@ from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.patches.upstream_args import write
 
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
-from megatron.pipeline.flags.description import shape_of
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
@@ -46,6 +45,7 @@ from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import GPT, adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.build import LowPrecision
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layout import PlacementLayout, stage_layers
 from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_chunks

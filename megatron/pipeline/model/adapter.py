@@ -21,8 +21,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.flags.description import shape_of
 from megatron.pipeline.model import seeding
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.planner.shape.gpt import output_in_layers

@@ -9,9 +9,9 @@ import torch
 
 from megatron.pipeline.distributed.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.flags.description import describe
 from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
 from megatron.pipeline.flags.settings import Role, Settings
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.costmodel.memory import (

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.pipeline.flags.description import shape_of
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.shape.gpt import training_operations
 
 

@@ -13,11 +13,11 @@ from textwrap import indent
 
 from megatron.pipeline.distributed.device import gpu_name
 from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.flags.description import describe, shape_of
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import EVERY_BATCH, PROFILE, Settings
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.planner.combinations.rows import SCHEDULES, VOCABULARY

@@ -12,9 +12,9 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.pipeline.distributed.device import gpu_name
-from megatron.pipeline.flags.description import describe, shape_of
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.links import collective_seconds

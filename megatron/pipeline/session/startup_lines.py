@@ -7,13 +7,14 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
+from megatron.pipeline.planner.shape.balance import heaviest
 
 from megatron.pipeline.distributed.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.flags.description import shape_of
 from megatron.pipeline.flags.facts import cautions, of_flags
 from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation import has_transformer_engine
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
 from megatron.pipeline.planner.combinations.rows import AT_ONCE
 from megatron.pipeline.planner.combinations.table import sentences
@@ -26,7 +27,6 @@ from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
-from megatron.pipeline.planner.shape.balance import heaviest
 from megatron.pipeline.planner.shape.shards import Shards
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.pipeline.flags.description import describe
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel.estimate import estimate
 from megatron.pipeline.planner.costmodel.links import Links, links_of
 from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas

@@ -12,7 +12,7 @@ HALF, SINGLE = 2, 4  # bytes of a number in fp16 or bf16, and in float32
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model, how ranks share it, and what they keep: ``flags.description.describe`` makes it of flags that fit together.
+    """A model, how ranks share it, and what they keep: ``model.description.describe`` makes it of flags that fit together.
 
     Fields are named as Megatron-LM's flags, and mean the same; where a release has no such flag, the default counts. The last
     ones follow from several flags.
