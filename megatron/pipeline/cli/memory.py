@@ -17,8 +17,8 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
+from megatron.pipeline.flags.importers.upstream import settle
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
-from megatron.pipeline.flags.upstream import settle
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel import ranges
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
