@@ -34,9 +34,9 @@ from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.latent import Latent
 from megatron.pipeline.tune.candidate import Candidate
+from megatron.pipeline.tune.costs import CandidateCosts
 from megatron.pipeline.tune.iteration import Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import OVERLAP, Layouts
-from megatron.pipeline.tune.prediction import Prediction
 from megatron.pipeline.tune.write import extras, write_config
 
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 4096 --disable-bias-linear --swiglu"
@@ -188,7 +188,7 @@ def test_the_overlap_saves_time(slow: Layouts, schedule: str) -> None:
     assert flag in extras(with_) and flag not in extras(without)
     for one in (without, with_):
         assert one.parts.total == pytest.approx(one.seconds) and one.parts.messages > 0
-        assert least_seconds(Prediction(slow.cluster, one.candidate)) <= one.seconds
+        assert least_seconds(CandidateCosts(slow.cluster, one.candidate)) <= one.seconds
     assert with_.costs == without.costs, "the same layers"
     middle = [one.ranks[1].temporary for one in (without, with_)]
     assert middle[0] < middle[1], "all-to-alls of one microbatch need theirs while another computes"
@@ -228,7 +228,7 @@ def test_gradients_of_experts_are_summed_over_ranks_with_the_same_ones(slow: Lay
     for parallel, copies in ((1, 4), (2, 2), (4, 1)):
         one = candidate(slow, "1f1b", expert_model_parallel_size=parallel, **some)
         assert expert_copies(describe(one.args)) == copies
-        costs = (two := Prediction(slow.cluster, one)).costs
+        costs = (two := CandidateCosts(slow.cluster, one)).costs
         plan = Request("1f1b", 2, 4, costs, objective=one.objective).plan()
         found[parallel] = two.between(plan.schedule, plan.value)
     assert found[1] > found[2] > found[4]

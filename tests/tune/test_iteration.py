@@ -15,11 +15,11 @@ from megatron.pipeline.planner.costmodel.estimate import layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.shape import gpt
-from megatron.pipeline.tune import iteration, prediction, relax
+from megatron.pipeline.tune import costs, iteration, relax
 from megatron.pipeline.tune.candidate import Candidate
+from megatron.pipeline.tune.costs import CandidateCosts
 from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
-from megatron.pipeline.tune.prediction import Prediction
 
 RECOMPUTE = FULL_RECOMPUTE | {"recompute_fused_backward": True}
 DISTRIBUTED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -56,7 +56,7 @@ def eight() -> Layouts:
 
 
 def between(on: Layouts, one: Candidate) -> float:
-    costs = (predicted := Prediction(on.cluster, one)).costs
+    costs = (predicted := CandidateCosts(on.cluster, one)).costs
     plan = Request(one.variant.name, one.placement.ranks, 4, costs, objective=one.objective).plan()
     return predicted.between(plan.schedule, plan.value)
 
@@ -77,7 +77,7 @@ def test_1f1b_of_equal_stages_takes_its_closed_form(four: Layouts) -> None:
 def test_families_with_fused_backwards_hold_less_where_layers_are_recomputed(two: Layouts) -> None:
     """A B that makes layers again keeps what a later W reads; a BW does not, so seq-1f1b costs what 1f1b does."""
     plain, sliced, split = (
-        Prediction(two.cluster, candidate(two, name, **FULL_RECOMPUTE)).costs for name in ("1f1b", "seq-1f1b", "zb-h1")
+        CandidateCosts(two.cluster, candidate(two, name, **FULL_RECOMPUTE)).costs for name in ("1f1b", "seq-1f1b", "zb-h1")
     )
     assert sliced == plain
     assert split.stages[0].activation > plain.stages[0].activation
@@ -86,9 +86,9 @@ def test_families_with_fused_backwards_hold_less_where_layers_are_recomputed(two
 def test_a_search_counts_what_backwards_make_again(four: Layouts) -> None:
     """What is written for training has B's longer time and W within it; the least that is held is what recomputation leaves."""
     one = candidate(four, "zb-auto", **RECOMPUTE)
-    apart, found = Prediction(four.cluster, one).costs, result(four, one)
+    apart, found = CandidateCosts(four.cluster, one).costs, result(four, one)
     assert found.costs == apart.with_recomputation(weights=True)
-    assert found.seconds - found.parts.between >= least_seconds(Prediction(four.cluster, one))
+    assert found.seconds - found.parts.between >= least_seconds(CandidateCosts(four.cluster, one))
     whole = result(four, candidate(four, "zb-auto"))
     assert found.fullest.activations < whole.fullest.activations / 3 and found.parts.recomputation > 0
 
@@ -110,18 +110,18 @@ def test_parts_add_up_and_what_is_not_planned_takes_what_planning_it_would(
     found = result(on, one)
     parts = found.parts
     assert parts.total == found.seconds and min(vars(parts).values()) >= 0
-    assert least_seconds(Prediction(on.cluster, one)) <= found.seconds - parts.between
+    assert least_seconds(CandidateCosts(on.cluster, one)) <= found.seconds - parts.between
     assert (parts.recomputation > 0) == (one.args.recompute_granularity == "full")
     assert parts.messages == 0, "no ranks share a layer"
     assert parts.imbalance < 0.01 * found.seconds
     slower = replace(on.cluster, device=replace(A100, hop=Link(1e-3, 1e9)))
     assert isinstance(evaluate(slower, one), Result) and result(replace(on, cluster=slower), one).seconds >= found.seconds
-    without_recomputation = 0.7 * least_seconds(Prediction(on.cluster, one))
+    without_recomputation = 0.7 * least_seconds(CandidateCosts(on.cluster, one))
     assert isinstance(evaluate(on.cluster, one, beat=without_recomputation), Dominated)
     assert isinstance(evaluate(on.cluster, one, beat=found.seconds * 1.0001), Result)
     plans_for_limits = schedule in ("zb-auto", "v-auto")
     assert (found.memory_limit is not None) == plans_for_limits and not found.memory_bound
-    monkeypatch.setattr(prediction, "_ROUNDS", 1000)
+    monkeypatch.setattr(costs, "_ROUNDS", 1000)
     whole = result(on, one)
     assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
     if not plans_for_limits:
@@ -169,7 +169,7 @@ def test_unequal_stages_are_told_from_bubble(four: Layouts) -> None:
     wide = layouts("--vocab-size 65535")
     one = candidate(wide, "1f1b")
     found = result(wide, one)
-    busiest, mean = least_seconds(Prediction(wide.cluster, one)), found.parts.kernels
+    busiest, mean = least_seconds(CandidateCosts(wide.cluster, one)), found.parts.kernels
     assert found.parts.imbalance == pytest.approx(busiest - mean) and found.parts.limit == "imbalance"
     even = result(wide, candidate(wide, "1f1b", vocab_parallel="1"))
     assert even.parts.imbalance == pytest.approx(0.0, abs=1e-9) and even.seconds < found.seconds
@@ -253,7 +253,7 @@ def test_what_is_needed_at_least_is_that_of_the_leanest(two: Layouts) -> None:
 
 def test_a_model_whose_weights_alone_are_too_much_is_told_without_planning(two: Layouts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration, "_plan", None)
-    monkeypatch.setattr(Prediction, "costs", None)
+    monkeypatch.setattr(CandidateCosts, "costs", None)
     outcome = evaluate(on_device(two, memory=1e9).cluster, candidate(two, "v-auto"))
     assert isinstance(outcome, Infeasible) and outcome.needs > outcome.state > 1e9
 

@@ -21,9 +21,9 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import as_flags
 from megatron.pipeline.tune import relax, search, write
 from megatron.pipeline.tune.candidate import Candidate
+from megatron.pipeline.tune.costs import CandidateCosts
 from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
-from megatron.pipeline.tune.prediction import Prediction
 from megatron.pipeline.tune.search import Place, place
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def test_the_best_layout_is_finished_before_others_that_could_be_faster_at_best(
     whole = search.search(on, wanted=1)
     assert whole.left_out == 0 and whole.results[0].candidate.variant.name == "v-auto"
     least = {
-        place(one): least_seconds(Prediction(on.cluster, one)) for layout in on for one in on.candidates(layout, stock=False)
+        place(one): least_seconds(CandidateCosts(on.cluster, one)) for layout in on for one in on.candidates(layout, stock=False)
     }
     assert least[place(whole.results[0].candidate)] > min(least.values())
     some = search.search(on, wanted=1, budget=460.0)
@@ -210,14 +210,14 @@ def test_what_is_beyond_the_budget_or_the_time_is_counted(space: Layouts) -> Non
 
 @pytest.mark.usefixtures("here")
 def test_one_that_cannot_be_planned_does_not_end_a_search(space: Layouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs: Any = vars(Prediction)["costs"].func
+    costs: Any = vars(CandidateCosts)["costs"].func
 
-    def without(one: Prediction) -> Any:
+    def without(one: CandidateCosts) -> Any:
         if one.candidate.variant.name == "zb-h1":
             raise ZeroDivisionError("of nothing")
         return costs(one)
 
-    monkeypatch.setattr(Prediction, "costs", property(without))
+    monkeypatch.setattr(CandidateCosts, "costs", property(without))
     found = search.search(space, wanted=3)
     assert found.results and {each.candidate.variant.name for each in found.results} == {"1f1b"}
     assert list(found.failed) == ["ZeroDivisionError('of nothing')"] and found.failed.total() > 3

@@ -145,7 +145,7 @@ class RehearsalSettings:
         "and the iteration that a device for every rank would have")
     hop: str | None = _add("--rehearse-hop",
         "seconds of a message between two stages where the training will run; or H100-80GB, A100-80GB or a FILE of mpipe "
-        "tune --measure, whose links then count, 8 GPUs a node. Measured here if not given", str, metavar="SECONDS")
+        "tune --gpu-from, whose links then count, 8 GPUs a node. Measured here if not given", str, metavar="SECONDS")
     park: bool = _add("--rehearse-park",
         "a rank's weights, gradients and optimizer state are in host memory while other ranks have their turns")
     replicas: str | None = _add("--rehearse-replicas",

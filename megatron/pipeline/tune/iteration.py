@@ -28,7 +28,7 @@ from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.braid import combined
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.tune.candidate import Candidate, Cluster
-from megatron.pipeline.tune.prediction import Prediction
+from megatron.pipeline.tune.costs import CandidateCosts
 
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
 _OFFLOADED = 3  # times as many, for the copies
@@ -153,7 +153,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
 
 
 def _evaluate(cluster: Cluster, candidate: Candidate, beat: float) -> Outcome:
-    one, device = Prediction(cluster, candidate), cluster.device
+    one, device = CandidateCosts(cluster, candidate), cluster.device
     fixed = fixed_memory(one.model, one.placement, candidate.layers, one.model.spread, device)
     left = [device.memory - each.total for each in fixed]
     if min(left) <= 0:
@@ -181,7 +181,7 @@ def _evaluate(cluster: Cluster, candidate: Candidate, beat: float) -> Outcome:
     return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
 
 
-def _result(one: Prediction, planned: _Planned, ranks: list[RankMemory], limit: float | None) -> Result:
+def _result(one: CandidateCosts, planned: _Planned, ranks: list[RankMemory], limit: float | None) -> Result:
     """The outcome of a candidate that fits."""
     candidate, device, quantized = one.candidate, one.cluster.device, one.shape.quantized
     parts = _parts(one, planned)
@@ -191,7 +191,7 @@ def _result(one: Prediction, planned: _Planned, ranks: list[RankMemory], limit: 
     return Result(candidate, parts.total, parts, ranks, one.trained, limit, planned.memory_bound, mfu, device)
 
 
-def least_seconds(one: Prediction) -> float:
+def least_seconds(one: CandidateCosts) -> float:
     """A lower bound on the seconds of any schedule of this candidate, from the work of its busiest rank: known at once.
 
     0 where its costs cannot be known, as ``evaluate`` then says.
@@ -203,7 +203,7 @@ def least_seconds(one: Prediction) -> float:
     return max(one.work(costs)) + one.candidate.microbatches * costs.vocabulary.total
 
 
-def work(one: Prediction) -> float:
+def work(one: CandidateCosts) -> float:
     """The cost of planning it in thousands of placed passes: the same on every machine, and roughly proportional to time."""
     passes = 3 * (one.placement.last_stage + 1) * one.planned_microbatches / 1000
     searched = _SEARCHED if one.family.plans_for_limits else 0
@@ -227,7 +227,7 @@ class _Planned(NamedTuple):
     pipeline: float
 
 
-def _plan(one: Prediction, limit: float | None, beat: float) -> _Planned | Dominated:
+def _plan(one: CandidateCosts, limit: float | None, beat: float) -> _Planned | Dominated:
     """Plan for ``planned_microbatches`` and extrapolate."""
     candidate, costs = one.candidate, one.trained
     whole, count = candidate.microbatches, one.planned_microbatches
@@ -249,7 +249,7 @@ def _plan(one: Prediction, limit: float | None, beat: float) -> _Planned | Domin
     return _Planned(schedule, memory_bound, seconds, seconds + more * (count < whole))
 
 
-def _solve(one: Prediction, problem: Problem) -> Schedule:
+def _solve(one: CandidateCosts, problem: Problem) -> Schedule:
     """The schedule that training would run: stock has one order with braids, which holds a chunk's activations more."""
     name = one.candidate.variant.name
     if not (one.candidate.overlaps and one.candidate.is_stock):
@@ -258,14 +258,14 @@ def _solve(one: Prediction, problem: Problem) -> Schedule:
     return combined(order) or order
 
 
-def _least_peaks(one: Prediction) -> Sequence[float]:
+def _least_peaks(one: CandidateCosts) -> Sequence[float]:
     """A lower bound on every rank's memory under a family with one order: of few microbatches, without vocabulary and braids."""
     count = min(one.candidate.microbatches, 2 * one.placement.ranks)
     schedule = planning.solve(one.candidate.variant.name, one.problem(one.costs, count, None, bare=True))
     return activation_peaks(recomputed(one.model, one.shape, schedule), one.costs)
 
 
-def _parts(one: Prediction, planned: _Planned) -> IterationParts:
+def _parts(one: CandidateCosts, planned: _Planned) -> IterationParts:
     shape, costs, schedule, count = one.shape, one.costs, planned.schedule, one.candidate.microbatches
     device, links = one.cluster.device, one.links
     behind = [seconds * count / schedule.microbatches for seconds in _overlapped(costs, schedule)]

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeAlias
 from megatron.pipeline.planner.planning.children import end_with_parent
 from megatron.pipeline.planner.view.plots import pareto
 from megatron.pipeline.tune.candidate import Candidate
+from megatron.pipeline.tune.costs import CandidateCosts
 from megatron.pipeline.tune.iteration import Dominated, Failed, Infeasible, Outcome, Result, evaluate, least_seconds, work
 from megatron.pipeline.tune.layouts import Layouts
-from megatron.pipeline.tune.prediction import Prediction
 
 BEST = 10
 WORK = 8_000  # a search's budget, see ``work``: some two minutes of one core
@@ -110,7 +110,7 @@ class _Waiting:
 
     def add(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
-            one = Prediction(self.layouts.cluster, candidate)
+            one = CandidateCosts(self.layouts.cluster, candidate)
             self.back(_QueueEntry(_turn(one), least_seconds(one), self.known, candidate, work(one)))
             self.known += 1
 
@@ -276,7 +276,7 @@ def _threshold(best: Sequence[Result], candidate: Candidate, wanted: int) -> flo
     return min([last, *own])
 
 
-def _turn(one: Prediction) -> int:
+def _turn(one: CandidateCosts) -> int:
     """0 for families with one order, 1 where braids are tried in it, 2 for those that search, 3 for offload: it takes longest."""
     if one.offload is not None:
         return 3

@@ -26,7 +26,7 @@ _ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as mu
 
 
 @dataclass(frozen=True)
-class Prediction:
+class CandidateCosts:
     """A candidate on a cluster; each part is made when it is first asked for."""
 
     cluster: Cluster
