@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -18,15 +17,10 @@ from megatron.pipeline.planner.schedule.core.placement import Placement, interle
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.planner.shape.stages import balanced_layers
+from megatron.pipeline.planner.shape.stages import balanced_layers, heaviest
 
 K = 1024
 DEVICE = named("A100-80GB")
-
-
-def heaviest(counts: list[int], placement: Placement, extra: Mapping[int, float]) -> float:
-    """Work of the heaviest rank, in layers."""
-    return max(sum(counts[stage] + extra.get(stage, 0.0) for stage in row) for row in placement.stages)
 
 
 def shape(seq: int = 2048, vocabulary: int = 32 * K) -> Shape:

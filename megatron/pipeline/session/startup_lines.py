@@ -7,7 +7,6 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
-from megatron.pipeline.planner.shape.balance import heaviest
 
 from megatron.pipeline.distributed.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
@@ -28,6 +27,7 @@ from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.shape.shards import Shards
+from megatron.pipeline.planner.shape.stages import heaviest
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory

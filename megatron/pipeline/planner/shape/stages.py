@@ -87,3 +87,8 @@ def balanced_layers(layers: int, placement: Placement, extra: Mapping[int, float
         loads[stage] += 1
         counts[stage] += 1
     return counts
+
+
+def heaviest(counts: Sequence[int], placement: Placement, extra: Mapping[int, float]) -> float:
+    """Work of the heaviest rank, in layers."""
+    return max(sum(counts[stage] + extra.get(stage, 0.0) for stage in row) for row in placement.stages)
