@@ -30,6 +30,7 @@ from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, s
 from megatron.pipeline.planner.schedule.transforms.transform import recompute
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.latent import Latent
@@ -72,7 +73,7 @@ def test_costs_have_the_parts_of_layers() -> None:
     graphs = None  # which spare the host: layers are tiny
     experts = Experts((False, False, True, True, True, True, True, True), 8, 2, 512, 0, 4096, parallel=4, graphs=graphs)
     shape = replace(Shape.plain(8, 1024, 16, 512, 1024), experts=experts, ffn=experts.mean_ffn)
-    links = Links.of(SLOW, 1, 1, 1, 4, 4, 1)
+    links = Links.of(SLOW, 1, Ranks(1, 1, 4, 4, 1))
     costs = estimate(shape, linear(4), [2, 2, 2, 2], SLOW, links=links)
     dense, middle, _, last = costs.stages
     assert not dense.has_parts and dense.layers is None, "its layers have no experts"
@@ -310,7 +311,7 @@ def test_capacity_limits_the_load(flags: str, load: float) -> None:
 
 def test_shared_experts_run_beside_the_exchange() -> None:
     """Of which they hide as much as they take; without an exchange nothing changes."""
-    links = Links.of(A100, 4, 1, 1, 8, 8, 1)
+    links = Links.of(A100, 4, Ranks(1, 1, 8, 8, 1))
     plain = layer_seconds(DEEPSEEK, A100, links)
     beside = layer_seconds(replace(DEEPSEEK, experts=replace(OF_DEEPSEEK, beside=True)), A100, links)
     shared = 2 * DEEPSEEK.tokens * DEEPSEEK.hidden * 3 * OF_DEEPSEEK.shared_ffn * DEEPSEEK.policy.of_cut_layers

@@ -20,6 +20,7 @@ from megatron.pipeline.planner.costmodel.parameters import parameters
 from megatron.pipeline.planner.costmodel.traffic import cast_traffic, layer_traffic
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape, Work
 from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
@@ -70,7 +71,7 @@ def test_fewer_bits_never_take_more_than_twice_as_long(
     parallel = min(parallel, count)
     experts = Experts((True,) * 8, count, 2, ffn, ffn * shared, 4 * hidden, parallel=parallel, grouped=grouped)
     shape = replace(Shape.plain(8, hidden, 8, seq, 1024), experts=experts, ffn=experts.mean_ffn, gated=True)
-    links = Links.of(device, 8, 1, 1, parallel, 64, 1)
+    links = Links.of(device, 8, Ranks(1, 1, parallel, 64, 1))
     whole = layer_seconds(shape, device, links)
     fewer = layer_seconds(replace(shape, quantized=Quantized(RECIPES[recipe], (True,) * 8)), device, links)
     assert all(one <= 2 * other for one, other in zip(fewer, whole, strict=True))

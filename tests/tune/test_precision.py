@@ -23,6 +23,7 @@ from megatron.pipeline.planner.costmodel.traffic import cast_traffic
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
@@ -135,7 +136,7 @@ def test_tokens_go_to_a_node_once() -> None:
     assert near.visits(1e9, 8, 8) == pytest.approx(GB200.within.seconds((1 - (7 / 8) ** 8) * 7 * 1e9))
     assert near.visits(1e9, 1, 8) == 0
     experts = Experts((True,) * 8, 32, 8, 512, 0, 4096, parallel=16, once=True)
-    links, given = Links.of(GB200, 8, 1, 1, 16, 16, 1), replace(SHAPE, experts=experts)
+    links, given = Links.of(GB200, 8, Ranks(1, 1, 16, 16, 1)), replace(SHAPE, experts=experts)
     assert exchange_seconds(given, links) < exchange_seconds(replace(given, experts=replace(experts, once=False)), links) / 3
 
 

@@ -160,7 +160,9 @@ def same(one: search.SearchResult, other: search.SearchResult) -> bool:
 
 def test_more_processes_find_the_same(space: Layouts) -> None:
     on = replace(space, choices=replace(space.choices, pipeline=(2, 4), microbatch=(1,)))
-    one, three = (search.search(on, wanted=2, processes=processes, budget=1.0) for processes in (1, 3))
+    one, three = (
+        search.search(on, wanted=2, limits=search.SearchLimits(processes=processes, budget=1.0)) for processes in (1, 3)
+    )
     assert one.results and one.left_out and same(one, three)
 
 
@@ -188,18 +190,18 @@ def test_the_best_layout_is_finished_before_others_that_could_be_faster_at_best(
         place(one): least_seconds(CandidateCosts(on.cluster, one)) for layout in on for one in on.candidates(layout, stock=False)
     }
     assert least[place(whole.results[0].candidate)] > min(least.values())
-    some = search.search(on, wanted=1, budget=460.0)
+    some = search.search(on, wanted=1, limits=search.SearchLimits(budget=460.0))
     assert some.left_out > 0 and some.work <= 460 < whole.work
     assert place(some.results[0].candidate) == place(whole.results[0].candidate)  # with post-validation or without
 
 
 @pytest.mark.usefixtures("here")
 def test_what_is_beyond_the_budget_or_the_time_is_counted(space: Layouts) -> None:
-    nothing = search.search(space, budget=0.0)
+    nothing = search.search(space, limits=search.SearchLimits(budget=0.0))
     assert nothing.left_out > 20 and not nothing.results and nothing.tried == 0 and not nothing.stopped
-    late = search.search(space, seconds=-1.0)
+    late = search.search(space, limits=search.SearchLimits(seconds=-1.0))
     assert late.left_out > 20 and not late.results and late.tried == 0 and late.stopped
-    some = search.search(space, budget=0.1)
+    some = search.search(space, limits=search.SearchLimits(budget=0.1))
     assert some.results and some.left_out > 0 and some.work <= 0.1
     reported: list[tuple[int, int, float]] = []
     full = search.search(space, wanted=3, progress=lambda *told: reported.append(told))

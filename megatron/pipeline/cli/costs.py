@@ -14,7 +14,7 @@ from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device, ranges
 from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.estimate import estimate
-from megatron.pipeline.planner.costmodel.links import links_of
+from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.costmodel.replicas import with_replicas
 from megatron.pipeline.planner.planning.refusals import MIB
@@ -71,7 +71,7 @@ def costs_of(
         layers: of every stage.
         per_node: GPUs of a node, for the links between ranks; those of ``gpu`` where it is None.
     """
-    shape, links = Shape.of(model), links_of(gpu, per_node or gpu.node(model.gpus), model)
+    shape, links = Shape.of(model), Links.of(gpu, per_node or gpu.node(model.gpus), model.ranks)
     costs = estimate(shape, placement, layers, gpu, model.spread, not model.makes_weights_again, links)
     if shape.policy.recomputes:
         costs = costs.with_recomputation(model.makes_weights_again)

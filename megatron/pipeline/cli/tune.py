@@ -34,7 +34,7 @@ from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
 from megatron.pipeline.tune.relax import least_needed, smallest_changes
-from megatron.pipeline.tune.search import BEST, WORK, SearchResult, search
+from megatron.pipeline.tune.search import BEST, WORK, SearchLimits, SearchResult, search
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
 
@@ -144,14 +144,14 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         SystemExit: a process died.
     """
     seconds, hybrid = options.seconds or float("inf"), bool(given(layouts.base, *FLAGS))
+    limits = SearchLimits(options.processes, options.work)
     end, before = time.monotonic() + seconds, signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Progress("planning stock's") as progress:
-            stock = found = ours = search(layouts, True, 3, options.processes, options.work, seconds / 2, progress)
+            stock = found = ours = search(layouts, True, 3, replace(limits, seconds=seconds / 2), progress)
         if not (hybrid or stock.interrupted):
             with Progress("planning schedules") as progress:
-                left = end - time.monotonic()
-                ours = search(layouts, False, BEST, options.processes, options.work, left, progress)
+                ours = search(layouts, False, BEST, replace(limits, seconds=end - time.monotonic()), progress)
             found = stock.joined(ours)
     except BrokenProcessPool:
         raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None

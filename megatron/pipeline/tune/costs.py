@@ -7,7 +7,7 @@ from functools import cached_property
 
 from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel.estimate import estimate
-from megatron.pipeline.planner.costmodel.links import Links, links_of
+from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
@@ -45,7 +45,7 @@ class CandidateCosts:
     @cached_property
     def links(self) -> Links:
         """Links between its ranks."""
-        return links_of(self.cluster.device, self.cluster.per_node, self.model)
+        return Links.of(self.cluster.device, self.cluster.per_node, self.model.ranks)
 
     @cached_property
     def family(self) -> Family:

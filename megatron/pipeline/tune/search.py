@@ -145,13 +145,26 @@ class _Waiting:
         return len(self.quick) + sum(map(len, self.slow.values()))
 
 
+@dataclass(frozen=True)
+class SearchLimits:
+    """Limits of a search.
+
+    Attributes:
+        processes: that plan; by default as many as there are cores. They change how long it takes, and nothing else.
+        budget: the most ``work`` that planning may take; what exceeds it is left out.
+        seconds: after which the search ends with what it has by then, which depends on the machine; as at a KeyboardInterrupt.
+    """
+
+    processes: int | None = None
+    budget: float = float("inf")
+    seconds: float = float("inf")
+
+
 def search(
     layouts: Layouts,
     stock: bool = False,
     wanted: int = BEST,
-    processes: int | None = None,
-    budget: float = float("inf"),
-    seconds: float = float("inf"),
+    limits: SearchLimits = SearchLimits(),
     progress: Callable[[int, int, float], None] = lambda done, known, share: None,
 ) -> SearchResult:
     """Find the fastest trainings.
@@ -159,9 +172,6 @@ def search(
     Args:
         stock: of those that megatron-core's own schedules can run, instead of ours.
         wanted: how many layouts are to be ranked; slower ones are not planned.
-        processes: that plan; by default as many as there are cores. They change how long it takes, and nothing else.
-        budget: the most ``work`` that planning may take; what exceeds it is left out.
-        seconds: after which the search ends with what it has by then, which depends on the machine; as at a KeyboardInterrupt.
         progress: called with the numbers of candidates that are finished and that are known, and which share of the time that
             may be: a unit of ``work`` and a candidate beside it take about the same.
 
@@ -169,8 +179,8 @@ def search(
         BrokenProcessPool: a process has died.
     """
     layouts = replace(layouts, refused=Counter())
-    with _pool(processes or os.cpu_count() or 1) as pool:
-        running = _Running(layouts, wanted, budget, pool, time.monotonic() + seconds)
+    with _pool(limits.processes or os.cpu_count() or 1) as pool:
+        running = _Running(layouts, wanted, limits, pool)
         found, waiting = running.found, running.waiting
         try:
             for layout in layouts:
@@ -191,12 +201,12 @@ class _Running:
     """Candidates that are planned now, in the order in which they began; what was found, and what waits.
 
     Args:
-        wanted, budget: as of ``search``.
-        until: when the search ends with what it has by then.
+        wanted: as of ``search``.
     """
 
-    def __init__(self, layouts: Layouts, wanted: int, budget: float, pool: ProcessPoolExecutor, until: float) -> None:
-        self._layouts, self._wanted, self._budget, self._pool, self._until = layouts, wanted, budget, pool, until
+    def __init__(self, layouts: Layouts, wanted: int, limits: SearchLimits, pool: ProcessPoolExecutor) -> None:
+        self._layouts, self._wanted, self._budget, self._pool = layouts, wanted, limits.budget, pool
+        self._until = time.monotonic() + limits.seconds
         self.found, self.waiting = SearchResult(refused=layouts.refused), _Waiting(layouts)
         self.entries: deque[tuple[_QueueEntry, Future[Outcome]]] = deque()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.planner.costmodel import activations
 from megatron.pipeline.planner.costmodel.device import Device, Link
-from megatron.pipeline.planner.shape.description import ModelDescription
+from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.gpt import Shape
 
 
@@ -86,26 +86,12 @@ class Links:
     @classmethod
     def within(cls, device: Device) -> Links:
         """All ranks on one node."""
-        return cls.of(device, 1, 1, 1, 1, 1, 1)
+        return cls.of(device, 1, Ranks(1, 1, 1, 1, 1))
 
     @classmethod
-    def of(
-        cls,
-        device: Device,
-        per_node: int,
-        tensor: int,
-        context: int,
-        expert: int,
-        data: int,
-        pipeline: int,
-        expert_tensor: int | None = None,
-    ) -> Links:
-        """For a layout on nodes of ``per_node`` GPUs.
-
-        Args:
-            expert: ranks that share the experts of a layer, among those of tensor, context and data parallelism.
-            expert_tensor: neighbours that share each of these; as many as share the other layers where it is None.
-        """
+    def of(cls, device: Device, per_node: int, ranks: Ranks) -> Links:
+        """For a layout on nodes of ``per_node`` GPUs."""
+        tensor, context, expert, data, pipeline, expert_tensor = ranks
         parts = expert_tensor or tensor
         stage, own = tensor * context * data, parts * expert  # ranks of a stage, and those of them that have all of its experts
 
@@ -135,24 +121,6 @@ class Links:
             expert=Spread(device.within, device.between, together),
             beside_communication=device.beside_communication,
         )
-
-
-def links_of(device: Device, per_node: int, model: ModelDescription) -> Links:
-    """The links between the ranks of a training.
-
-    Args:
-        per_node: GPUs of a node.
-    """
-    return Links.of(
-        device,
-        per_node,
-        model.tensor_model_parallel_size,
-        model.context_parallel_size,
-        model.expert_model_parallel_size,
-        model.data_parallel_size,
-        model.pipeline_model_parallel_size,
-        model.expert_tensor,
-    )
 
 
 def collective_seconds(kind: str, size: float, ranks: int, link: Link, spread: Spread | None = None) -> float:

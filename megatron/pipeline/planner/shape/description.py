@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 
 HALF, SINGLE = 2, 4  # bytes of a number in fp16 or bf16, and in float32
+
+
+class Ranks(NamedTuple):
+    """Numbers of ranks in groups of every kind.
+
+    Attributes:
+        expert: that share the experts of a layer, among those of tensor, context and data parallelism.
+        expert_tensor: neighbours that share each of these; as many as share the other layers where it is None.
+    """
+
+    tensor: int
+    context: int
+    expert: int
+    data: int
+    pipeline: int
+    expert_tensor: int | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,18 @@ class ModelDescription:
     def number(self) -> int:
         """Bytes of a weight and of an activation."""
         return HALF if self.bf16 or self.fp16 else SINGLE
+
+    @property
+    def ranks(self) -> Ranks:
+        """Its layout."""
+        return Ranks(
+            self.tensor_model_parallel_size,
+            self.context_parallel_size,
+            self.expert_model_parallel_size,
+            self.data_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.expert_tensor_parallel_size,
+        )
 
     @property
     def expert_tensor(self) -> int:
