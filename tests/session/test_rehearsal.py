@@ -76,6 +76,7 @@ def test_numbers_are_those_of_training_and_every_pass_is_measured(
     assert costs.hop == 0.001 and costs.vocabulary.exchange is None
     assert of["hidden_size"] == 32 and of["numbers"] == ("bf16" if "--bf16" in flags else "fp32")
     assert of["collectives"] == ("run" if "--tensor-model-parallel-size" in flags else "none")
+    assert sum(of["layers"]) == of["num_layers"] and of["gpu"] is None
     assert (tmp_path / "found" / "rehearsal.png").stat().st_size > 10_000
     if flags.startswith("zb-auto"):  # its costs plan the next training
         flags = f"--mock-data --pipeline-schedule {flags} --pipeline-costs {tmp_path}/found/costs.json --train-iters 3"
