@@ -52,7 +52,7 @@ def test_a_layer_takes_what_was_measured_and_others_in_proportion(
     assert "A100-80GB with an efficiency of" in told.err and told.err.count("\n") == 1
     gpu, model = named("A100-80GB"), describe(predicted([*MODEL, *flags]).args)
     found, took, by_formulas = origin.measured(gpu, model, origin.read(path.read_text()))
-    assert took == pytest.approx((F, B, W)) and by_formulas == estimate.computing_seconds(Shape.of(model), gpu)
+    assert took == pytest.approx((F, B, W)) and by_formulas == pytest.approx(estimate.computing_seconds(Shape.of(model), gpu))
     alone = found.with_links(1e30)
     assert estimate.layer_seconds(Shape.of(model), alone, Links.within(alone)) == pytest.approx((F, B, W))
     assert found.efficiency == pytest.approx(gpu.efficiency * by_formulas.total / (F + B + W))
@@ -74,6 +74,7 @@ def test_a_layer_takes_what_was_measured_and_others_in_proportion(
             "",
             "does not say of which training .*: mpipe rehearse -- FLAGS writes one",
         ),
+        ({"layers": [2, 2]}, "", r"layers: expected those of each of 4 stages, got \[2, 2\]"),
         ({"collectives": "run"}, "", "its seconds contain what ranks of a layer exchange"),
         ({"collectives": "predicted"}, "", "its seconds were predicted, not measured: mpipe rehearse"),
         ({"recompute_granularity": "full"}, "", "its backwards make activations again"),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
 from megatron.pipeline.planner.costmodel.device import Device, Precision
 from megatron.pipeline.planner.costmodel.estimate import computing_seconds
-from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.reading import parse_json
 from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape, Work
+from megatron.pipeline.planner.shape.stages import numbers_of_layers
 
 _SIZES = (
     "num_layers",
@@ -93,11 +94,18 @@ def measured(gpu: Device, model: ModelDescription, run: Rehearsed) -> tuple[Devi
     Raises:
         ValueError: the file does not say what a layer takes, or is of another model.
     """
-    check(run.of, model)
-    took = of_layer(run.costs, run.of["layers"])
+    check(run, model)
+    stages = _inner_stages(run.costs, numbers_of_layers(run.of["layers"]))
+    count = sum(len(numbers) for _, numbers in stages)
+    took = Work(*(sum(getattr(stage, name) for stage, _ in stages) / count for name in Work._fields))
     alone: dict[str, Any] = dict.fromkeys((*_RANKS, "expert_tensor_parallel_size"), 1) | {name: run.of[name] for name in _HOW}
     shape = Shape.of(replace(model, **alone, sequence_parallel=False))
-    predicted = computing_seconds(shape, gpu)
+
+    def of_layer(device: Device) -> Work:
+        each = (computing_seconds(shape.of_layers(numbers), device).times(len(numbers) / count) for _, numbers in stages)
+        return reduce(Work.plus, each)
+
+    predicted = of_layer(gpu)
     faster, precision = predicted.total / took.total, shape.quantized.recipe.peak if shape.quantized else ""
 
     def scaled(products: _Products, name: str) -> _Products:
@@ -107,21 +115,24 @@ def measured(gpu: Device, model: ModelDescription, run: Rehearsed) -> tuple[Devi
     others = tuple(scaled(one, one.name) for one in gpu.precisions)
     source = f"{gpu.source}; F, B and W of a layer were measured{f' on {run.gpu}' if run.gpu else ''}"
     found = replace(scaled(gpu, ""), attention=faster * gpu.attention, precisions=others, source=source)
-    factors = (one / other for one, other in zip(took, computing_seconds(shape, found), strict=True))
+    factors = (one / other for one, other in zip(took, of_layer(found), strict=True))
     forward, backward, weight = factors
     return replace(found, forward=forward, backward=backward, weight=weight), took, predicted
 
 
-def check(of: Mapping[str, Any], model: ModelDescription) -> None:
+def check(run: Rehearsed, model: ModelDescription) -> None:
     """That a file says what was measured, of this model, and has the time of its computation alone: links add what ranks of a
     layer exchange.
 
     Raises:
         ValueError: it does not, is of another one, or has more.
     """
+    of, stages = run.of, len(run.costs.stages)
     needed = (*_SIZES, *_HOW, "numbers", "collectives", "layers")
     if lacking := [name for name in needed if name not in of]:
         raise ValueError(f"the file does not say of which training its costs are (no {lacking[0]}): {MAKE}")
+    if not (isinstance(of["layers"], list) and len(of["layers"]) == stages and all(type(count) is int for count in of["layers"])):
+        raise ValueError(f"layers: expected those of each of {stages} stages, got {of['layers']!r}")
     if of["collectives"] == "predicted":
         raise ValueError(f"its seconds were predicted, not measured: {MAKE}")
     wanted = {f"--{name.replace('_', '-')}": (of[name], getattr(model, name)) for name in _SIZES}
@@ -137,17 +148,13 @@ def check(of: Mapping[str, Any], model: ModelDescription) -> None:
         raise ValueError("its backwards make activations again, which a prediction adds: measure without --recompute-granularity")
 
 
-def of_layer(costs: Costs, layers: Sequence[int]) -> Work:
-    """Seconds of a layer: medians over the stages between the first and the last, which have other work besides.
-
-    Args:
-        layers: of every stage.
+def _inner_stages(costs: Costs, numbers: Sequence[range]) -> list[tuple[StageCosts, range]]:
+    """Stages between the first and the last, which have other work besides, with the numbers of their layers.
 
     Raises:
-        ValueError: the stages are too few, or have no W.
+        ValueError: they are too few, or have no W.
     """
-    inner = [(stage, count) for stage, count in zip(costs.stages, layers, strict=False)][1:-1]
-    inner = [(stage, count) for stage, count in inner if count]
+    inner = [(stage, own) for stage, own in [*zip(costs.stages, numbers, strict=True)][1:-1] if own]
     if not inner:
         raise ValueError(
             f"{len(costs.stages)} stages, and the first and the last have embedding and output layer besides: measure with 3 "
@@ -157,4 +164,4 @@ def of_layer(costs: Costs, layers: Sequence[int]) -> Work:
         raise ValueError(
             "F, B and W must each take time, and some take none: measure a schedule that splits the backward, as zb-h1"
         )
-    return Work(*(median(getattr(stage, name) / count for stage, count in inner) for name in Work._fields))
+    return inner
