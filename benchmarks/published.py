@@ -21,6 +21,7 @@ from common import command_line, markdown, write_tables
 from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, Method, Source
 
 from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.costmodel.device import Device, named
 from megatron.pipeline.planner.costmodel.estimate import computing_seconds, estimate
@@ -33,8 +34,8 @@ from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import simulate
 from megatron.pipeline.planner.shape import gpt
-from megatron.pipeline.planner.shape.balance import balanced_layers
 from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.stages import balanced_layers
 
 DOCUMENTS = tuple(ROOT / page for page in ("docs/model.md", "docs/notes/model.md", "docs/vocabulary.md", "benchmarks/README.md"))
 DEVICES = ROOT / "megatron" / "pipeline" / "planner" / "costmodel" / "devices"
@@ -91,7 +92,7 @@ def _column(source: Source, column: Column, device: Device) -> list[Cell]:
 def _predict(source: Source, column: Column, method: Method, device: Device) -> tuple[float, float]:
     """Throughput and memory of the fullest rank, in the source's units."""
     args = _arguments(column.flags)
-    shape = Shape.of(args)
+    shape = shape_of(args)
     family = families.named(method.schedule)
     placement = families.placement(method.schedule, RANKS, column.chunks if family.name == "interleaved" else None)
     layers = balanced_layers(shape.layers, placement, _not_layers(source, method, shape, placement))
@@ -116,7 +117,7 @@ def _predict(source: Source, column: Column, method: Method, device: Device) -> 
 
     schedule = plan(column.microbatches, method.limit)
     seconds = objective.length(simulate(schedule, costs))
-    held = predict(args, schedule if method.held is None else plan(4 * RANKS, method.held), layers, device)
+    held = predict(describe(args), schedule if method.held is None else plan(4 * RANKS, method.held), layers, device)
     fullest = max(rank.allocated for rank in held)
     return source.rate(shape, column.microbatches / seconds), fullest / source.byte_unit
 

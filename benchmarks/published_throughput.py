@@ -32,7 +32,7 @@ from megatron.pipeline.planner.costmodel.ranges import FILE, WHOLE, Range, table
 from megatron.pipeline.planner.planning.request import Variant
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.balance import balanced_layers
+from megatron.pipeline.planner.shape.stages import balanced_layers
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts

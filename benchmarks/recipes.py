@@ -24,7 +24,7 @@ from published_throughput import Row, training
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.planner.planning.request import Variant
 from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.shape.balance import balanced_layers
+from megatron.pipeline.planner.shape.stages import balanced_layers
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts

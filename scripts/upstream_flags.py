@@ -1,4 +1,4 @@
-"""The flags of Megatron-LM's releases, from its own parsers: ``megatron/pipeline/flags/upstream.json``.
+"""The flags of Megatron-LM's releases, from its own parsers: ``megatron/pipeline/flags/importers/upstream.json``.
 
     python scripts/upstream_flags.py 0.16=CHECKOUT 0.17=CHECKOUT ...    a source tree of every release, the oldest first
 
@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-OUTPUT = Path(__file__).resolve().parents[1] / "megatron" / "pipeline" / "flags" / "upstream.json"
+OUTPUT = Path(__file__).resolve().parents[1] / "megatron" / "pipeline" / "flags" / "importers" / "upstream.json"
 _ALL = "--print"
 
 

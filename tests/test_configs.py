@@ -21,9 +21,9 @@ from pool import Pool
 
 from megatron.pipeline.cli.memory import Prediction, predicted, report
 from megatron.pipeline.flags.flags import STOCK_1F1B
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel.memory import GIB
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
-from megatron.pipeline.planner.shape.gpt import Shape
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name, len(path.name), path.name))
@@ -118,7 +118,7 @@ def test_a_file_says_what_is_predicted(path: Path) -> None:
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED.items(), ids=str)
 def test_experts_have_the_sizes_that_are_published(name: str, billions: tuple[float, float]) -> None:
     args = predictions(ROOT / "configs" / f"{name}.yaml")[0].args
-    shape, tied = Shape.of(args), not args.untie_embeddings_and_output_weights
+    shape, tied = shape_of(args), not args.untie_embeddings_and_output_weights
     assert total_parameters(shape, tied) / 1e9 == pytest.approx(billions[0], rel=0.01)
     assert shape.experts is not None
     visited = replace(shape, experts=replace(shape.experts, count=shape.experts.topk, parallel=1))  # by a token

@@ -14,6 +14,7 @@ from pool import Pool
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel import activations
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.planner.shape.gpt import Shape
@@ -46,14 +47,13 @@ def counted(pp: int, tp: int, schedule: str, flags: str) -> tuple[int, int]:
 
     from megatron.pipeline.model.layout import stage_layers
     from megatron.pipeline.planner.costmodel.parameters import parameters
-    from megatron.pipeline.planner.shape.gpt import Shape
 
     run = tiny_gpt.Run(schedule, pp=pp, tp=tp, flags=tuple(flags.split()))
     has = {id(one): one.numel() for chunk in run.chunks for one in chunk.parameters()}
     args, placement = run.args, run.pipeline.placement
     layers = [row.count(LayerType.decoder) for row in stage_layers(args, placement)]
     tied = not args.untie_embeddings_and_output_weights
-    predicted = parameters(Shape.of(args), placement, layers, run.pipeline.plans.vocabulary, tied)
+    predicted = parameters(shape_of(args), placement, layers, run.pipeline.plans.vocabulary, tied)
     return sum(has.values()), predicted[parallel_state.get_pipeline_model_parallel_rank()].total
 
 
@@ -128,7 +128,7 @@ def test_what_is_recomputed_by_packages_that_are_not_here_is_predicted(model: st
         flags = [*SMALL.split(), "--bf16", "--pipeline-schedule", schedule, *model.split()]
         without, again = predicted(flags), predicted([*flags, *SELECTIVE.split(), module])
         assert again.args.transformer_impl == ("local" if "local" in model else "transformer_engine")
-        shape = Shape.of(again.args)
+        shape = shape_of(again.args)
         assert activations.layer_activation(shape) - activations.layer_checkpoint(shape) == 1024 * 2 * saved, "in 16 bits"
         less = sum(one.activations - other.activations for one, other in zip(without.ranks, again.ranks, strict=True))
         assert less > 0 or not saved

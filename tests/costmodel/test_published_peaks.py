@@ -12,6 +12,7 @@ from statistics import median
 import pytest
 
 from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel.device import named
 from megatron.pipeline.planner.costmodel.memory import predict
 
@@ -93,7 +94,7 @@ def deviations() -> dict[str, float]:
     for name, (flags, peaks) in (*on_a100.items(), *LATER.items()):
         training = predicted([*BASE.split(), *flags.split()], world_size=8)
         for gpu, measured in peaks.items():
-            ranks = predict(training.args, training.schedule, training.layers, named(gpu))
+            ranks = predict(describe(training.args), training.schedule, training.layers, named(gpu))
             found[f"{name}, {gpu}"] = ranks[-1].allocated / measured - 1
     return found
 

@@ -17,8 +17,8 @@ from command import refusal
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
-from megatron.pipeline.planner.shape.gpt import Shape
 
 # Sizes of published models, and billions of parameters; DeepSeek-V3's with the layer of multi-token prediction.
 LLAMA = {
@@ -106,7 +106,7 @@ def test_a_config_of_hugging_face_is_the_model(config: dict[str, Any], billions:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config | {"architectures": ["X"], "tie_word_embeddings": False, "torch_dtype": "bfloat16"}))
     args = of_file(file, BATCH).args
-    assert total_parameters(Shape.of(args), tied=False) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert total_parameters(shape_of(args), tied=False) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 def test_an_unknown_kind_of_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

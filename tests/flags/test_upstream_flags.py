@@ -13,8 +13,8 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted, read_flags
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import actions
+from megatron.pipeline.flags.importers.upstream import left, table
 from megatron.pipeline.flags.support import check_trained
-from megatron.pipeline.flags.upstream import left, table
 
 OURS = {option for action in actions().values() for option in action.option_strings}
 MODEL = (

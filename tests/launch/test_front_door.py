@@ -1,7 +1,7 @@
 """Upstream's own parser, validation and training loop under our schedules: what a user of ``mpipe launch`` meets first.
 
 pip's megatron-core brings ``megatron.training`` from 0.17 on; ``scripts/check_core_versions.py`` runs this file with each such
-release. The flags of 0.16, whose wheel has no parser, are those of ``flags/upstream.json``.
+release. The flags of 0.16, whose wheel has no parser, are those of ``flags/importers/upstream.json``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from launch.launched import launch
 from pool import forked
 
-from megatron.pipeline.flags.upstream import table
+from megatron.pipeline.flags.importers.upstream import table
 from megatron.pipeline.launch.check import check_flags, untested
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions

@@ -21,7 +21,7 @@ from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.placement import interleaved
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
 from megatron.pipeline.planner.schedule.rules.verify import verify
-from megatron.pipeline.planner.shape.balance import balanced_layers
+from megatron.pipeline.planner.shape.stages import balanced_layers
 
 OUTPUT = {"F": 0.4, "B": 0.8, "activation": 0.1}
 

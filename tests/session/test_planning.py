@@ -12,6 +12,7 @@ import pytest
 from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.cli import main
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.planner.costmodel.memory import predict
 from megatron.pipeline.planner.planning import aside, kept
@@ -370,7 +371,7 @@ def test_a_training_that_fits_under_stock_fits_under_schedules_of_its_memory(nam
     most = max(rank.allocated for rank in stock)
     assert max(rank.allocated for rank in ours) <= most * 1.001
     assert more_than_stock(args, ours, stock) is None
-    whole = predict(args, Request(name, 4, 12).plan().schedule, decoder_layers(args, pipeline.placement))
+    whole = predict(describe(args), Request(name, 4, 12).plan().schedule, decoder_layers(args, pipeline.placement))
     assert max(rank.allocated for rank in whole) > 1.1 * most, "as if stages were equal"
 
 

@@ -15,6 +15,7 @@ from training.short_runs import metrics, train
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_rehearsal import MEASURED
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import origin
 from megatron.pipeline.planner.costmodel.device import Link, named
 from megatron.pipeline.planner.planning.request import Request
@@ -78,6 +79,7 @@ def test_numbers_are_those_of_training_and_every_pass_is_measured(
     assert costs.hop == 0.001 and costs.vocabulary.exchange is None
     assert of["hidden_size"] == 32 and of["numbers"] == ("bf16" if "--bf16" in flags else "fp32")
     assert of["collectives"] == ("run" if "--tensor-model-parallel-size" in flags else "none")
+    assert sum(of["layers"]) == of["num_layers"] and of["gpu"] is None
     assert (tmp_path / "found" / "rehearsal.png").stat().st_size > 10_000
     if flags.startswith("zb-auto"):  # its costs plan the next training
         flags = f"--mock-data --pipeline-schedule {flags} --pipeline-costs {tmp_path}/found/costs.json --train-iters 3"
@@ -145,7 +147,7 @@ def test_messages_take_what_links_do(tmp_path: Path, hop: str, seconds: float | 
 @pytest.mark.parametrize(("flags", "collectives"), [("", "none"), ("--tensor-model-parallel-size 2", "run")])
 def test_costs_say_whether_they_have_the_time_of_collectives(flags: str, collectives: str) -> None:
     args = validate(parse(f"{FLAGS} --rehearse {flags}".split()), 4)
-    assert origin.described(args, "run", [1])["collectives"] == collectives
+    assert origin.described(describe(args), "run", [1])["collectives"] == collectives
 
 
 @pytest.mark.parametrize("hop", ["A100-80GB", "0.001"])

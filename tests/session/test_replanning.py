@@ -16,6 +16,7 @@ from replanned import planned_again
 from training.short_runs import MODEL, metrics, train
 
 from megatron.pipeline.cli import main
+from megatron.pipeline.planner.costmodel import origin
 from megatron.pipeline.planner.planning import aside
 from megatron.pipeline.planner.planning.aside import PlanningProcess
 from megatron.pipeline.planner.planning.request import Request
@@ -106,7 +107,8 @@ def test_the_swap_changes_no_number(
     ratios = [json.loads(line)["measured_over_simulated"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert ratios[:4] == [None] * 4 and all(ratio > 0 for ratio in ratios[5:])
 
-    assert Costs.from_json(cache.read_text()) == UNEQUAL
+    costs, of = origin.read(cache.read_text())
+    assert costs == UNEQUAL and of["collectives"] == "none" and sum(of["layers"]) == of["num_layers"]
     planned = "--pp 2 --microbatches 4 --schedule zb-auto --json"
     assert main(f"plan {planned} --costs {cache}".split()) == 0
     passes = json.loads(capsys.readouterr().out)["passes"]

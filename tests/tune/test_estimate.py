@@ -16,8 +16,8 @@ from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved, linear, v
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.planner.shape.balance import balanced_layers, heaviest
 from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.stages import balanced_layers, heaviest
 
 K = 1024
 DEVICE = named("A100-80GB")

@@ -14,6 +14,7 @@ from megatron.pipeline.cli.memory import predicted, quietly
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_hybrid import check_latent
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel import activations, traffic
 from megatron.pipeline.planner.costmodel.device import Link
 from megatron.pipeline.planner.costmodel.estimate import LAYER, PRODUCT, estimate, launch_seconds, layer_parts, layer_seconds
@@ -30,11 +31,13 @@ from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, s
 from megatron.pipeline.planner.schedule.transforms.transform import recompute
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.latent import Latent
 from megatron.pipeline.tune.candidate import Candidate
-from megatron.pipeline.tune.iteration import Result, between_pipelines, costs_of, evaluate, least_seconds
+from megatron.pipeline.tune.costs import CandidateCosts
+from megatron.pipeline.tune.iteration import Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import OVERLAP, Layouts
 from megatron.pipeline.tune.write import extras, write_config
 
@@ -71,7 +74,7 @@ def test_costs_have_the_parts_of_layers() -> None:
     graphs = None  # which spare the host: layers are tiny
     experts = Experts((False, False, True, True, True, True, True, True), 8, 2, 512, 0, 4096, parallel=4, graphs=graphs)
     shape = replace(Shape.plain(8, 1024, 16, 512, 1024), experts=experts, ffn=experts.mean_ffn)
-    links = Links.of(SLOW, 1, 1, 1, 4, 4, 1)
+    links = Links.of(SLOW, 1, Ranks(1, 1, 4, 4, 1))
     costs = estimate(shape, linear(4), [2, 2, 2, 2], SLOW, links=links)
     dense, middle, _, last = costs.stages
     assert not dense.has_parts and dense.layers is None, "its layers have no experts"
@@ -187,7 +190,7 @@ def test_the_overlap_saves_time(slow: Layouts, schedule: str) -> None:
     assert flag in extras(with_) and flag not in extras(without)
     for one in (without, with_):
         assert one.parts.total == pytest.approx(one.seconds) and one.parts.messages > 0
-        assert least_seconds(slow.cluster, one.candidate) <= one.seconds
+        assert least_seconds(CandidateCosts(slow.cluster, one.candidate)) <= one.seconds
     assert with_.costs == without.costs, "the same layers"
     middle = [one.ranks[1].temporary for one in (without, with_)]
     assert middle[0] < middle[1], "all-to-alls of one microbatch need theirs while another computes"
@@ -226,10 +229,10 @@ def test_gradients_of_experts_are_summed_over_ranks_with_the_same_ones(slow: Lay
     found = {}
     for parallel, copies in ((1, 4), (2, 2), (4, 1)):
         one = candidate(slow, "1f1b", expert_model_parallel_size=parallel, **some)
-        assert expert_copies(one.args) == copies
-        costs = costs_of(slow.cluster, one)
+        assert expert_copies(describe(one.args)) == copies
+        costs = (two := CandidateCosts(slow.cluster, one)).costs
         plan = Request("1f1b", 2, 4, costs, objective=one.objective).plan()
-        found[parallel] = between_pipelines(slow.cluster, one, costs, plan.schedule, plan.value)
+        found[parallel] = two.between(plan.schedule, plan.value)
     assert found[1] > found[2] > found[4]
 
 
@@ -278,7 +281,7 @@ def test_flags_of_latent_attention_that_contradict_each_other(changes: dict[str,
 
 def test_flags_give_the_shape_of_latent_attention() -> None:
     path = Path(__file__).parents[2] / "configs" / "deepseek_v3" / "671B.yaml"
-    shape = Shape.of(predicted(["--config", str(path), "--global-batch-size", "32"], 16).args)
+    shape = shape_of(predicted(["--config", str(path), "--global-batch-size", "32"], 16).args)
     assert (shape.latent, shape.heads, shape.head_width, shape.queries, shape.attended) == (LATENT, 128, 192, 24576, 16384)
     assert shape.experts and sum(shape.experts.layers) == 58 and not any(shape.experts.layers[:3])
 
@@ -303,13 +306,13 @@ def test_the_rank_with_most_tokens_sets_the_pace() -> None:
 def test_capacity_limits_the_load(flags: str, load: float) -> None:
     line = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1 --num-experts 8 "
     more = f"--tokenizer-type NullTokenizer --vocab-size 1000 --global-batch-size 4 --pipeline-schedule stock {flags}"
-    experts = Shape.of(predicted([*line.split(), *more.split()]).args).experts
+    experts = shape_of(predicted([*line.split(), *more.split()]).args).experts
     assert experts and experts.load == load
 
 
 def test_shared_experts_run_beside_the_exchange() -> None:
     """Of which they hide as much as they take; without an exchange nothing changes."""
-    links = Links.of(A100, 4, 1, 1, 8, 8, 1)
+    links = Links.of(A100, 4, Ranks(1, 1, 8, 8, 1))
     plain = layer_seconds(DEEPSEEK, A100, links)
     beside = layer_seconds(replace(DEEPSEEK, experts=replace(OF_DEEPSEEK, beside=True)), A100, links)
     shared = 2 * DEEPSEEK.tokens * DEEPSEEK.hidden * 3 * OF_DEEPSEEK.shared_ffn * DEEPSEEK.policy.of_cut_layers

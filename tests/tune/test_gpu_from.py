@@ -13,6 +13,7 @@ from command import refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import estimate, origin
 from megatron.pipeline.planner.costmodel.device import named, read
 from megatron.pipeline.planner.costmodel.links import Links
@@ -32,8 +33,8 @@ def written(folder: Path, *flags: str, count: int = 4, weight: float = W, **of: 
     inner = StageCosts(2 * F, 2 * B, 2 * weight, 8e6, 3e6)
     ends = replace(inner, forward=9.0, backward=9.0)
     costs = Costs((ends, *[inner] * (count - 2), ends), hop=1e-4)
-    args = predicted([*MODEL, *flags]).args
-    about = origin.described(args, "none", [8 // count] * count, "NVIDIA A100-SXM4-80GB") | of
+    model, gpu = describe(predicted([*MODEL, *flags]).args), "NVIDIA A100-SXM4-80GB"
+    about = origin.described(model, "none", [8 // count] * count, gpu) | of
     path = folder / "costs.json"
     path.write_text(json.dumps(costs.fields() | {"of": {name: value for name, value in about.items() if value != "left out"}}))
     return path
@@ -49,13 +50,13 @@ def test_a_layer_takes_what_was_measured_and_others_in_proportion(
     told = capsys.readouterr()
     assert re.match(r"mpipe: from --gpu-from: a layer takes F 4 ms, B 6 ms, W 2 ms, together \S+ times as long as by", told.err)
     assert "A100-80GB with an efficiency of" in told.err and told.err.count("\n") == 1
-    gpu, args = named("A100-80GB"), predicted([*MODEL, *flags]).args
-    found, took, by_formulas = origin.measured(gpu, args, origin.read(path.read_text()))
-    assert took == pytest.approx((F, B, W)) and by_formulas == estimate.computing_seconds(Shape.of(args), gpu)
+    gpu, model = named("A100-80GB"), describe(predicted([*MODEL, *flags]).args)
+    found, took, by_formulas = origin.measured(gpu, model, origin.read(path.read_text()))
+    assert took == pytest.approx((F, B, W)) and by_formulas == pytest.approx(estimate.computing_seconds(Shape.of(model), gpu))
     alone = found.with_links(1e30)
-    assert estimate.layer_seconds(Shape.of(args), alone, Links.within(alone)) == pytest.approx((F, B, W))
+    assert estimate.layer_seconds(Shape.of(model), alone, Links.within(alone)) == pytest.approx((F, B, W))
     assert found.efficiency == pytest.approx(gpu.efficiency * by_formulas.total / (F + B + W))
-    longer = Shape.of(args | {"micro_batch_size": 4})
+    longer = Shape.of(replace(model, micro_batch_size=4))
     times = [one / other for one, other in zip(*(estimate.computing_seconds(longer, each) for each in (found, gpu)), strict=True)]
     assert times == pytest.approx([one / other for one, other in zip(took, by_formulas, strict=True)])
     assert json.loads(told.out)["stages"][1]["weight"] == pytest.approx(2 * W + found.latency)
@@ -73,6 +74,7 @@ def test_a_layer_takes_what_was_measured_and_others_in_proportion(
             "",
             "does not say of which training .*: mpipe rehearse -- FLAGS writes one",
         ),
+        ({"layers": [2, 2]}, "", r"layers: expected those of each of 4 stages, got \[2, 2\]"),
         ({"collectives": "run"}, "", "its seconds contain what ranks of a layer exchange"),
         ({"collectives": "predicted"}, "", "its seconds were predicted, not measured: mpipe rehearse"),
         ({"recompute_granularity": "full"}, "", "its backwards make activations again"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,14 @@ from command import refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel.activations import exchanged_bytes, layer_activation, layer_retained
 from megatron.pipeline.planner.costmodel.device import named
 from megatron.pipeline.planner.costmodel.estimate import computing_seconds
 from megatron.pipeline.planner.costmodel.parameters import layer_parameters, total_parameters
 from megatron.pipeline.planner.shape import gated_delta
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.hybrid import Hybrid
@@ -24,7 +25,8 @@ from megatron.pipeline.planner.shape.latent import Indexer
 from megatron.pipeline.planner.shape.mamba import mixer
 
 H100 = named("H100-80GB")
-MAMBA = mixer(Namespace(mamba_num_heads=128, mamba_head_dim=64, mamba_num_groups=8, mamba_state_dim=128))
+SIZES = ModelDescription(1, 4096, 16384, 32, 8192, 1, 128)
+MAMBA = mixer(replace(SIZES, mamba_num_heads=128, mamba_head_dim=64, mamba_num_groups=8, mamba_state_dim=128))
 # Nemotron-H-8B (arXiv 2504.03624), as Megatron-LM 0.16 has its flags.
 PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 NEMOTRON = (
@@ -55,7 +57,7 @@ def test_parameters_are_those_of_the_paper() -> None:
     assert [layer_parameters(shape, layer).total for layer in range(3)] == [
         mamba, 4096 * 128 * (2 * 32 + 2 * 8) + 4096, 2 * 4096 * 21504 + 4096,
     ]  # fmt: skip
-    whole = total_parameters(Shape.of(of(OLD, "--hybrid-override-pattern", PATTERN).args), tied=False)
+    whole = total_parameters(shape_of(of(OLD, "--hybrid-override-pattern", PATTERN).args), tied=False)
     assert whole == pytest.approx(8.1e9, rel=0.01)
 
 
@@ -102,7 +104,7 @@ def test_patterns_of_all_releases() -> None:
     uneven = of(NEMOTRON, "--hybrid-layer-pattern", f"{PATTERN[:10]}|{PATTERN[10:26]}|{PATTERN[26:39]}|{PATTERN[39:]}")
     assert [rank.layers for rank in uneven.ranks] == [10, 16, 13, 13]
     shares = of(OLD, "--hybrid-attention-ratio", "0.08", "--hybrid-mlp-ratio", "0.46")
-    counts = [Shape.of(shares.args).hybrid.layers.count(symbol) for symbol in "M*-"]  # type: ignore[union-attr]
+    counts = [shape_of(shares.args).hybrid.layers.count(symbol) for symbol in "M*-"]  # type: ignore[union-attr]
     assert counts == [24, 4, 24]
 
 
@@ -180,15 +182,15 @@ SPARSE = (
 )
 def test_narrow_tokens_of_experts_and_gated_delta_nets_are_as_published(flags: str, whole: float, active: float) -> None:
     """The second is without embedding and output layer, which the cards count or not."""
-    shape = Shape.of(of(flags).args)
+    shape = shape_of(of(flags).args)
     assert total_parameters(shape, tied=False) == pytest.approx(whole, rel=1e-3)
     assert shape.layer_weights * shape.layers == pytest.approx(active, rel=0.01)
 
 
 def test_parameters_are_what_megatron_core_builds() -> None:
     """A ``GatedDeltaNet`` and a ``DSAIndexer`` of release 0.19.2, built on a CPU, have these numbers."""
-    sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 32, "value_head_dim": 48, "conv_kernel_dim": 4}
-    net = gated_delta.mixer(Namespace(**{f"linear_{name}": size for name, size in sizes.items()}))
+    heads = replace(SIZES, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=48)
+    net = gated_delta.mixer(replace(heads, linear_conv_kernel_dim=4))
     assert 256 * (net.projected + net.mixed) + net.parameters == 183_608
     indexer = Indexer(heads=8, width=64, keys=16)
     assert indexer.weights(hidden=256, queries=96) + 2 * 64 == 67_712
@@ -198,13 +200,13 @@ def test_what_other_kinds_save() -> None:
     """Of long sequences; narrow tokens also in the exchange."""
 
     def seconds(flags: str, *more: str) -> float:
-        return computing_seconds(Shape.of(of(flags, *more).args), H100).total
+        return computing_seconds(shape_of(of(flags, *more).args), H100).total
 
     assert seconds(NEXT, "--seq-length", "65536", "--max-position-embeddings", "65536") < 0.6 * seconds(
         NEXT, "--seq-length", "65536", "--linear-attention-freq", "1"
     )
     assert 0.2 * seconds(LATENT) < seconds(SPARSE) < 0.7 * seconds(LATENT)
-    narrow, wide = (Shape.of(of(flags).args) for flags in (SUPER, SUPER.replace("--moe-latent-size 1024", "")))
+    narrow, wide = (shape_of(of(flags).args) for flags in (SUPER, SUPER.replace("--moe-latent-size 1024", "")))
     ranks = [replace(shape, experts=replace(shape.experts, parallel=8)) for shape in (narrow, wide)]  # type: ignore[type-var]
     assert exchanged_bytes(ranks[1]) == 4 * exchanged_bytes(ranks[0]) > 0
     assert layer_activation(narrow) < layer_activation(wide)

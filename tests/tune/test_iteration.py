@@ -9,16 +9,17 @@ import pytest
 from tune.small import A100, candidate, layouts, on_device, result
 
 from megatron.pipeline.cli import costs as command
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel.device import Link
 from megatron.pipeline.planner.costmodel.estimate import layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.shape import gpt
-from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.tune import iteration, relax
+from megatron.pipeline.tune import costs, iteration, relax
 from megatron.pipeline.tune.candidate import Candidate
-from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, between_pipelines, costs_of, evaluate, least_seconds
+from megatron.pipeline.tune.costs import CandidateCosts
+from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
 
 RECOMPUTE = FULL_RECOMPUTE | {"recompute_fused_backward": True}
@@ -56,28 +57,28 @@ def eight() -> Layouts:
 
 
 def between(on: Layouts, one: Candidate) -> float:
-    costs = costs_of(on.cluster, one)
+    costs = (predicted := CandidateCosts(on.cluster, one)).costs
     plan = Request(one.variant.name, one.placement.ranks, 4, costs, objective=one.objective).plan()
-    return between_pipelines(on.cluster, one, costs, plan.schedule, plan.value)
+    return predicted.between(plan.schedule, plan.value)
 
 
 def test_1f1b_of_equal_stages_takes_its_closed_form(four: Layouts) -> None:
     """(m + p - 1)(F + B + W), and then the step; the vocabulary of 128 rows is 0.2 % of a stage."""
     on = on_device(four, latency=0.0, hop=Link(0.0, 1e30))
     one = candidate(on, "1f1b")
-    layer = layer_seconds(Shape.of(one.args), on.cluster.device, Links.within(on.cluster.device)).total
+    layer = layer_seconds(shape_of(one.args), on.cluster.device, Links.within(on.cluster.device)).total
     found = result(on, one)
     assert found.seconds - found.parts.between == pytest.approx((32 + 4 - 1) * 2 * layer, rel=5e-3)
     assert found.parts.between == pytest.approx(between(on, one))
     assert found.tokens_per_second == pytest.approx(32 * 2048 / found.seconds)
-    operations = 32 * gpt.training_operations(Shape.of(one.args))
+    operations = 32 * gpt.training_operations(shape_of(one.args))
     assert found.mfu == pytest.approx(operations / (found.seconds * 4 * A100.peak))
 
 
 def test_families_with_fused_backwards_hold_less_where_layers_are_recomputed(two: Layouts) -> None:
     """A B that makes layers again keeps what a later W reads; a BW does not, so seq-1f1b costs what 1f1b does."""
     plain, sliced, split = (
-        costs_of(two.cluster, candidate(two, name, **FULL_RECOMPUTE)) for name in ("1f1b", "seq-1f1b", "zb-h1")
+        CandidateCosts(two.cluster, candidate(two, name, **FULL_RECOMPUTE)).costs for name in ("1f1b", "seq-1f1b", "zb-h1")
     )
     assert sliced == plain
     assert split.stages[0].activation > plain.stages[0].activation
@@ -86,9 +87,9 @@ def test_families_with_fused_backwards_hold_less_where_layers_are_recomputed(two
 def test_a_search_counts_what_backwards_make_again(four: Layouts) -> None:
     """What is written for training has B's longer time and W within it; the least that is held is what recomputation leaves."""
     one = candidate(four, "zb-auto", **RECOMPUTE)
-    apart, found = costs_of(four.cluster, one), result(four, one)
+    apart, found = CandidateCosts(four.cluster, one).costs, result(four, one)
     assert found.costs == cutting.with_recomputation(apart, weights=True)
-    assert found.seconds - found.parts.between >= least_seconds(four.cluster, one)
+    assert found.seconds - found.parts.between >= least_seconds(CandidateCosts(four.cluster, one))
     whole = result(four, candidate(four, "zb-auto"))
     assert found.fullest.activations < whole.fullest.activations / 3 and found.parts.recomputation > 0
 
@@ -96,7 +97,7 @@ def test_a_search_counts_what_backwards_make_again(four: Layouts) -> None:
 def test_a_backward_with_w_within_it_takes_what_mpipe_costs_says(four: Layouts) -> None:
     """The start of W is saved: both plan for the same seconds."""
     one = candidate(four, "zb-h1", **RECOMPUTE)
-    printed = command.costs_of(one.args, one.placement, one.layers, four.cluster.device)
+    printed = command.costs_of(describe(one.args), one.placement, one.layers, four.cluster.device)
     assert [stage.backward for stage in result(four, one).costs.stages] == [stage.backward for stage in printed.stages]
 
 
@@ -110,18 +111,18 @@ def test_parts_add_up_and_what_is_not_planned_takes_what_planning_it_would(
     found = result(on, one)
     parts = found.parts
     assert parts.total == found.seconds and min(vars(parts).values()) >= 0
-    assert least_seconds(on.cluster, one) <= found.seconds - parts.between
+    assert least_seconds(CandidateCosts(on.cluster, one)) <= found.seconds - parts.between
     assert (parts.recomputation > 0) == (one.args.recompute_granularity == "full")
     assert parts.messages == 0, "no ranks share a layer"
     assert parts.imbalance < 0.01 * found.seconds
     slower = replace(on.cluster, device=replace(A100, hop=Link(1e-3, 1e9)))
     assert isinstance(evaluate(slower, one), Result) and result(replace(on, cluster=slower), one).seconds >= found.seconds
-    without_recomputation = 0.7 * least_seconds(on.cluster, one)
+    without_recomputation = 0.7 * least_seconds(CandidateCosts(on.cluster, one))
     assert isinstance(evaluate(on.cluster, one, beat=without_recomputation), Dominated)
     assert isinstance(evaluate(on.cluster, one, beat=found.seconds * 1.0001), Result)
     plans_for_limits = schedule in ("zb-auto", "v-auto")
     assert (found.memory_limit is not None) == plans_for_limits and not found.memory_bound
-    monkeypatch.setattr(iteration, "_ROUNDS", 1000)
+    monkeypatch.setattr(costs, "_ROUNDS", 1000)
     whole = result(on, one)
     assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
     if not plans_for_limits:
@@ -169,7 +170,7 @@ def test_unequal_stages_are_told_from_bubble(four: Layouts) -> None:
     wide = layouts("--vocab-size 65535")
     one = candidate(wide, "1f1b")
     found = result(wide, one)
-    busiest, mean = least_seconds(wide.cluster, one), found.parts.kernels
+    busiest, mean = least_seconds(CandidateCosts(wide.cluster, one)), found.parts.kernels
     assert found.parts.imbalance == pytest.approx(busiest - mean) and found.parts.limit == "imbalance"
     even = result(wide, candidate(wide, "1f1b", vocab_parallel="1"))
     assert even.parts.imbalance == pytest.approx(0.0, abs=1e-9) and even.seconds < found.seconds
@@ -253,7 +254,7 @@ def test_what_is_needed_at_least_is_that_of_the_leanest(two: Layouts) -> None:
 
 def test_a_model_whose_weights_alone_are_too_much_is_told_without_planning(two: Layouts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration, "_plan", None)
-    monkeypatch.setattr(iteration, "costs_of", None)
+    monkeypatch.setattr(CandidateCosts, "costs", None)
     outcome = evaluate(on_device(two, memory=1e9).cluster, candidate(two, "v-auto"))
     assert isinstance(outcome, Infeasible) and outcome.needs > outcome.state > 1e9
 

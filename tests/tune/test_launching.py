@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.cli.memory import Prediction, predicted
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.device import named, shipped
 from megatron.pipeline.planner.costmodel.estimate import LAYER, PRODUCT, layer_seconds
@@ -19,6 +20,7 @@ from megatron.pipeline.planner.costmodel.parameters import parameters
 from megatron.pipeline.planner.costmodel.traffic import cast_traffic, layer_traffic
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape, Work
 from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
@@ -69,7 +71,7 @@ def test_fewer_bits_never_take_more_than_twice_as_long(
     parallel = min(parallel, count)
     experts = Experts((True,) * 8, count, 2, ffn, ffn * shared, 4 * hidden, parallel=parallel, grouped=grouped)
     shape = replace(Shape.plain(8, hidden, 8, seq, 1024), experts=experts, ffn=experts.mean_ffn, gated=True)
-    links = Links.of(device, 8, 1, 1, parallel, 64, 1)
+    links = Links.of(device, 8, Ranks(1, 1, parallel, 64, 1))
     whole = layer_seconds(shape, device, links)
     fewer = layer_seconds(replace(shape, quantized=Quantized(RECIPES[recipe], (True,) * 8)), device, links)
     assert all(one <= 2 * other for one, other in zip(fewer, whole, strict=True))
@@ -87,7 +89,7 @@ def test_fewer_bits_never_take_more_than_twice_as_long(
 )
 def test_flags_say_what_cuda_graphs_launch(flags: str, graphs: bool | None) -> None:
     prediction = training(f"--num-experts 8 {flags}")
-    experts = Shape.of(prediction.args).experts
+    experts = shape_of(prediction.args).experts
     assert experts and experts.graphs is graphs
     assert any("an estimate" in note for note in prediction.args.not_modelled) is bool(flags)
 
@@ -104,23 +106,23 @@ def test_casts_read_each_number_as_often_as_the_recipe_does() -> None:
 
 def test_attention_reads_the_keys_of_its_window() -> None:
     whole, some, every = (
-        Shape.of(training(flags).args)
+        shape_of(training(flags).args)
         for flags in ("", "--window-size 128,0 --window-attn-skip-freq 2", "--window-size (128,0) --window-attn-skip-freq [1]*8")
     )
     assert some.windows is not None
     assert some.windows.layers == (257, 2048) * 4
     assert (whole.keys, some.keys, every.keys) == (2048, (2048 + 257) / 2, 257)
     assert gpt.attention_work(every).forward == pytest.approx(gpt.attention_work(whole).forward * 257 / 2048)
-    assert some.of_layers(1, 1).keys == 2048
+    assert some.of_layers(range(1, 2)).keys == 2048
     assert gpt.linear_work(some) == gpt.linear_work(whole)
-    assert Shape.of(training("--window-size=-1,-1").args).windows is None
+    assert shape_of(training("--window-size=-1,-1").args).windows is None
 
 
 def test_muon_keeps_one_moment_of_matrices() -> None:
     found = {name: training(f"--optimizer {name}").args for name in ("adam", "muon", "dist_muon")}
-    count = parameters(Shape.of(found["adam"]), linear(4), [2] * 4)[0]
+    count = parameters(shape_of(found["adam"]), linear(4), [2] * 4)[0]
     assert 0 < count.layers < count.total
-    whole, muon, cut = (state_bytes(args, count) for args in found.values())
+    whole, muon, cut = (state_bytes(describe(args), count) for args in found.values())
     assert whole - muon == pytest.approx(4 * count.layers)
     optimizer = muon - count.total * (2 + 4)
     assert cut == pytest.approx(count.total * (2 + 4) + optimizer / 4)
@@ -133,7 +135,7 @@ def test_graphs_of_layers_keep_their_outputs_gradients() -> None:
         training(more).ranks
         for more in ("", "--cuda-graph-impl transformer_engine --cuda-graph-scope attn", "--cuda-graph-impl full_iteration")
     )
-    each = hidden_bytes(Shape.of(training().args))
+    each = hidden_bytes(shape_of(training().args))
     for row, other, one in zip(plain, graphs, whole, strict=True):
         assert other.temporary - row.temporary == pytest.approx(each * row.layers * row.microbatches)
         assert one == row

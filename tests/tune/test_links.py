@@ -9,6 +9,7 @@ import pytest
 from megatron.pipeline.planner.costmodel.device import Link, named
 from megatron.pipeline.planner.costmodel.links import Links, Spread, exchange_seconds, hop_seconds, layer_communication
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 
@@ -43,26 +44,26 @@ def cards(count: int) -> Link:
 def test_groups_get_their_links(
     tensor: int, context: int, expert: int, data: int, pipeline: int, expected: tuple[Link, ...], together: int | None
 ) -> None:
-    links = Links.of(DEVICE, 8, tensor, context, expert, data, pipeline)
+    links = Links.of(DEVICE, 8, Ranks(tensor, context, expert, data, pipeline))
     assert (links.hop, links.tensor, links.context, links.data) == expected
     assert links.expert == Spread(DEVICE.within, DEVICE.between, together)
 
 
 def test_ranks_with_the_same_experts_are_as_far_apart_as_others_have_other_experts() -> None:
-    links = Links.of(DEVICE, 8, 2, 1, 2, 16, 1)
+    links = Links.of(DEVICE, 8, Ranks(2, 1, 2, 16, 1))
     assert (links.experts, links.expert_data, links.data) == (DEVICE.within, cards(2), cards(4))
-    assert Links.of(DEVICE, 8, 1, 1, 16, 16, 2).expert_data == DEVICE.within, "no other rank has them"
+    assert Links.of(DEVICE, 8, Ranks(1, 1, 16, 16, 2)).expert_data == DEVICE.within, "no other rank has them"
 
 
 def test_experts_are_cut_in_their_own_way() -> None:
     """``--expert-tensor-parallel-size``: ranks with other experts are that far apart, and need not be as many as share MLPs."""
-    links = Links.of(DEVICE, 8, 2, 1, 16, 8, 2, expert_tensor=1)
+    links = Links.of(DEVICE, 8, Ranks(2, 1, 16, 8, 2, expert_tensor=1))
     assert (links.experts, links.expert_data, links.expert_tensor) == (cards(8), DEVICE.within, DEVICE.within)
     assert links.expert == Spread(DEVICE.within, DEVICE.between, 8)
-    on_a_node = Links.of(DEVICE, 8, 2, 1, 8, 16, 1, expert_tensor=1)
+    on_a_node = Links.of(DEVICE, 8, Ranks(2, 1, 8, 16, 1, expert_tensor=1))
     assert (on_a_node.experts, on_a_node.expert_data) == (DEVICE.within, cards(1))
     assert on_a_node.expert == Spread(DEVICE.within, DEVICE.between)
-    assert Links.of(DEVICE, 8, 2, 1, 2, 16, 1, expert_tensor=16).expert_tensor == cards(8)
+    assert Links.of(DEVICE, 8, Ranks(2, 1, 2, 16, 1, expert_tensor=16)).expert_tensor == cards(8)
 
 
 def test_each_rank_sends_to_each() -> None:
@@ -104,7 +105,7 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 
 
 def test_a_token_goes_to_every_expert_that_it_visits_or_to_all_ranks() -> None:
-    links = Links.of(DEVICE, 8, 1, 1, 16, 16, 1)
+    links = Links.of(DEVICE, 8, Ranks(1, 1, 16, 16, 1))
     experts = Experts((True,) * 8, 32, 8, 512, 0, 4096, parallel=16)
     given, own = replace(SHAPE, experts=experts), 2 * 512 * 1024
     assert exchange_seconds(given, links) == pytest.approx(8 * (3e-6 + 8 * own / 16 / 20e9)), "half of them leave the node"

@@ -12,6 +12,7 @@ from megatron.pipeline.cli import tune
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.support import check_trained
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel import activations, ranges
 from megatron.pipeline.planner.costmodel.device import NOT_FITTED, named, shipped
 from megatron.pipeline.planner.costmodel.estimate import computing_seconds, output_costs
@@ -22,6 +23,7 @@ from megatron.pipeline.planner.costmodel.traffic import cast_traffic
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
@@ -59,9 +61,9 @@ def test_linears_of_layers_are_faster_and_nothing_else(recipe: str) -> None:
 
 def test_first_and_last_layers_stay_in_16_bits() -> None:
     args = training("--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2").args
-    shape = Shape.of(args)
+    shape = shape_of(args)
     assert shape.quantized is not None and shape.quantized.layers == (False, *[True] * 5, False, False)
-    first, second, last = (shape.of_layers(layer, 2) for layer in (0, 2, 6))
+    first, second, last = (shape.of_layers(range(layer, layer + 2)) for layer in (0, 2, 6))
     assert [one.quantized and one.quantized.share for one in (first, second, last)] == [0.5, 1, 0]
     whole = computing_seconds(replace(shape, quantized=None), GB200)
     assert computing_seconds(last, GB200).weight == whole.weight
@@ -94,10 +96,10 @@ def test_weights_have_copies_for_products_or_are_kept_in_fewer_bits() -> None:
         training(f"--fp8-format e4m3 --fp8-recipe mxfp8 {more}").args
         for more in ("", "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag")
     )
-    more = [state_bytes(args, count) - state_bytes(plain, count) for args in (copies, kept)]
+    more = [state_bytes(describe(args), count) - state_bytes(describe(plain), count) for args in (copies, kept)]
     assert more == [pytest.approx(2.0625 * count.total), pytest.approx(0.0625 * count.total)]
     tensorwise = training("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather").args
-    assert [gathered_bytes(args, count) for args in (plain, copies, kept, tensorwise)] == [2, 2, 2, 1]
+    assert [gathered_bytes(describe(args), count) for args in (plain, copies, kept, tensorwise)] == [2, 2, 2, 1]
     assert training("--fp4-format e2m1").fullest.total > training().fullest.state
 
 
@@ -112,8 +114,8 @@ def test_weights_have_copies_for_products_or_are_kept_in_fewer_bits() -> None:
 )
 def test_the_optimizer_has_the_bytes_that_flags_say(flags: str, each: float) -> None:
     args = training(flags).args
-    count = parameters(Shape.of(args), linear(4), [2] * 4)[1]
-    assert state_bytes(args, count) == pytest.approx(count.total * (2 + 4 + each / 4))
+    count = parameters(shape_of(args), linear(4), [2] * 4)[1]
+    assert state_bytes(describe(args), count) == pytest.approx(count.total * (2 + 4 + each / 4))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_tokens_go_to_a_node_once() -> None:
     assert near.visits(1e9, 8, 8) == pytest.approx(GB200.within.seconds((1 - (7 / 8) ** 8) * 7 * 1e9))
     assert near.visits(1e9, 1, 8) == 0
     experts = Experts((True,) * 8, 32, 8, 512, 0, 4096, parallel=16, once=True)
-    links, given = Links.of(GB200, 8, 1, 1, 16, 16, 1), replace(SHAPE, experts=experts)
+    links, given = Links.of(GB200, 8, Ranks(1, 1, 16, 16, 1)), replace(SHAPE, experts=experts)
     assert exchange_seconds(given, links) < exchange_seconds(replace(given, experts=replace(experts, once=False)), links) / 3
 
 

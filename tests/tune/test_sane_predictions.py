@@ -21,6 +21,7 @@ from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
@@ -66,7 +67,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 def test_seconds_and_bytes_are_numbers(shape: Shape, ranks: int, per_node: int, split: bool) -> None:
     held, experts = shape.policy, shape.experts
     parallel, part = (experts.parallel, experts.tensor) if experts else (1, held.tensor)
-    links = Links.of(GPU, per_node, held.tensor, held.context, parallel, 8, ranks, part)
+    links = Links.of(GPU, per_node, Ranks(held.tensor, held.context, parallel, 8, ranks, part))
     layers = [shape.layers // ranks + (rank < shape.layers % ranks) for rank in range(ranks)]
     costs = estimate(shape, linear(ranks), layers, GPU, None, split, links)
     for stage in costs.stages:

@@ -19,9 +19,10 @@ from tune.small import candidate, layouts, on_device, result
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import as_flags
-from megatron.pipeline.tune import iteration, relax, search, write
-from megatron.pipeline.tune.candidate import Candidate, Cluster
-from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, costs_of, evaluate, least_seconds
+from megatron.pipeline.tune import relax, search, write
+from megatron.pipeline.tune.candidate import Candidate
+from megatron.pipeline.tune.costs import CandidateCosts
+from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
 from megatron.pipeline.tune.search import Place, place
 
@@ -159,7 +160,9 @@ def same(one: search.SearchResult, other: search.SearchResult) -> bool:
 
 def test_more_processes_find_the_same(space: Layouts) -> None:
     on = replace(space, choices=replace(space.choices, pipeline=(2, 4), microbatch=(1,)))
-    one, three = (search.search(on, wanted=2, processes=processes, budget=1.0) for processes in (1, 3))
+    one, three = (
+        search.search(on, wanted=2, limits=search.SearchLimits(processes=processes, budget=1.0)) for processes in (1, 3)
+    )
     assert one.results and one.left_out and same(one, three)
 
 
@@ -183,20 +186,22 @@ def test_the_best_layout_is_finished_before_others_that_could_be_faster_at_best(
     )
     whole = search.search(on, wanted=1)
     assert whole.left_out == 0 and whole.results[0].candidate.variant.name == "v-auto"
-    least = {place(one): least_seconds(on.cluster, one) for layout in on for one in on.candidates(layout, stock=False)}
+    least = {
+        place(one): least_seconds(CandidateCosts(on.cluster, one)) for layout in on for one in on.candidates(layout, stock=False)
+    }
     assert least[place(whole.results[0].candidate)] > min(least.values())
-    some = search.search(on, wanted=1, budget=460.0)
+    some = search.search(on, wanted=1, limits=search.SearchLimits(budget=460.0))
     assert some.left_out > 0 and some.work <= 460 < whole.work
     assert place(some.results[0].candidate) == place(whole.results[0].candidate)  # with post-validation or without
 
 
 @pytest.mark.usefixtures("here")
 def test_what_is_beyond_the_budget_or_the_time_is_counted(space: Layouts) -> None:
-    nothing = search.search(space, budget=0.0)
+    nothing = search.search(space, limits=search.SearchLimits(budget=0.0))
     assert nothing.left_out > 20 and not nothing.results and nothing.tried == 0 and not nothing.stopped
-    late = search.search(space, seconds=-1.0)
+    late = search.search(space, limits=search.SearchLimits(seconds=-1.0))
     assert late.left_out > 20 and not late.results and late.tried == 0 and late.stopped
-    some = search.search(space, budget=0.1)
+    some = search.search(space, limits=search.SearchLimits(budget=0.1))
     assert some.results and some.left_out > 0 and some.work <= 0.1
     reported: list[tuple[int, int, float]] = []
     full = search.search(space, wanted=3, progress=lambda *told: reported.append(told))
@@ -207,12 +212,14 @@ def test_what_is_beyond_the_budget_or_the_time_is_counted(space: Layouts) -> Non
 
 @pytest.mark.usefixtures("here")
 def test_one_that_cannot_be_planned_does_not_end_a_search(space: Layouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(cluster: Cluster, one: Candidate) -> Any:
-        if one.variant.name == "zb-h1":
-            raise ZeroDivisionError("of nothing")
-        return costs_of(cluster, one)
+    costs: Any = vars(CandidateCosts)["costs"].func
 
-    monkeypatch.setattr(iteration, "costs_of", without)
+    def without(one: CandidateCosts) -> Any:
+        if one.candidate.variant.name == "zb-h1":
+            raise ZeroDivisionError("of nothing")
+        return costs(one)
+
+    monkeypatch.setattr(CandidateCosts, "costs", property(without))
     found = search.search(space, wanted=3)
     assert found.results and {each.candidate.variant.name for each in found.results} == {"1f1b"}
     assert list(found.failed) == ["ZeroDivisionError('of nothing')"] and found.failed.total() > 3

@@ -23,6 +23,7 @@ from tune.test_search import Here
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.cli.progress import Progress
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import origin
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.tune import search
@@ -294,7 +295,8 @@ def test_measured_searched_and_verified_on_this_machine(
     monkeypatch.chdir(tmp_path)
     model = ["--config", str(TINY), *"--global-batch-size 8 --num-layers 4 --hidden-size 64 --seq-length 64".split()]
     directory, stage = tmp_path / "tuned", StageCosts(4e-3, 4e-3, 4e-3, 1e6)
-    of = origin.described(predicted([*model, "--micro-batch-size", "4", "--transformer-impl", "local"]).args, "none", [1] * 4)
+    measured = describe(predicted([*model, "--micro-batch-size", "4", "--transformer-impl", "local"]).args)
+    of = origin.described(measured, "none", [1] * 4)
     (machine := tmp_path / "costs.json").write_text(json.dumps(Costs((stage,) * 4).fields() | {"of": of}))
 
     def run(*arguments: str) -> str:

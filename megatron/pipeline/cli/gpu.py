@@ -8,6 +8,7 @@ from argparse import Namespace
 from functools import partial
 
 from megatron.pipeline.cli.arguments import count, file_of
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device, origin
 from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.planning.document import naming
@@ -48,11 +49,11 @@ def named_gpu(options: Namespace) -> Device | None:
     return found
 
 
-def measured_gpu(gpu: Device, options: Namespace, model: Namespace) -> Device:
+def measured_gpu(gpu: Device, options: Namespace, args: Namespace) -> Device:
     """The same with the times of ``--gpu-from``, if that is given, and a line on stderr that says what was taken from it.
 
     Args:
-        model: flags of the model after ``validate``, with ``padded_vocab_size``.
+        args: flags of the model after ``validate``, with ``padded_vocab_size``.
 
     Raises:
         ValueError: the file has no times of its layers.
@@ -60,7 +61,7 @@ def measured_gpu(gpu: Device, options: Namespace, model: Namespace) -> Device:
     if options.gpu_from is None:
         return gpu
     try:
-        found, took, predicted = origin.measured(gpu, model, options.gpu_from)
+        found, took, predicted = origin.measured(gpu, describe(args), options.gpu_from)
     except ValueError as error:
         raise ValueError(f"--gpu-from: {error}") from None
     passes = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in zip("FBW", took, strict=True))

@@ -17,8 +17,9 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
+from megatron.pipeline.flags.importers.upstream import settle
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
-from megatron.pipeline.flags.upstream import settle
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel import ranges
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
@@ -26,7 +27,6 @@ from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.planning.request import MOST_RANKS
 from megatron.pipeline.planner.schedule.core.names import OFF, STOCK
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.hybrid import FLAGS
 from megatron.pipeline.planner.view.table import plain_table
 
@@ -74,7 +74,7 @@ class Prediction:
     @property
     def message_bytes(self) -> float | None:
         """Bytes of ``message_buffers``."""
-        size = hidden_bytes(Shape.of(self.args)) / self.schedule.splits
+        size = hidden_bytes(shape_of(self.args)) / self.schedule.splits
         return None if self.message_buffers is None else self.message_buffers * size
 
     @property
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
     check_output(options)
     flags = options.flags
     prediction = predicted(flags, options.data_parallel_size, options.world_size)
-    world = gpus_of(prediction.args)
+    world = describe(prediction.args).gpus
     stock = prediction.args.pipeline.schedule == STOCK
     try:
         other = predicted(flags, world_size=world, changes=neutral(Role.CHUNKS) | _DEFAULT if stock else STOCK_1F1B)
@@ -175,7 +175,7 @@ def predicted(
         schedule = largest_iteration(args, pipeline)
         messages = None if pipeline.is_stock else pipeline.plans.plan(schedule.microbatches).message_buffers
         layers = decoder_layers(args, schedule.placement)
-        return Prediction(args, schedule, layers, predict(args, schedule, layers), whole, messages)
+        return Prediction(args, schedule, layers, predict(describe(args), schedule, layers), whole, messages)
 
 
 def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({})) -> Flags:
@@ -238,7 +238,7 @@ def report(prediction: Prediction) -> dict[str, Any]:
         "dp": args.data_parallel_size,
         "vocab_parallel": args.vocabulary.spread or OFF,
         "microbatches": prediction.microbatches,
-        "parameters": total_parameters(Shape.of(args), not args.untie_embeddings_and_output_weights),
+        "parameters": total_parameters(shape_of(args), not args.untie_embeddings_and_output_weights),
         "transformer_impl": args.transformer_impl,
         "overhead": OVERHEAD,
         "message_buffers": prediction.message_buffers,
@@ -251,14 +251,9 @@ def report(prediction: Prediction) -> dict[str, Any]:
 
 def _likely(prediction: Prediction) -> tuple[float, float]:
     """GiB within which peaks of the fullest rank were, of trainings whose peaks were published."""
-    shape, fullest = Shape.of(prediction.args), prediction.fullest
+    shape, fullest = shape_of(prediction.args), prediction.fullest
     low, high = ranges.learnt("memory", shape, any_device(shape)).of(fullest.counted)
     return (low + OVERHEAD) / GIB, (high + OVERHEAD) / GIB
-
-
-def gpus_of(args: Namespace) -> int:
-    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    return int(args.data_parallel_size * sizes[0] * sizes[1] * sizes[2])
 
 
 def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str, float]]:
@@ -314,7 +309,7 @@ def _text(
             )
         )
     if prediction.args.transformer_impl != LOCAL:
-        unfused = predict(prediction.args | {"transformer_impl": LOCAL}, prediction.schedule, prediction.layers)
+        unfused = predict(describe(prediction.args | {"transformer_impl": LOCAL}), prediction.schedule, prediction.layers)
         most = max(rank.total for rank in unfused) / GIB
         parts.append(f"{FUSED}; with --transformer-impl {LOCAL} the fullest rank needs {most:.1f} GiB")
     return "\n\n".join([*parts, NOTE])

@@ -20,13 +20,13 @@ from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel import device, ranges
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.costmodel.ranges import Range
 from megatron.pipeline.planner.planning.request import MOST_RANKS
 from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.hybrid import FLAGS
 from megatron.pipeline.planner.view.plots import PlottedTraining, draw_throughput
 from megatron.pipeline.planner.view.table import plain_table
@@ -34,7 +34,7 @@ from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
 from megatron.pipeline.tune.relax import least_needed, smallest_changes
-from megatron.pipeline.tune.search import BEST, WORK, SearchResult, search
+from megatron.pipeline.tune.search import BEST, WORK, SearchLimits, SearchResult, search
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
 
@@ -146,14 +146,14 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         SystemExit: a process died.
     """
     seconds, hybrid = options.seconds or float("inf"), bool(given(layouts.base, *FLAGS))
+    limits = SearchLimits(options.processes, options.work)
     end, before = time.monotonic() + seconds, signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Progress("planning stock's") as progress:
-            stock = found = ours = search(layouts, True, 3, options.processes, options.work, seconds / 2, progress)
+            stock = found = ours = search(layouts, True, 3, replace(limits, seconds=seconds / 2), progress)
         if not (hybrid or stock.interrupted):
             with Progress("planning schedules") as progress:
-                left = end - time.monotonic()
-                ours = search(layouts, False, BEST, options.processes, options.work, left, progress)
+                ours = search(layouts, False, BEST, replace(limits, seconds=end - time.monotonic()), progress)
             found = stock.joined(ours)
     except BrokenProcessPool:
         raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None
@@ -182,7 +182,7 @@ def _model(base: Flags) -> Settings:
 
 def report(base: Flags, cluster: Cluster, found: SearchResult, stock: SearchResult) -> dict[str, Any]:
     """Content of ``--json``."""
-    shape = Shape.of(_model(base))
+    shape = shape_of(_model(base))
     return {
         "gpus": cluster.gpus,
         "gpus_per_node": cluster.per_node,
@@ -347,13 +347,13 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
     assumed = (
         f"attention is not fused (--transformer-impl {LOCAL})" if unfused else f"{FUSED}: --transformer-impl {LOCAL} is without"
     )
-    parts += ranges.doubts(Shape.of(best[0].candidate.args), best[0].device)
+    parts += ranges.doubts(shape_of(best[0].candidate.args), best[0].device)
     trust = TRUST.format(throughput=sure, schedules=1 - _range("schedules", best[0]).low)
     return "\n\n".join([*parts, NOTE, f"{trust}\n{assumed}"])
 
 
 def _range(what: str, result: Result) -> Range:
-    return ranges.learnt(what, Shape.of(result.candidate.args), result.device)
+    return ranges.learnt(what, shape_of(result.candidate.args), result.device)
 
 
 def _not_interleaved(stock: Candidate) -> str:

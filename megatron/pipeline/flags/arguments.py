@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron.pipeline.flags import bridge, recipes, support, upstream
+from megatron.pipeline.flags import support
 from megatron.pipeline.flags.flags import MEGATRON
+from megatron.pipeline.flags.importers import bridge, recipes, shell, upstream
 from megatron.pipeline.flags.settings import NEW, Flags, add_flags
 from megatron.pipeline.planner.schedule.core.reading import content_of
 
@@ -128,7 +129,7 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, arg
         else:
             text = content_of(path)
             if predicts and path.endswith(".sh"):
-                return recipes.of_script(text, Path(path).parent, parser, {token.partition("=")[0] for token in argv})
+                return shell.of_script(text, Path(path).parent, parser, {token.partition("=")[0] for token in argv})
             loose = predicts and any(mark in text for mark in (recipes.TESTS, recipes.PRIMUS))
             content = yaml.load(text, yaml.SafeLoader if loose else _Loader)
             if predicts and isinstance(content, dict):

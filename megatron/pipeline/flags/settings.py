@@ -144,7 +144,7 @@ class RehearsalSettings:
         "and the iteration that a device for every rank would have")
     hop: str | None = _add("--rehearse-hop",
         "seconds of a message between two stages where the training will run; or H100-80GB, A100-80GB or a FILE of mpipe "
-        "tune --measure, whose links then count, 8 GPUs a node. Measured here if not given", str, metavar="SECONDS")
+        "tune --gpu-from, whose links then count, 8 GPUs a node. Measured here if not given", str, metavar="SECONDS")
     directory: str = _files("--rehearse-dir",
         "the rehearsal's numbers, costs and picture go here", str, "runs/rehearsal", metavar="DIR")
     seconds: float | None = None

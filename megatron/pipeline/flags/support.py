@@ -11,8 +11,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from megatron.pipeline.flags.flags import given, neutral
+from megatron.pipeline.flags.importers.upstream import table
 from megatron.pipeline.flags.settings import Role
-from megatron.pipeline.flags.upstream import table
 
 __all__ = ["FEATURES", "Feature", "Support", "check_trained", "of_flag", "unsupported", "untested"]
 

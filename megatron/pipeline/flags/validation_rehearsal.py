@@ -7,8 +7,9 @@ from argparse import Namespace
 from dataclasses import replace
 
 from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device
-from megatron.pipeline.planner.costmodel.links import links_of
+from megatron.pipeline.planner.costmodel.links import Links
 
 MEASURED = 5  # iterations: what ``runtime/profiling.py`` takes
 _PER_NODE = 8  # GPUs of a machine that is rehearsed for
@@ -46,7 +47,7 @@ def of_rehearsal(args: Settings) -> Settings:
         seconds, links = float(text), None
     except ValueError:
         try:
-            links = links_of(device.read(text), _PER_NODE, args)
+            links = Links.of(device.read(text), _PER_NODE, describe(args).ranks)
         except ValueError as error:
             raise ValueError(f"--rehearse-hop {text}: seconds, or {error}") from None
         seconds = links.hop.seconds(_message_bytes(args))

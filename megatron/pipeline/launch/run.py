@@ -45,6 +45,7 @@ from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import GPT, adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.build import LowPrecision
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layout import PlacementLayout, stage_layers
 from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_chunks
@@ -53,7 +54,7 @@ from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.planner.combinations.rows import DOCUMENTS, WRONG
 from megatron.pipeline.planner.combinations.table import sentences
 from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.gpt import Shape, attention_share
+from megatron.pipeline.planner.shape.gpt import attention_share
 from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import save_lock
@@ -293,7 +294,7 @@ class Run:
             guard = Watchdog(lambda: pipeline.situation, ours.pipeline.timeout, stuck, at_end=release)
         self._progress = LaunchProgress(ours, pipeline)
         if ours.pipeline_packing:
-            batches, shape = pipeline.batches, Shape.of(ours)
+            batches, shape = pipeline.batches, shape_of(ours)
             announce = batches.announce if batches else None
             self._packing = Packing(shape.tokens, pipeline.placement.ranks, attention_share(shape), announce)
         if ours.steps.ahead:

@@ -13,7 +13,7 @@ from megatron.pipeline.model.adapter import GPT, ModelAdapter
 from megatron.pipeline.planner.combinations.table import flag_of
 from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.shape.balance import balanced_layers
+from megatron.pipeline.planner.shape.stages import balanced_layers, even_layers
 
 __all__ = ["PlacementLayout", "stage_layers"]
 
@@ -84,7 +84,9 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
     if args.vocabulary.redistributes:
         numbers = balanced_layers(args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
     else:
-        numbers = _even_layers(args, placement, fixed, *accounts)
+        embedding, loss = map(int, accounts)
+        extra = {0: embedding} if placement.last_stage == 0 else {0: embedding, placement.last_stage: loss}
+        numbers = even_layers(args.num_layers, placement, fixed, extra)
     return tuple(map(tuple, adapter.layers(args, numbers)))
 
 
@@ -134,26 +136,3 @@ def _fixed_layers(args: Namespace, placement: Placement) -> dict[int, int]:
             )
         fixed |= dict.fromkeys(stages, number // len(stages))
     return fixed
-
-
-def _even_layers(args: Namespace, placement: Placement, fixed: dict[int, int], embedding: bool, loss: bool) -> list[int]:
-    """Layers per stage."""
-    count = placement.ranks * placement.chunks
-    extra = {0: int(embedding)} if count == 1 else {0: int(embedding), count - 1: int(loss)}
-    free = [stage for stage in range(count) if stage not in fixed]
-    left = args.num_layers - sum(fixed.values()) + sum(extra.values())
-    each, over = divmod(left, len(free)) if free else (0, 0)
-    if left < len(free) or (not free and left):
-        raise ValueError(
-            f"--num-layers {args.num_layers} cannot be split over {placement.ranks} pipeline ranks x "
-            f"{counted(placement.chunks, 'chunk')} = {count} stages"
-            + (f" of which {len(fixed)} have {sum(fixed.values())} layers" if fixed else "")
-            + f": {left} are left for {len(free)} stages; change --num-layers or --pipeline-model-parallel-size"
-        )
-    numbers = fixed | dict.fromkeys(free, each)
-    roomy = sorted(free, key=lambda stage: -min(stage, count - 1 - stage))
-    for _ in range(over):
-        lightest = min(roomy, key=lambda stage: sum(numbers[other] for other in placement.stages[placement.home(stage)[0]]))
-        numbers[lightest] += 1
-        roomy.remove(lightest)
-    return [numbers[stage] - extra.get(stage, 0) for stage in range(count)]

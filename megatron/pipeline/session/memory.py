@@ -11,6 +11,7 @@ from megatron.pipeline.distributed.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
 from megatron.pipeline.flags.settings import Role, Settings
+from megatron.pipeline.model.description import describe
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.costmodel.memory import (
@@ -19,7 +20,6 @@ from megatron.pipeline.planner.costmodel.memory import (
     StageSizes,
     costs_in_bytes,
     fixed_memory,
-    makes_weights_again,
     predict,
     stage_sizes,
 )
@@ -45,7 +45,7 @@ def largest_iteration(args: Settings, pipeline: Pipeline) -> Schedule:
 
 def predicted_memory(args: Settings, pipeline: Pipeline) -> list[RankMemory]:
     """Memory that every pipeline rank needs on this machine."""
-    return _here(predict(args, largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement)))
+    return _here(predict(describe(args), largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement)))
 
 
 def stock_memory(args: Settings) -> list[RankMemory] | None:
@@ -55,7 +55,7 @@ def stock_memory(args: Settings) -> list[RankMemory] | None:
         layers = decoder_layers(stock, interleaved(ranks, 1))
     except ValueError:
         return None
-    return _here(predict(stock, planning.plan("1f1b", ranks, min(ranks, max(microbatch_counts(args)))), layers))
+    return _here(predict(describe(stock), planning.plan("1f1b", ranks, min(ranks, max(microbatch_counts(args)))), layers))
 
 
 def _here(ranks: list[RankMemory]) -> list[RankMemory]:
@@ -75,7 +75,7 @@ def more_than_stock(args: Settings, ranks: Sequence[RankMemory], stock: Sequence
     if fullest.allocated <= most.allocated * _NEAR:
         return None
     ours, theirs = (" ".join(f"{rank.total / GIB:.3g}" for rank in each) for each in (ranks, stock))
-    again = args.recompute_granularity == "full" and not makes_weights_again(args)
+    again = args.recompute_granularity == "full" and not describe(args).makes_weights_again
     remedies = ["--vocab-parallel 2"] * (args.vocabulary.spread is None) + ["--recompute-fused-backward"] * again
     remedies.append("a lower --pipeline-memory-limit under zb-h1, zb-auto or v-auto")
     return (
@@ -127,7 +127,7 @@ def beside(args: Settings, placement: Placement, vocabulary: Vocabulary | None, 
 def _beside(
     args: Settings, placement: Placement, vocabulary: Vocabulary | None, sizes: StageSizes, unit: float
 ) -> tuple[float, ...]:
-    fixed = fixed_memory(args, placement, decoder_layers(args, placement), vocabulary)
+    fixed = fixed_memory(describe(args), placement, decoder_layers(args, placement), vocabulary)
     making = [max(sizes.making[stage] for stage in stages) for stages in placement.stages]
     return tuple((each.state + each.temporary + more) / unit for each, more in zip(fixed, making, strict=True))
 
@@ -137,7 +137,7 @@ def _sizes(args: Settings, placement: Placement, vocabulary: Vocabulary | None) 
     if not knows_sizes(args):
         return None
     try:
-        return stage_sizes(args, placement, decoder_layers(args, placement), vocabulary)
+        return stage_sizes(describe(args), placement, decoder_layers(args, placement), vocabulary)
     except ValueError:
         return None
 
@@ -161,7 +161,7 @@ def uncounted_sizes(args: Settings, pipeline: Pipeline) -> Costs | None:
             "--pipeline-costs profile in FP8 takes bytes from formulas, which need the size of the vocabulary: give --vocab-size "
             "N, or --pipeline-costs FILE"
         )
-    return costs_in_bytes(args, pipeline.placement, decoder_layers(args, pipeline.placement), pipeline.plans.vocabulary)
+    return costs_in_bytes(describe(args), pipeline.placement, decoder_layers(args, pipeline.placement), pipeline.plans.vocabulary)
 
 
 def check_rehearsal_fits(args: Settings, pipeline: Pipeline, world_size: int) -> None:

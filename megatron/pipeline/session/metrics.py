@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.pipeline.planner.shape.gpt import Shape, training_operations
+from megatron.pipeline.model.description import shape_of
+from megatron.pipeline.planner.shape.gpt import training_operations
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def training_flops(args: Namespace, samples: int) -> float:
 
     Of causal attention the half that is not masked counts.
     """
-    return training_operations(replace(Shape.of(args), microbatch=samples), causal=True)
+    return training_operations(replace(shape_of(args), microbatch=samples), causal=True)
 
 
 def _finite(value: float | None) -> float | None:

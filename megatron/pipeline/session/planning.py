@@ -17,11 +17,11 @@ from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import EVERY_BATCH, PROFILE, Settings
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.planner.combinations.rows import SCHEDULES, VOCABULARY
 from megatron.pipeline.planner.combinations.table import flag_of, refuse
-from megatron.pipeline.planner.costmodel.memory import makes_weights_again
 from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.planning.choose import best as choose_best
 from megatron.pipeline.planner.planning.choose import least_limit
@@ -45,7 +45,7 @@ from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.families import AUTO
 from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.shape.gpt import Shape, attention_share
+from megatron.pipeline.planner.shape.gpt import attention_share
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, CopySettings
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -192,7 +192,7 @@ def as_planned(args: Settings, pipeline: Pipeline) -> Settings:
 
 def _every_batch(args: Settings) -> EveryBatch:
     """Costs are those of one sequence that fills a microbatch, as packed ones do."""
-    shape = Shape.of(args)
+    shape = shape_of(args)
     attention = attention_share(replace(shape, seq=shape.tokens, microbatch=1))
     return EveryBatch(attention, shape.tokens, interval=args.log_interval, say=partial(print, flush=True))
 
@@ -210,7 +210,7 @@ def _equal_costs(args: Settings) -> StageCosts:
     """Costs of passes before they are measured: a backward that makes whole layers again runs their forward."""
     if args.recompute_granularity != "full" or args.recompute_method != "uniform":
         return EQUAL_PASSES
-    return replace(EQUAL_PASSES, recompute=1.0, checkpoint=1.0).with_recomputation(makes_weights_again(args))
+    return replace(EQUAL_PASSES, recompute=1.0, checkpoint=1.0).with_recomputation(describe(args).makes_weights_again)
 
 
 def _of_any_family(args: Settings, request: Request) -> Request:
@@ -263,7 +263,7 @@ def _write_costs(args: Settings, layers: Sequence[int], text: str) -> Path | Non
         return None
     path = Path(own or f"{directory}/pipeline_costs.json")
     try:
-        of = described(args, "run", layers, gpu_name())
+        of = described(describe(args), "run", layers, gpu_name())
         write_text(path, json.dumps(json.loads(text) | {"of": of}))
     except OSError as error:
         logger.warning("WARNING: the costs could not be written to %s (%s); training goes on", path, error.strerror)

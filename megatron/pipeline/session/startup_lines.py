@@ -13,6 +13,7 @@ from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.facts import cautions, of_flags
 from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation import has_transformer_engine
+from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
 from megatron.pipeline.planner.combinations.rows import AT_ONCE
 from megatron.pipeline.planner.combinations.table import sentences
@@ -25,9 +26,8 @@ from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
-from megatron.pipeline.planner.shape.balance import heaviest
-from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.shards import Shards
+from megatron.pipeline.planner.shape.stages import heaviest
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory
@@ -158,7 +158,7 @@ def _memory(args: Settings, pipeline: Pipeline) -> list[str]:
 
 
 def _messages(args: Settings, pipeline: Pipeline) -> str:
-    size = hidden_bytes(Shape.of(args)) / pipeline.plans.splits / 2**20
+    size = hidden_bytes(shape_of(args)) / pipeline.plans.splits / 2**20
     count = pipeline.plans.plan(max(microbatch_counts(args))).message_buffers
     return f" messages take at most {count} x {size:.4g} MiB on a rank in addition"
 

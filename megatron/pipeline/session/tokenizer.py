@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.flags import upstream
 from megatron.pipeline.flags.flags import TOKENIZERS
+from megatron.pipeline.flags.importers import upstream
 
 # megatron-core's name for each, which is that of its package but for huggingface's.
 _NULL = "null-text"

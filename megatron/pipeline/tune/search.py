@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron.pipeline.planner.planning.children import end_with_parent
-from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.view.plots import pareto
 from megatron.pipeline.tune.candidate import Candidate
+from megatron.pipeline.tune.costs import CandidateCosts
 from megatron.pipeline.tune.iteration import Dominated, Failed, Infeasible, Outcome, Result, evaluate, least_seconds, work
 from megatron.pipeline.tune.layouts import Layouts
 
@@ -88,12 +88,13 @@ def place(candidate: Candidate) -> Place:
 
 
 class _QueueEntry(NamedTuple):
-    """A candidate in the queue: the lowest ``turn`` goes first, then the lowest bound on its seconds."""
+    """A candidate in the queue: the lowest ``turn`` goes first, then the lowest bound on its seconds; and its ``work``."""
 
     turn: int
     least: float
     number: int
     candidate: Candidate
+    work: float
 
 
 @dataclass
@@ -109,13 +110,13 @@ class _Waiting:
 
     def add(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
-            entry = _QueueEntry(_turn(candidate), least_seconds(self.layouts.cluster, candidate), self.known, candidate)
+            one = CandidateCosts(self.layouts.cluster, candidate)
+            self.back(_QueueEntry(_turn(one), least_seconds(one), self.known, candidate, work(one)))
             self.known += 1
-            self.back(entry)
 
     def back(self, entry: _QueueEntry) -> None:
         """Put an entry into the queue, again."""
-        self.work += work(entry.candidate)
+        self.work += entry.work
         heapq.heappush(self.slow[place(entry.candidate)] if entry.turn else self.quick, entry)
 
     def next(self, best: Sequence[Result], idle: bool) -> _QueueEntry | None:
@@ -144,13 +145,26 @@ class _Waiting:
         return len(self.quick) + sum(map(len, self.slow.values()))
 
 
+@dataclass(frozen=True)
+class SearchLimits:
+    """Limits of a search.
+
+    Attributes:
+        processes: that plan; by default as many as there are cores. They change how long it takes, and nothing else.
+        budget: the most ``work`` that planning may take; what exceeds it is left out.
+        seconds: after which the search ends with what it has by then, which depends on the machine; as at a KeyboardInterrupt.
+    """
+
+    processes: int | None = None
+    budget: float = float("inf")
+    seconds: float = float("inf")
+
+
 def search(
     layouts: Layouts,
     stock: bool = False,
     wanted: int = BEST,
-    processes: int | None = None,
-    budget: float = float("inf"),
-    seconds: float = float("inf"),
+    limits: SearchLimits = SearchLimits(),
     progress: Callable[[int, int, float], None] = lambda done, known, share: None,
 ) -> SearchResult:
     """Find the fastest trainings.
@@ -158,9 +172,6 @@ def search(
     Args:
         stock: of those that megatron-core's own schedules can run, instead of ours.
         wanted: how many layouts are to be ranked; slower ones are not planned.
-        processes: that plan; by default as many as there are cores. They change how long it takes, and nothing else.
-        budget: the most ``work`` that planning may take; what exceeds it is left out.
-        seconds: after which the search ends with what it has by then, which depends on the machine; as at a KeyboardInterrupt.
         progress: called with the numbers of candidates that are finished and that are known, and which share of the time that
             may be: a unit of ``work`` and a candidate beside it take about the same.
 
@@ -168,47 +179,80 @@ def search(
         BrokenProcessPool: a process has died.
     """
     layouts = replace(layouts, refused=Counter())
-    found, waiting = SearchResult(refused=layouts.refused), _Waiting(layouts)
-    running: deque[tuple[Candidate, Future[Outcome]]] = deque()
-    end = time.monotonic() + seconds
-    with _pool(processes or os.cpu_count() or 1) as pool:
+    with _pool(limits.processes or os.cpu_count() or 1) as pool:
+        running = _Running(layouts, wanted, limits, pool)
+        found, waiting = running.found, running.waiting
         try:
             for layout in layouts:
                 waiting.add(layouts.candidates(layout, stock))
                 progress(0, waiting.known, 0.0)
-            while True:
-                best = found.best(wanted)
-                while len(running) < _AHEAD and (entry := waiting.next(best, idle=not running)):
-                    waiting.work -= work(entry.candidate)
-                    threshold = _threshold(best, entry.candidate, wanted)
-                    if entry.least > threshold:
-                        found.beaten += 1
-                    elif found.work + sum(work(candidate) for candidate, _ in running) + work(entry.candidate) <= budget:
-                        running.append((entry.candidate, pool.submit(evaluate, layouts.cluster, entry.candidate, threshold)))
-                    elif running:  # some of which may turn out to be no work
-                        waiting.back(entry)
-                        break
-                    else:
-                        found.left_out += 1
-                if not running:
-                    break
-                candidate, future = running[0]  # the first that began, whichever ends first: so no machine's pace matters
-                left = end - time.monotonic()
-                if left <= 0 or not wait([future], left if left < float("inf") else None).done:
-                    raise TimeoutError
-                outcome = future.result()
-                running.popleft()
-                found.work += work(candidate) if _took_planning(outcome) else 0.0
-                waiting.add(_taken(found, outcome, layouts))
-                done = found.tried + found.beaten + found.failed.total()
-                most = waiting.known + min(budget, found.work + sum(work(each) for each, _ in running) + waiting.work)
-                progress(done, waiting.known, (done + found.work) / most)
+            while running.begin():
+                running.end_one()
+                progress(*running.share())
         except (TimeoutError, KeyboardInterrupt) as stop:
-            found.left_out += len(waiting) + len(running)
+            found.left_out += len(waiting) + len(running.entries)
             found.stopped, found.interrupted = 1, isinstance(stop, KeyboardInterrupt)
             _give_up(pool)
     found.results.sort(key=_rank)
     return found
+
+
+class _Running:
+    """Candidates that are planned now, in the order in which they began; what was found, and what waits.
+
+    Args:
+        wanted: as of ``search``.
+    """
+
+    def __init__(self, layouts: Layouts, wanted: int, limits: SearchLimits, pool: ProcessPoolExecutor) -> None:
+        self._layouts, self._wanted, self._budget, self._pool = layouts, wanted, limits.budget, pool
+        self._until = time.monotonic() + limits.seconds
+        self.found, self.waiting = SearchResult(refused=layouts.refused), _Waiting(layouts)
+        self.entries: deque[tuple[_QueueEntry, Future[Outcome]]] = deque()
+
+    @property
+    def _work(self) -> float:
+        """What has been planned, and is: of the latter some may turn out to be no work."""
+        return self.found.work + sum(entry.work for entry, _ in self.entries)
+
+    def begin(self) -> bool:
+        """Begin what can begin; returns whether anything runs."""
+        best = self.found.best(self._wanted)
+        while len(self.entries) < _AHEAD and (entry := self.waiting.next(best, idle=not self.entries)):
+            self.waiting.work -= entry.work
+            threshold = _threshold(best, entry.candidate, self._wanted)
+            if entry.least > threshold:
+                self.found.beaten += 1
+            elif self._work + entry.work <= self._budget:
+                future = self._pool.submit(evaluate, self._layouts.cluster, entry.candidate, threshold)
+                self.entries.append((entry, future))
+            elif self.entries:
+                self.waiting.back(entry)
+                break
+            else:
+                self.found.left_out += 1
+        return bool(self.entries)
+
+    def end_one(self) -> None:
+        """Wait for the first that began, whichever ends first: so no machine's pace matters.
+
+        Raises:
+            TimeoutError: the time is over before.
+        """
+        entry, future = self.entries[0]
+        left = self._until - time.monotonic()
+        if left <= 0 or not wait([future], left if left < float("inf") else None).done:
+            raise TimeoutError
+        outcome = future.result()
+        self.entries.popleft()
+        self.found.work += entry.work if _took_planning(outcome) else 0.0
+        self.waiting.add(_taken(self.found, outcome, self._layouts))
+
+    def share(self) -> tuple[int, int, float]:
+        """What ``progress`` is called with."""
+        done = self.found.tried + self.found.beaten + self.found.failed.total()
+        most = self.waiting.known + min(self._budget, self._work + self.waiting.work)
+        return done, self.waiting.known, (done + self.found.work) / most
 
 
 def _taken(found: SearchResult, outcome: Outcome, layouts: Layouts) -> Iterator[Candidate]:
@@ -242,13 +286,11 @@ def _threshold(best: Sequence[Result], candidate: Candidate, wanted: int) -> flo
     return min([last, *own])
 
 
-def _turn(candidate: Candidate) -> int:
+def _turn(one: CandidateCosts) -> int:
     """0 for families with one order, 1 where braids are tried in it, 2 for those that search, 3 for offload: it takes longest."""
-    if candidate.args.offloading.mode is not None:
+    if one.offload is not None:
         return 3
-    if families.named(candidate.variant.name).plans_for_limits:
-        return 2
-    return int(candidate.overlaps and not candidate.is_stock)
+    return 2 if one.family.plans_for_limits else int(one.candidate.overlaps and not one.candidate.is_stock)
 
 
 def _rank(result: Result) -> tuple[float, float, Place]:

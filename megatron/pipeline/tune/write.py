@@ -25,7 +25,7 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
     """
     from megatron.pipeline.flags.arguments import parse
     from megatron.pipeline.flags.flags import actions, as_flags
-    from megatron.pipeline.flags.upstream import left
+    from megatron.pipeline.flags.importers.upstream import left
 
     changes: dict[str, Any] = SEARCHED | dict(result.candidate.changes)
     if not result.candidate.is_stock:

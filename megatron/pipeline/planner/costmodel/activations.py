@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megatron.pipeline.planner.shape.activation_policy import SINGLE
+from megatron.pipeline.planner.shape.description import SINGLE
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.hybrid import EXPERTS, MLP
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 from megatron.pipeline.planner.costmodel import activations, traffic
@@ -27,6 +26,7 @@ from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.gpt import Shape, Work
 from megatron.pipeline.planner.shape.hybrid import MLP
 from megatron.pipeline.planner.shape.shards import Shards
+from megatron.pipeline.planner.shape.stages import numbers_of_layers
 
 # Seconds of the host in F, B and W of a layer with experts in 16 bits, and for a product of one expert that is launched alone. In
 # fewer bits, which take twice as long, they were chosen together with the efficiencies of benchmarks/published_throughput.py.
@@ -74,8 +74,7 @@ def estimate(
             known |= dict(zip(("behind", "saved"), (slower * value * count for value in shielding), strict=True))
         return replace(costs, recompute=remade * count, **known)
 
-    firsts = accumulate(layers, initial=0)
-    stages = [stage(shape.of_layers(first, count), count, gap) for first, count in zip(firsts, layers, strict=False)]
+    stages = [stage(shape.of_layers(numbers), len(numbers), gap) for numbers in numbers_of_layers(layers)]
     copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
     if vocabulary is not None:
         shards = shard_costs(shape, placement.ranks, device, vocabulary, links)

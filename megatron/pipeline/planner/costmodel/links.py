@@ -5,11 +5,11 @@ Megatron-LM's order of ranks is assumed, tp-cp-ep-dp-pp: tensor-parallel ranks a
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.pipeline.planner.costmodel import activations
 from megatron.pipeline.planner.costmodel.device import Device, Link
+from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.gpt import Shape
 
 
@@ -86,26 +86,12 @@ class Links:
     @classmethod
     def within(cls, device: Device) -> Links:
         """All ranks on one node."""
-        return cls.of(device, 1, 1, 1, 1, 1, 1)
+        return cls.of(device, 1, Ranks(1, 1, 1, 1, 1))
 
     @classmethod
-    def of(
-        cls,
-        device: Device,
-        per_node: int,
-        tensor: int,
-        context: int,
-        expert: int,
-        data: int,
-        pipeline: int,
-        expert_tensor: int | None = None,
-    ) -> Links:
-        """For a layout on nodes of ``per_node`` GPUs.
-
-        Args:
-            expert: ranks that share the experts of a layer, among those of tensor, context and data parallelism.
-            expert_tensor: neighbours that share each of these; as many as share the other layers where it is None.
-        """
+    def of(cls, device: Device, per_node: int, ranks: Ranks) -> Links:
+        """For a layout on nodes of ``per_node`` GPUs."""
+        tensor, context, expert, data, pipeline, expert_tensor = ranks
         parts = expert_tensor or tensor
         stage, own = tensor * context * data, parts * expert  # ranks of a stage, and those of them that have all of its experts
 
@@ -137,23 +123,6 @@ class Links:
         )
 
 
-def links_of(device: Device, per_node: int, args: Namespace) -> Links:
-    """The links between the ranks of a training.
-
-    Args:
-        per_node: GPUs of a node.
-        args: its flags, with ``data_parallel_size``.
-    """
-    return Links.of(
-        device,
-        per_node,
-        args.tensor_model_parallel_size,
-        args.context_parallel_size,
-        args.expert_model_parallel_size,
-        args.data_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.expert_tensor_parallel_size,
-    )
 
 
 def layer_communication(

@@ -10,11 +10,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 from megatron.pipeline.planner.costmodel import activations
 from megatron.pipeline.planner.costmodel.device import Device, named
@@ -27,12 +25,12 @@ from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.transform import fuse, recompute
-from megatron.pipeline.planner.shape.activation_policy import SINGLE, number_bytes
+from megatron.pipeline.planner.shape.description import HALF, SINGLE, ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.planner.shape.precision import HALF, Quantized
+from megatron.pipeline.planner.shape.precision import Quantized
+from megatron.pipeline.planner.shape.stages import layers_of_ranks
 
 GIB = 2**30
-_NUMBERS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}  # bytes by the names of --exp-avg-dtype and its like
 # CUDA's context, NCCL's buffers, the workspaces of products, messages, and what the allocator cannot use: a guess, not measured.
 OVERHEAD = 2 * GIB
 SHARE = 0.95  # of a GPU's memory that a prediction may take: it is off by a few percent
@@ -80,44 +78,43 @@ def usable(memory: float) -> float:
     return SHARE * memory
 
 
-def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Device | None = None) -> list[RankMemory]:
+def predict(model: ModelDescription, schedule: Schedule, layers: Sequence[int], gpu: Device | None = None) -> list[RankMemory]:
     """The memory of every pipeline rank.
 
     Args:
-        args: Megatron-LM's flags after ``validate``, with ``padded_vocab_size``.
-        schedule: what an iteration runs; its vocabulary is sharded if the schedule says so, even if ``args`` differ.
+        schedule: what an iteration runs; its vocabulary is sharded if the schedule says so, even if ``model`` differs.
         layers: transformer layers of every stage, in the model's order.
         gpu: whose workspaces, and copies of logits, count.
 
     Raises:
         ValueError: ``layers`` are of another number of stages than the schedule has.
     """
-    shape, placement = Shape.of(args), schedule.placement
+    shape, placement = Shape.of(model), schedule.placement
     if len(layers) != placement.ranks * placement.chunks:
         raise ValueError(
             f"layers of {len(layers)} stages for a schedule of {placement.ranks} ranks with "
             f"{counted(placement.chunks, 'chunk')} each: give one number for every stage"
         )
     microbatches = activation_peaks(schedule, uniform(placement))
-    schedule = recomputed(args, shape, schedule)
+    schedule = recomputed(model, shape, schedule)
     split = any(work.kind is Kind.W for row in schedule.passes for work in row)
     gpu = gpu or any_device(shape)
     costs = estimate(shape, placement, layers, gpu, schedule.vocabulary, split)
     held = activation_peaks(schedule, costs)
-    all_fixed = fixed_memory(args, placement, layers, schedule.vocabulary, gpu)
+    all_fixed = fixed_memory(model, placement, layers, schedule.vocabulary, gpu)
     graphed = activations.hidden_bytes(shape) if shape.policy.layer_graphs else 0.0
+    workspaces = gpu.grouped_workspaces if model.moe_grouped_gemm else gpu.workspaces
     return [
         RankMemory(
-            layers=sum(layers[stage] for stage in stages),
+            layers=count,
             parameters=fixed.count.total,
             state=fixed.state,
             activations=peak,
             microbatches=held_then,
-            temporary=max(fixed.temporary, step_bytes(args, fixed.count) - peak)
-            + graphed * held_then * sum(layers[stage] for stage in stages),
-            workspaces=gpu.grouped_workspaces if args.moe_grouped_gemm else gpu.workspaces,
+            temporary=max(fixed.temporary, step_bytes(model, fixed.count) - peak) + graphed * held_then * count,
+            workspaces=workspaces,
         )
-        for stages, fixed, peak, held_then in zip(placement.stages, all_fixed, held, microbatches, strict=True)
+        for count, fixed, peak, held_then in zip(layers_of_ranks(layers, placement), all_fixed, held, microbatches, strict=True)
     ]
 
 
@@ -141,22 +138,19 @@ class FixedMemory:
 
 
 def fixed_memory(
-    args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None, gpu: Device | None = None
+    model: ModelDescription, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None, gpu: Device | None = None
 ) -> list[FixedMemory]:
     """Memory of every rank in addition to activations; arguments as in ``predict``."""
-    shape = Shape.of(args)
-    counts = parameters(shape, placement, layers, vocabulary, not args.untie_embeddings_and_output_weights)
+    shape = Shape.of(model)
+    counts = parameters(shape, placement, layers, vocabulary, model.tied)
     output_rank = None if vocabulary else placement.home(placement.last_stage)[0]
+    of_layers = activations.layer_temporary(shape, model.overlap_moe_expert_parallel_comm)
     found = []
-    for rank, (stages, count) in enumerate(zip(placement.stages, counts, strict=True)):
-        temporary = (
-            activations.layer_temporary(shape, args.overlap_moe_expert_parallel_comm)
-            if sum(layers[stage] for stage in stages)
-            else 0.0
-        )
+    for rank, (has, count) in enumerate(zip(layers_of_ranks(layers, placement), counts, strict=True)):
+        temporary = of_layers if has else 0.0
         if rank == output_rank:
             temporary = max(temporary, activations.output_temporary(shape, (gpu or any_device(shape)).loss_copies))
-        found.append(FixedMemory(count, state_bytes(args, count), temporary))
+        found.append(FixedMemory(count, state_bytes(model, count), temporary))
     return found
 
 
@@ -179,10 +173,10 @@ class StageSizes:
     grows: bool
 
 
-def costs_in_bytes(args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> Costs:
+def costs_in_bytes(model: ModelDescription, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> Costs:
     """Costs with the bytes of one microbatch, and seconds that mean nothing; arguments as in ``predict``."""
-    shape = Shape.of(args)
-    return estimate(shape, placement, layers, any_device(shape), vocabulary, not makes_weights_again(args))
+    shape = Shape.of(model)
+    return estimate(shape, placement, layers, any_device(shape), vocabulary, not model.makes_weights_again)
 
 
 def any_device(shape: Shape) -> Device:
@@ -190,10 +184,12 @@ def any_device(shape: Shape) -> Device:
     return named("GB200" if shape.quantized else "H100-80GB")
 
 
-def stage_sizes(args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> StageSizes:
+def stage_sizes(
+    model: ModelDescription, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None
+) -> StageSizes:
     """Arguments as in ``predict``."""
-    alone, whole = (costs_in_bytes(args, placement, layers, spread).stages for spread in (Vocabulary.TWO_BARRIERS, vocabulary))
-    kept = attrgetter("checkpoint" if Shape.of(args).policy.recomputes else "activation")
+    alone, whole = (costs_in_bytes(model, placement, layers, each).stages for each in (Vocabulary.TWO_BARRIERS, vocabulary))
+    kept = attrgetter("checkpoint" if Shape.of(model).policy.recomputes else "activation")
     return StageSizes(
         tuple(map(kept, alone)),
         tuple(kept(every) - kept(own) for every, own in zip(whole, alone, strict=True)),
@@ -203,7 +199,7 @@ def stage_sizes(args: Namespace, placement: Placement, layers: Sequence[int], vo
     )
 
 
-def state_bytes(args: Namespace, count: Parameters) -> float:
+def state_bytes(model: ModelDescription, count: Parameters) -> float:
     """Bytes of a rank's weights, gradients and optimizer state.
 
     For each parameter of 16 bits that is 2 for it, 4 or 2 for its gradient (``--accumulate-allreduce-grads-in-fp32``), and 4 for
@@ -213,74 +209,60 @@ def state_bytes(args: Namespace, count: Parameters) -> float:
     copy in float32 shares 16 bits with weights in bfloat16. Linears in fewer bits have copies of their weights, or those alone.
     Muon has one moment of every matrix of a layer, and Adam's two of all else; norms and biases count as matrices.
     """
-    weight, quantized = number_bytes(args), Quantized.of(args)
-    moments = float(2 * SINGLE if args.optimizer == "adam" else SINGLE * (args.sgd_momentum > 0))
-    if getattr(args, "muon", None):
+    weight, quantized = model.number, Quantized.of(model)
+    moments = float(2 * SINGLE if model.optimizer == "adam" else SINGLE * (model.sgd_momentum > 0))
+    if model.muon:
         moments -= SINGLE * count.layers / max(1, count.total)
     copy: float = SINGLE if weight < SINGLE else 0
-    if getattr(args, "use_precision_aware_optimizer", False):
-        moments = _bytes(args, "exp_avg") + _bytes(args, "exp_avg_sq")
-        copy = _bytes(args, "main_params")
-        if args.bf16 and copy == SINGLE and not (quantized and quantized.kept):
+    if model.use_precision_aware_optimizer:
+        moments = model.exp_avg_bytes + model.exp_avg_sq_bytes
+        copy = model.main_params_bytes
+        if model.bf16 and copy == SINGLE and not (quantized and quantized.kept):
             copy = HALF
-    here = 1 - args.optimizer_offload_fraction if getattr(args, "optimizer_cpu_offload", False) else 1.0
-    undo = moments + SINGLE if args.steps.ahead and args.steps.copy == "device" else 0
+    here = 1 - model.optimizer_offload_fraction if model.optimizer_cpu_offload else 1.0
+    undo = moments + SINGLE if model.undoes_steps else 0
     weights: float = count.total * weight
     if quantized:
         weights += count.quantized * (quantized.recipe.weight - (weight if quantized.kept else 0))
-    return weights + count.total * gradient_bytes(args) + (here * (moments + copy) + undo) * optimizer_parameters(args, count)
+    return weights + count.total * gradient_bytes(model) + (here * (moments + copy) + undo) * optimizer_parameters(model, count)
 
 
-def step_bytes(args: Namespace, count: Parameters) -> float:
+def step_bytes(model: ModelDescription, count: Parameters) -> float:
     """Bytes that the optimizer's step makes: gradients in float32, where they are not and are to be."""
-    wide = not getattr(args, "use_precision_aware_optimizer", False) or _bytes(args, "main_grads") == SINGLE
-    return SINGLE * optimizer_parameters(args, count) if gradient_bytes(args) < SINGLE and wide else 0.0
+    wide = not model.use_precision_aware_optimizer or model.main_grads_bytes == SINGLE
+    return SINGLE * optimizer_parameters(model, count) if gradient_bytes(model) < SINGLE and wide else 0.0
 
 
-def gathered_bytes(args: Namespace, count: Parameters) -> float:
+def gathered_bytes(model: ModelDescription, count: Parameters) -> float:
     """Bytes of a parameter that ranks gather, as a mean."""
-    weight, quantized = number_bytes(args), Quantized.of(args)
+    weight, quantized = model.number, Quantized.of(model)
     fewer = weight - quantized.recipe.gathered if quantized and quantized.kept else 0
     return weight - fewer * count.quantized / count.total
 
 
-def _bytes(args: Namespace, name: str) -> int:
-    """Bytes of one of the optimizer's numbers, by our flag, or by the torch type that Megatron-LM makes of its own."""
-    kind: Any = getattr(args, f"{name}_dtype", None) or getattr(args, name)
-    return int(getattr(kind, "itemsize", 0) or _NUMBERS[kind])
-
-
-def gradient_bytes(args: Namespace) -> int:
+def gradient_bytes(model: ModelDescription) -> int:
     """Bytes of the gradient of one parameter."""
-    return SINGLE if args.accumulate_allreduce_grads_in_fp32 else number_bytes(args)
+    return SINGLE if model.accumulate_allreduce_grads_in_fp32 else model.number
 
 
-def optimizer_parameters(args: Namespace, count: Parameters) -> float:
+def optimizer_parameters(model: ModelDescription, count: Parameters) -> float:
     """Parameters whose optimizer state a rank stores; Muon's are not cut, or matrix by matrix over the ranks (``dist_muon``)."""
-    muon = getattr(args, "muon", None)
-    if muon == "muon" or not (muon or args.use_distributed_optimizer):
+    if model.muon == "muon" or not (model.muon or model.use_distributed_optimizer):
         return count.total
-    copies = args.data_parallel_size * args.context_parallel_size
     if not count.expert:
-        return count.dense / copies
-    return count.dense / copies + count.expert / expert_copies(args)
+        return count.dense / model.copies
+    return count.dense / model.copies + count.expert / expert_copies(model)
 
 
-def expert_copies(args: Namespace) -> int:
+def expert_copies(model: ModelDescription) -> int:
     """Number of ranks with the same experts of a layer."""
-    ranks = args.data_parallel_size * args.context_parallel_size * args.tensor_model_parallel_size
-    return int(ranks // (args.expert_tensor_parallel_size * args.expert_model_parallel_size))
+    ranks = model.copies * model.tensor_model_parallel_size
+    return ranks // (model.expert_tensor * model.expert_model_parallel_size)
 
 
-def recomputed(args: Namespace, shape: Shape, schedule: Schedule) -> Schedule:
+def recomputed(model: ModelDescription, shape: Shape, schedule: Schedule) -> Schedule:
     """The schedule with an R where B makes activations again; one that has R already stays."""
     if not shape.policy.recomputes:
         return schedule
     stages = frozenset(range(schedule.placement.ranks * schedule.placement.chunks))
-    return recompute(fuse(schedule, stages) if makes_weights_again(args) else schedule, stages)
-
-
-def makes_weights_again(args: Namespace) -> bool:
-    """Tell whether W runs with B, since that makes its inputs again."""
-    whole = args.recompute_granularity == "full" and args.recompute_method != "block"
-    return bool(whole and args.pipeline.recompute_fused_backward)
+    return recompute(fuse(schedule, stages) if model.makes_weights_again else schedule, stages)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
 from megatron.pipeline.planner.costmodel.device import Device, Precision
 from megatron.pipeline.planner.costmodel.estimate import computing_seconds
-from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.reading import parse_json
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape, Work
+from megatron.pipeline.planner.shape.stages import numbers_of_layers
 
 _SIZES = (
     "num_layers",
@@ -47,7 +48,7 @@ class Rehearsed(NamedTuple):
         return str(self.of.get("gpu") or "")
 
 
-def described(args: Namespace, collectives: str, layers: Sequence[int], gpu: str | None = None) -> dict[str, Any]:
+def described(model: ModelDescription, collectives: str, layers: Sequence[int], gpu: str | None = None) -> dict[str, Any]:
     """Describe the training that costs are of, for ``read``.
 
     Args:
@@ -56,22 +57,17 @@ def described(args: Namespace, collectives: str, layers: Sequence[int], gpu: str
         layers: of every stage.
         gpu: that was measured, by CUDA's name.
     """
-    return {name: getattr(args, name) for name in (*_SIZES, *_RANKS, *_HOW)} | {
-        "numbers": _numbers(args),
-        "collectives": collectives if collectives == "predicted" or _shares_layers(args) else "none",
+    return {name: getattr(model, name) for name in (*_SIZES, *_RANKS, *_HOW)} | {
+        "numbers": _numbers(model),
+        "collectives": collectives if collectives == "predicted" or model.shares_layers else "none",
         "layers": list(layers),
         "gpu": gpu,
     }
 
 
-def _numbers(args: Namespace) -> str:
-    quantized = [f"{kind} {getattr(args, f'{kind}_recipe')}" for kind in ("fp8", "fp4") if getattr(args, kind, None)]
-    return " ".join(["bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", *quantized])
-
-
-def _shares_layers(args: Namespace) -> bool:
-    """Tell whether several ranks share a layer, and so exchange data within passes."""
-    return max(getattr(args, name) for name in _RANKS) > 1
+def _numbers(model: ModelDescription) -> str:
+    quantized = f" fp8 {model.fp8_recipe}" if model.fp8 else f" fp4 {model.fp4_recipe}" if model.fp4 else ""
+    return ("bf16" if model.bf16 else "fp16" if model.fp16 else "fp32") + quantized
 
 
 def read(text: str) -> Rehearsed:
@@ -86,23 +82,30 @@ def read(text: str) -> Rehearsed:
     return Rehearsed(costs, of)
 
 
-def measured(gpu: Device, model: Namespace, run: Rehearsed) -> tuple[Device, Work, Work]:
+def measured(gpu: Device, model: ModelDescription, run: Rehearsed) -> tuple[Device, Work, Work]:
     """The GPU on which a run measured F, B and W of the layers of a model; what they took, and by the formulas of ``gpu``.
 
     Its efficiencies are such that a layer's passes take as long together as they did, and its ``times`` such that each does.
 
     Args:
         gpu: whose memory, links and peaks count.
-        model: flags of the same model after ``validate``, in any layout, with ``padded_vocab_size``.
+        model: the same model in any layout.
 
     Raises:
         ValueError: the file does not say what a layer takes, or is of another model.
     """
-    check(run.of, model)
-    took = of_layer(run.costs, run.of["layers"])
-    alone = dict.fromkeys((*_RANKS, "expert_tensor_parallel_size"), 1) | {name: run.of[name] for name in _HOW}
-    shape = Shape.of(Namespace(**vars(model) | alone | {"sequence_parallel": False}))
-    predicted = computing_seconds(shape, gpu)
+    check(run, model)
+    stages = _inner_stages(run.costs, numbers_of_layers(run.of["layers"]))
+    count = sum(len(numbers) for _, numbers in stages)
+    took = Work(*(sum(getattr(stage, name) for stage, _ in stages) / count for name in Work._fields))
+    alone: dict[str, Any] = dict.fromkeys((*_RANKS, "expert_tensor_parallel_size"), 1) | {name: run.of[name] for name in _HOW}
+    shape = Shape.of(replace(model, **alone, sequence_parallel=False))
+
+    def of_layer(device: Device) -> Work:
+        each = (computing_seconds(shape.of_layers(numbers), device).times(len(numbers) / count) for _, numbers in stages)
+        return reduce(Work.plus, each)
+
+    predicted = of_layer(gpu)
     faster, precision = predicted.total / took.total, shape.quantized.recipe.peak if shape.quantized else ""
 
     def scaled(products: _Products, name: str) -> _Products:
@@ -112,20 +115,23 @@ def measured(gpu: Device, model: Namespace, run: Rehearsed) -> tuple[Device, Wor
     others = tuple(scaled(one, one.name) for one in gpu.precisions)
     source = f"{gpu.source}; F, B and W of a layer were measured{f' on {run.gpu}' if run.gpu else ''}"
     found = replace(scaled(gpu, ""), attention=faster * gpu.attention, precisions=others, source=source)
-    forward, backward, weight = (one / other for one, other in zip(took, computing_seconds(shape, found), strict=True))
+    forward, backward, weight = (one / other for one, other in zip(took, of_layer(found), strict=True))
     return replace(found, forward=forward, backward=backward, weight=weight), took, predicted
 
 
-def check(of: Mapping[str, Any], model: Namespace) -> None:
+def check(run: Rehearsed, model: ModelDescription) -> None:
     """That a file says what was measured, of this model, and has the time of its computation alone: links add what ranks of a
     layer exchange.
 
     Raises:
         ValueError: it does not, is of another one, or has more.
     """
+    of, stages = run.of, len(run.costs.stages)
     needed = (*_SIZES, *_HOW, "numbers", "collectives", "layers")
     if lacking := [name for name in needed if name not in of]:
         raise ValueError(f"the file does not say of which training its costs are (no {lacking[0]}): {MAKE}")
+    if not (isinstance(of["layers"], list) and len(of["layers"]) == stages and all(type(count) is int for count in of["layers"])):
+        raise ValueError(f"layers: expected those of each of {stages} stages, got {of['layers']!r}")
     if of["collectives"] == "predicted":
         raise ValueError(f"its seconds were predicted, not measured: {MAKE}")
     wanted = {f"--{name.replace('_', '-')}": (of[name], getattr(model, name)) for name in _SIZES}
@@ -141,17 +147,13 @@ def check(of: Mapping[str, Any], model: Namespace) -> None:
         raise ValueError("its backwards make activations again, which a prediction adds: measure without --recompute-granularity")
 
 
-def of_layer(costs: Costs, layers: Sequence[int]) -> Work:
-    """Seconds of a layer: medians over the stages between the first and the last, which have other work besides.
-
-    Args:
-        layers: of every stage.
+def _inner_stages(costs: Costs, numbers: Sequence[range]) -> list[tuple[StageCosts, range]]:
+    """Stages between the first and the last, which have other work besides, with the numbers of their layers.
 
     Raises:
-        ValueError: the stages are too few, or have no W.
+        ValueError: they are too few, or have no W.
     """
-    inner = [(stage, count) for stage, count in zip(costs.stages, layers, strict=False)][1:-1]
-    inner = [(stage, count) for stage, count in inner if count]
+    inner = [(stage, own) for stage, own in [*zip(costs.stages, numbers, strict=True)][1:-1] if own]
     if not inner:
         raise ValueError(
             f"{len(costs.stages)} stages, and the first and the last have embedding and output layer besides: measure with 3 "
@@ -161,4 +163,4 @@ def of_layer(costs: Costs, layers: Sequence[int]) -> Work:
         raise ValueError(
             "F, B and W must each take time, and some take none: measure a schedule that splits the backward, as zb-h1"
         )
-    return Work(*(median(getattr(stage, name) / count for stage, count in inner) for name in Work._fields))
+    return inner

@@ -11,6 +11,7 @@ from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, MLP
+from megatron.pipeline.planner.shape.stages import numbers_of_layers
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,11 @@ def parameters(
         vocabulary: how the vocabulary is sharded over all ranks; None if it is not.
         tied: whether embedding and output layer are one matrix; without ``vocabulary`` each end has it, unless one rank has both.
     """
-    firsts = [sum(layers[:stage]) for stage in range(len(layers))]
+    numbers = numbers_of_layers(layers)
     counts = [
-        sum((layer_parameters(shape, layer) for stage in row for layer in range(firsts[stage], firsts[stage] + layers[stage])),
-            Parameters())
+        sum((layer_parameters(shape, layer) for stage in row for layer in numbers[stage]), Parameters())
         for row in placement.stages
-    ]  # fmt: skip
+    ]
     first, last = placement.home(0)[0], placement.home(placement.last_stage)[0]
     dense = [0] * placement.ranks
     dense[first] += shape.positions * shape.hidden

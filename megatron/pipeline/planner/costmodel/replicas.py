@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from megatron.pipeline.planner.combinations.rows import AT_ONCE
-from megatron.pipeline.planner.combinations.table import Facts, found
 from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.memory import expert_copies, gathered_bytes, gradient_bytes, optimizer_parameters
@@ -21,13 +18,14 @@ from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.schedule.time.cycle import Cycle
 from megatron.pipeline.planner.schedule.transforms.boundary import Rules, megatron, waits_for_norm, with_boundary
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape
 
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 
 
 def with_replicas(
-    args: Namespace, costs: Costs, placement: Placement, layers: Sequence[int], links: Links, device: Device | None
+    model: ModelDescription, costs: Costs, placement: Placement, layers: Sequence[int], links: Links, device: Device | None
 ) -> Costs:
     """Costs with what ranks do between two iterations: reductions and gathers over the replicas, steps, and the norm.
 
@@ -35,46 +33,46 @@ def with_replicas(
     are summed with those of either end.
 
     Args:
-        args: flags of a training, validated, with ``padded_vocab_size``.
         layers: of every stage.
         device: that steps; None where steps are counted elsewhere.
     """
-    shape, tied = Shape.of(args), not args.untie_embeddings_and_output_weights
-    counts = parameters(shape, placement, layers, args.vocabulary.spread, tied)
+    shape, tied = Shape.of(model), model.tied
+    counts = parameters(shape, placement, layers, model.spread, tied)
     alone = [max(1, count.total) for count in parameters(shape, linear(len(layers)), layers)]
-    copies = args.data_parallel_size * args.context_parallel_size
+    copies = model.copies
     stages = list(costs.stages)
     data, expert_data = (replace(link, latency=0.0) for link in (links.data, links.expert_data))  # which each bucket has
     rings = replace(links, data=data, expert_data=expert_data)
     for row, count in zip(placement.stages, counts, strict=True):
         reduce = gather = 0.0
         if copies > 1:
-            reduce = _gathered(args, rings, count, gradient_bytes(args)) * (1 if args.use_distributed_optimizer else 2)
-            gather = _gathered(args, rings, count, gathered_bytes(args, count)) if args.use_distributed_optimizer else 0.0
-        step = device.moving(STEP_BYTES * optimizer_parameters(args, count)) if device else 0.0
+            reduce = _gathered(model, rings, count, gradient_bytes(model)) * (1 if model.use_distributed_optimizer else 2)
+            gather = _gathered(model, rings, count, gathered_bytes(model, count)) if model.use_distributed_optimizer else 0.0
+        step = device.moving(STEP_BYTES * optimizer_parameters(model, count)) if device else 0.0
         whole = sum(alone[stage] for stage in row)
         for stage in row:
             share = alone[stage] / whole
             stages[stage] = replace(stages[stage], reduce=share * reduce, step=share * step, gather=share * gather)
     last = len(stages) - 1
-    if tied and args.vocabulary.spread is None and placement.home(last)[0] != placement.home(0)[0]:
-        size = gradient_bytes(args) * args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
+    if tied and model.spread is None and placement.home(last)[0] != placement.home(0)[0]:
+        size = gradient_bytes(model) * model.padded_vocab_size * model.hidden_size / model.tensor_model_parallel_size
         for end in (0, last):
             more = links.hop.all_reduce(size, 2)
             stages[end] = replace(stages[end], reduce=stages[end].value("reduce") + more)
-    ranks = args.pipeline_model_parallel_size
-    latency, norm = (copies - 1) * links.data.latency, links.hop.all_reduce(gradient_bytes(args), ranks)
-    at_once = any(found(Facts(vars(args)), AT_ONCE))
-    return replace(costs, stages=tuple(stages), latency=latency if copies > 1 else 0.0, norm=norm, at_once=at_once)
+    ranks = model.pipeline_model_parallel_size
+    latency, norm = (copies - 1) * links.data.latency, links.hop.all_reduce(gradient_bytes(model), ranks)
+    return replace(costs, stages=tuple(stages), latency=latency if copies > 1 else 0.0, norm=norm, at_once=model.at_once)
 
 
-def _gathered(args: Namespace, links: Links, count: Parameters, size: float) -> float:
+def _gathered(model: ModelDescription, links: Links, count: Parameters, size: float) -> float:
     """Seconds until all ranks with the same parameters have ``size`` bytes of each."""
-    of_experts = links.expert_data.all_gather(size * count.expert, expert_copies(args)) if count.expert else 0.0
-    return links.data.all_gather(size * count.dense, args.data_parallel_size * args.context_parallel_size) + of_experts
+    of_experts = links.expert_data.all_gather(size * count.expert, expert_copies(model)) if count.expert else 0.0
+    return links.data.all_gather(size * count.dense, model.copies) + of_experts
 
 
-def between_seconds(args: Namespace, links: Links, schedule: Schedule, problem: Problem, alone: float, plans: bool) -> float:
+def between_seconds(
+    model: ModelDescription, links: Links, schedule: Schedule, problem: Problem, alone: float, plans: bool
+) -> float:
     """Seconds of a period beyond the iteration alone: of a planned boundary, or by the rules that the flags name.
 
     Computation takes longer while gradients and weights are on their way (``Links.hides``): on the rank where that is most.
@@ -84,12 +82,12 @@ def between_seconds(args: Namespace, links: Links, schedule: Schedule, problem: 
         alone: seconds of that iteration.
         plans: whether the training plans its boundary, where flags let reductions overlap with passes at all.
     """
-    overlaps = args.overlap_grad_reduce and (args.overlap_param_gather or not args.use_distributed_optimizer)
+    overlaps = model.overlap_grad_reduce and (model.overlap_param_gather or not model.use_distributed_optimizer)
     if plans and overlaps:
         whole, _ = with_boundary(schedule, replace(problem, quick=True))
     else:
-        aligned = not plans and getattr(args, "align_grad_reduce", True)
-        whole, _ = megatron(schedule, problem, [Rules(args.overlap_grad_reduce, args.overlap_param_gather, aligned)])
+        aligned = not plans and model.align_grad_reduce
+        whole, _ = megatron(schedule, problem, [Rules(model.overlap_grad_reduce, model.overlap_param_gather, aligned)])
     cycle = Cycle(whole, problem.costs, waits_for_norm(problem))
     steady, shown = cycle.steady(turns(whole)), cycle.timeline(turns(whole))
     assert steady, "a boundary by rules or planned does not block"

@@ -8,7 +8,7 @@ Counts are ours, of numbers of ``ActivationPolicy.number`` bytes for each token;
 from __future__ import annotations
 
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
-from megatron.pipeline.planner.shape.activation_policy import SINGLE
+from megatron.pipeline.planner.shape.description import SINGLE
 from megatron.pipeline.planner.shape.gpt import Shape
 
 # Of every token for every expert that it visits, numbers read or written in F and in B: permutations, paddings, casts, weights by

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, product, zip_longest
+from itertools import islice, product, zip_longest
 
 from megatron.pipeline.planner.planning.planned import Planned, Split
 from megatron.pipeline.planner.schedule.core import cutting
@@ -20,7 +20,7 @@ from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.stage_costs import combined
 from megatron.pipeline.planner.schedule.time.simulate import simulate
-from megatron.pipeline.planner.shape.balance import balanced_layers
+from megatron.pipeline.planner.shape.stages import balanced_layers, numbers_of_layers
 
 MOST_LAYERS = 10_000
 _PASSES, _LEAST, _MOST = 200_000, 8, 60  # to plan in a descent: passes, but no fewer and no more splits than this
@@ -60,9 +60,9 @@ class Model:
     def cut(self, counts: Sequence[int]) -> Costs:
         """Its costs with these numbers of layers on the stages."""
         stages = []
-        for stage, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+        for stage, numbers in enumerate(numbers_of_layers(counts)):
             ends = [self.first] * (stage == 0) + [self.last] * (stage == len(counts) - 1)
-            stages.append(combined(sum, [*self.layers[end - count : end], *ends]))
+            stages.append(combined(sum, [*(self.layers[number] for number in numbers), *ends]))
         return replace(self.costs, stages=tuple(stages))
 
     def extra(self, placement: Placement) -> dict[int, float]:

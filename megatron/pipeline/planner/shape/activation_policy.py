@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.precision import HALF
+from megatron.pipeline.planner.shape.description import HALF, SINGLE, ModelDescription
 
-SINGLE = 4  # bytes of a number in float32; HALF: in fp16 or bf16
 NOTHING, LAYERS, ITERATION = "none", "layers", "full_iteration"  # what CUDA graphs launch at once
 _FUSED_KEYS = {"local": 4096, "transformer_engine": 16384}  # the most that the kernels of softmax take
 
@@ -59,29 +56,29 @@ class ActivationPolicy:
     logits_limit: int | None = None
 
     @classmethod
-    def of(cls, args: Namespace) -> ActivationPolicy:
-        """From Megatron-LM's flags after ``validate``; those of kernels may be missing."""
-        modules = args.recompute_modules or ("core_attn",)
-        fused = getattr(args, "cross_entropy_loss_fusion", False) and getattr(args, "cross_entropy_fusion_impl", "native")
+    def of(cls, model: ModelDescription) -> ActivationPolicy:
+        """From a training's description."""
+        modules = model.recompute_modules or ("core_attn",)
+        fused = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl
         return cls(
-            number=number_bytes(args),
-            tensor=args.tensor_model_parallel_size,
-            context=args.context_parallel_size,
-            sequence_parallel=args.sequence_parallel,
-            attention_matrices=not fuses_attention(args),
-            wide_softmax=not fuses_softmax(args),
-            logits_kept=number_bytes(args) if fused == "te" else SINGLE,
+            number=model.number,
+            tensor=model.tensor_model_parallel_size,
+            context=model.context_parallel_size,
+            sequence_parallel=model.sequence_parallel,
+            attention_matrices=not _fuses_attention(model),
+            wide_softmax=not _fuses_softmax(model),
+            logits_kept=model.number if fused == "te" else SINGLE,
             native_loss=fused == "native",
-            deferred_logits=_deferred_logits(args),
-            fused_norms=args.transformer_impl != "local",
-            hidden_masks=args.hidden_dropout > 0,
-            attention_masks=args.attention_dropout > 0,
-            recomputed=frozenset(modules if args.recompute_granularity == "selective" else ()),
-            offloaded=_offloaded(args),
-            recompute_layers=args.recompute_num_layers or 0,
-            recompute_first=args.recompute_method == "block",
-            layer_graphs=graphs(args) == LAYERS,
-            logits_limit=args.vocabulary.logits_limit,
+            deferred_logits=_deferred_logits(model),
+            fused_norms=model.transformer_impl != "local",
+            hidden_masks=model.hidden_dropout > 0,
+            attention_masks=model.attention_dropout > 0,
+            recomputed=frozenset(modules if model.recompute_granularity == "selective" else ()),
+            offloaded=_offloaded(model),
+            recompute_layers=model.recompute_num_layers or 0,
+            recompute_first=model.recompute_method == "block",
+            layer_graphs=graphs(model) == LAYERS,
+            logits_limit=model.logits_limit,
         )
 
     @property
@@ -100,52 +97,39 @@ class ActivationPolicy:
         return 1 / (self.context * self.tensor)
 
 
-def graphs(args: Namespace) -> str:
+def graphs(model: ModelDescription) -> str:
     """Parts that CUDA graphs launch at once: ``NOTHING``, ``LAYERS``, or the whole ``ITERATION``."""
-    kind = getattr(args, "cuda_graph_impl", "none") or "none"
-    if kind in (NOTHING, ITERATION):
-        return kind
-    return ITERATION if ITERATION in graphed(args) else LAYERS
+    if model.cuda_graph_impl in (NOTHING, ITERATION):
+        return model.cuda_graph_impl
+    return ITERATION if ITERATION in model.cuda_graph_scope else LAYERS
 
 
-def graphed(args: Namespace) -> set[str]:
-    """Parts of layers that CUDA graphs launch, by the names of ``--cuda-graph-scope``."""
-    return {str(getattr(part, "name", part)) for part in getattr(args, "cuda_graph_scope", None) or ()}
-
-
-def fuses_attention(args: Namespace) -> bool:
+def _fuses_attention(model: ModelDescription) -> bool:
     """Tell whether attention is one kernel: megatron-core's own (``local``) is not, nor what ``--attention-backend`` names."""
-    backend = getattr(args, "attention_backend", None)
-    name = getattr(backend, "name", backend)  # under mpipe launch it is a member of an enumeration
-    return args.transformer_impl != "local" and name not in ("unfused", "local")
+    return model.transformer_impl != "local" and model.attention_backend not in ("unfused", "local")
 
 
-def fuses_softmax(args: Namespace) -> bool:
+def _fuses_softmax(model: ModelDescription) -> bool:
     """Tell whether a kernel scales, masks and takes the softmax at once, of attention that is not fused.
 
     megatron-core's ``fused_softmax.py`` has one for up to 4096 keys; ours of context parallelism has none. Transformer Engine's
     does not depend on ``--no-masked-softmax-fusion``.
     """
-    local = args.transformer_impl == "local"
-    taken = args.seq_length <= _FUSED_KEYS["local" if local else "transformer_engine"]
-    return taken and (not local or bool(args.masked_softmax_fusion and args.context_parallel_size == 1))
+    local = model.transformer_impl == "local"
+    taken = model.seq_length <= _FUSED_KEYS["local" if local else "transformer_engine"]
+    return taken and (not local or (model.masked_softmax_fusion and model.context_parallel_size == 1))
 
 
-def _offloaded(args: Namespace) -> frozenset[str]:
+def _offloaded(model: ModelDescription) -> frozenset[str]:
     """Under megatron-core's own schedules: ours leave it out. Attention that is made again has nothing to move."""
-    on = getattr(args, "fine_grained_activation_offloading", False) and args.recompute_granularity != "full"
-    again = ">core_attn" if args.recompute_granularity and "core_attn" in (args.recompute_modules or ("core_attn",)) else ""
-    names = args.offload_modules or () if on and args.pipeline.schedule == STOCK else ()
+    on = model.fine_grained_activation_offloading and model.recompute_granularity != "full"
+    again = ">core_attn" if model.recompute_granularity and "core_attn" in (model.recompute_modules or ("core_attn",)) else ""
+    names = model.offload_modules or () if on and model.is_stock else ()
     return frozenset(f">{name}" for name in names) - {again}
 
 
-def _deferred_logits(args: Namespace) -> int:
-    if not getattr(args, "defer_embedding_wgrad_compute", False):
+def _deferred_logits(model: ModelDescription) -> int:
+    if not model.defer_embedding_wgrad_compute:
         return 0
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    return min(args.wgrad_deferral_limit or microbatches, microbatches)
-
-
-def number_bytes(args: Namespace) -> int:
-    """Bytes of a weight and of an activation."""
-    return HALF if args.bf16 or args.fp16 else SINGLE
+    microbatches = model.global_batch_size // (model.micro_batch_size * model.data_parallel_size)
+    return min(model.wgrad_deferral_limit or microbatches, microbatches)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron.pipeline.planner.shape.activation_policy import ITERATION, LAYERS, graphed, graphs
+from megatron.pipeline.planner.shape.activation_policy import ITERATION, LAYERS, graphs
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.hybrid import have_experts
 
 
@@ -46,26 +46,26 @@ class Experts:
     latent: int | None = None
 
     @classmethod
-    def of(cls, args: Namespace) -> Experts | None:
-        """From Megatron-LM's flags after ``validate``; None for a model without."""
-        if not args.num_experts:
+    def of(cls, model: ModelDescription) -> Experts | None:
+        """From a training's description; None for a model without."""
+        if not model.num_experts:
             return None
         return cls(
-            have_experts(args),
-            args.num_experts,
-            args.moe_router_topk,
-            args.moe_ffn_hidden_size,
-            args.moe_shared_expert_intermediate_size or 0,
-            args.ffn_hidden_size,
-            args.expert_model_parallel_size,
-            args.expert_tensor_parallel_size,
-            args.moe_token_dispatcher_type == "allgather",
-            args.moe_token_dispatcher_type == "flex",
-            _graphs(args),
-            _load(args),
-            args.moe_grouped_gemm,
-            getattr(args, "moe_shared_expert_overlap", False),
-            getattr(args, "moe_latent_size", None),
+            have_experts(model),
+            model.num_experts,
+            model.moe_router_topk,
+            model.moe_ffn_hidden_size,
+            model.moe_shared_expert_intermediate_size or 0,
+            model.ffn_hidden_size,
+            model.expert_model_parallel_size,
+            model.expert_tensor,
+            model.moe_token_dispatcher_type == "allgather",
+            model.moe_token_dispatcher_type == "flex",
+            _graphs(model),
+            _load(model),
+            model.moe_grouped_gemm,
+            model.moe_shared_expert_overlap,
+            model.moe_latent_size,
         )
 
     @property
@@ -94,14 +94,14 @@ class Experts:
         return self.mean_routed_ffn + (1 - self.share) * self.dense_ffn
 
 
-def _load(args: Namespace) -> float:
+def _load(model: ModelDescription) -> float:
     """Load of the rank with most tokens: as it is stated, or as far as the capacity of experts lets it be."""
-    load, capacity = getattr(args, "moe_load_factor", 1.0), args.moe_expert_capacity_factor
+    load, capacity = model.moe_load_factor, model.moe_expert_capacity_factor
     if capacity is None:
         return load
-    return capacity if args.moe_pad_expert_input_to_capacity else min(load, capacity)
+    return capacity if model.moe_pad_expert_input_to_capacity else min(load, capacity)
 
 
-def _graphs(args: Namespace) -> bool | None:
-    kind = graphs(args)
-    return None if kind == ITERATION or (kind == LAYERS and "moe" in graphed(args)) else kind == LAYERS
+def _graphs(model: ModelDescription) -> bool | None:
+    kind = graphs(model)
+    return None if kind == ITERATION or (kind == LAYERS and "moe" in model.cuda_graph_scope) else kind == LAYERS

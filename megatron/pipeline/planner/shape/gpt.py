@@ -6,11 +6,11 @@ norms, below 0.1 % of them, are left out. ``activations`` has what a rank holds 
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, MLP, Hybrid
 from megatron.pipeline.planner.shape.latent import Latent
@@ -107,38 +107,36 @@ class Shape:
         return cls(layers, hidden, heads, heads, hidden // heads, 4 * hidden, False, seq, microbatch, vocabulary)
 
     @classmethod
-    def of(cls, args: Namespace) -> Shape:
-        """From Megatron-LM's flags after ``validate``, ``padded_vocab_size`` included."""
-        experts, latent, hybrid = Experts.of(args), Latent.of(args), Hybrid.of(args)
+    def of(cls, model: ModelDescription) -> Shape:
+        """From a training's description, ``padded_vocab_size`` included."""
+        experts, latent, hybrid = Experts.of(model), Latent.of(model), Hybrid.of(model)
         shape = cls(
-            layers=args.num_layers,
-            hidden=args.hidden_size,
-            heads=args.num_attention_heads,
-            groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-            head_width=args.qk_head_dim + latent.position if latent else args.kv_channels,
-            ffn=experts.mean_ffn if experts else args.ffn_hidden_size,
-            gated=args.swiglu,
-            seq=args.seq_length,
-            microbatch=args.micro_batch_size,
-            vocabulary=args.padded_vocab_size,
-            norm=1 if args.normalization == "RMSNorm" else 2,
-            biases=args.add_bias_linear,
-            qkv_bias=args.add_qkv_bias or args.add_bias_linear,
-            qk_norm=args.qk_layernorm,
-            positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
-            mtp_layers=args.mtp_num_layers or 0,
+            layers=model.num_layers,
+            hidden=model.hidden_size,
+            heads=model.num_attention_heads,
+            groups=(model.num_query_groups if model.group_query_attention else None) or model.num_attention_heads,
+            head_width=model.qk_head_dim + latent.position if latent else model.kv_channels,
+            ffn=experts.mean_ffn if experts else model.ffn_hidden_size,
+            gated=model.swiglu,
+            seq=model.seq_length,
+            microbatch=model.micro_batch_size,
+            vocabulary=model.padded_vocab_size,
+            norm=1 if model.normalization == "RMSNorm" else 2,
+            biases=model.add_bias_linear,
+            qkv_bias=model.add_qkv_bias or model.add_bias_linear,
+            qk_norm=model.qk_layernorm,
+            positions=model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0,
+            mtp_layers=model.mtp_num_layers or 0,
             experts=experts,
             latent=latent,
-            policy=ActivationPolicy.of(args),
-            quantized=Quantized.of(args),
-            windows=Windows.of(args),
+            policy=ActivationPolicy.of(model),
+            quantized=Quantized.of(model),
+            windows=Windows.of(model),
             hybrid=hybrid,
-            gates=args.num_attention_heads * args.kv_channels
-            if getattr(args, "attention_output_gate", False) and not latent
-            else 0,
-            sinks=args.num_attention_heads if getattr(args, "softmax_type", None) == "learnable" else 0,
+            gates=model.num_attention_heads * model.kv_channels if model.attention_output_gate and not latent else 0,
+            sinks=model.num_attention_heads if model.softmax_type == "learnable" else 0,
         )
-        return replace(shape, ffn=shape._mean_ffn(args.ffn_hidden_size)) if hybrid else shape
+        return replace(shape, ffn=shape._mean_ffn(model.ffn_hidden_size)) if hybrid else shape
 
     def share(self, symbol: str) -> float:
         """Share of the layers with a part of a kind: attention and an MLP, or experts, are in each one unless it is hybrid."""
@@ -179,7 +177,7 @@ class Shape:
     @property
     def predictor(self) -> Shape:
         """The layers of one step of multi-token prediction: one that is as the last, or those of a hybrid model's pattern."""
-        last = self.of_layers(self.layers - 1, 1)
+        last = self.of_layers(range(self.layers - 1, self.layers))
         if not (self.hybrid and self.hybrid.predictor):
             return replace(last, layers=1)
         symbols = self.hybrid.predictor
@@ -305,13 +303,13 @@ class Shape:
         """Keys that a query reads, as a mean over the layers."""
         return self.windows.mean if self.windows else self.seq
 
-    def of_layers(self, first: int, count: int) -> Shape:
+    def of_layers(self, numbers: range) -> Shape:
         """The same with means over some layers alone, of all that differs from layer to layer."""
         own: dict[str, Any] = {}
         for name in ("experts", "quantized", "windows", "hybrid"):
             kinds: Any = getattr(self, name)
-            if count and kinds and len(set(kinds.layers)) > 1:
-                own[name] = replace(kinds, layers=kinds.layers[first : first + count])
+            if numbers and kinds and len(set(kinds.layers)) > 1:
+                own[name] = replace(kinds, layers=kinds.layers[numbers.start : numbers.stop])
         found = replace(self, **own) if own else self
         return replace(found, ffn=found._mean_ffn(self.dense_ffn)) if own.keys() & {"experts", "hybrid"} else found
 

@@ -6,16 +6,16 @@ A new kind is one file with a function that makes a ``Mixer`` of flags, and one 
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron.pipeline.planner.shape import gated_delta, mamba
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.mixer import Mixer
 
 ATTENTION, MLP, EXPERTS = "*", "-", "E"
 FLAGS = "hybrid_layer_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"  # each makes a model hybrid
-KINDS: Mapping[str, Callable[[Namespace], Mixer]] = {"M": mamba.mixer, "G": gated_delta.mixer}
+KINDS: Mapping[str, Callable[[ModelDescription], Mixer]] = {"M": mamba.mixer, "G": gated_delta.mixer}
 LINEAR = "gated_delta_net"  # of --experimental-attention-variant
 
 
@@ -34,13 +34,13 @@ class Hybrid:
     mixers: tuple[tuple[str, Mixer], ...]
 
     @classmethod
-    def of(cls, args: Namespace) -> Hybrid | None:
-        """From Megatron-LM's flags after ``validate``; None for a GPT whose layers all have attention."""
-        pattern, variant = (getattr(args, name, None) for name in ("hybrid_layer_pattern", "experimental_attention_variant"))
-        if not pattern and variant != LINEAR:
+    def of(cls, model: ModelDescription) -> Hybrid | None:
+        """From a training's description; None for a GPT whose layers all have attention."""
+        pattern = model.hybrid_layer_pattern
+        if not pattern and model.experimental_attention_variant != LINEAR:
             return None
-        layers, *further = pattern.replace("|", "").split("/") if pattern else [_with_linear_attention(args)]
-        mixers = tuple((symbol, kind(args)) for symbol, kind in KINDS.items() if any(symbol in layer for layer in layers))
+        layers, *further = pattern.replace("|", "").split("/") if pattern else [_with_linear_attention(model)]
+        mixers = tuple((symbol, kind(model)) for symbol, kind in KINDS.items() if any(symbol in layer for layer in layers))
         return cls(tuple(layers), tuple(further[0]) if further else (), mixers)
 
     def share(self, symbol: str) -> float:
@@ -48,18 +48,18 @@ class Hybrid:
         return sum(symbol in layer for layer in self.layers) / len(self.layers)
 
 
-def have_experts(args: Namespace) -> tuple[bool, ...]:
+def have_experts(model: ModelDescription) -> tuple[bool, ...]:
     """Tell of each layer if it has experts, from Megatron-LM's flags after ``validate``."""
-    every, pattern = args.moe_layer_freq, getattr(args, "hybrid_layer_pattern", None)
-    if not args.num_experts:
-        return (False,) * args.num_layers
+    every, pattern = model.moe_layer_freq, model.hybrid_layer_pattern
+    if not model.num_experts:
+        return (False,) * model.num_layers
     if pattern:
         return tuple(symbol == EXPERTS for symbol in pattern.partition("/")[0].replace("|", ""))
-    return tuple(layer % every == 0 for layer in range(args.num_layers)) if isinstance(every, int) else tuple(map(bool, every))
+    return tuple(layer % every == 0 for layer in range(model.num_layers)) if isinstance(every, int) else tuple(map(bool, every))
 
 
-def _with_linear_attention(args: Namespace) -> list[str]:
+def _with_linear_attention(model: ModelDescription) -> list[str]:
     """Attention in every Nth layer, or where a list has 0."""
-    every = args.linear_attention_freq
-    linear = every if isinstance(every, list) else [(layer + 1) % every for layer in range(args.num_layers)]
-    return [("G" if one else ATTENTION) + (EXPERTS if has else MLP) for one, has in zip(linear, have_experts(args), strict=True)]
+    every = model.linear_attention_freq
+    linear = every if isinstance(every, list) else [(layer + 1) % every for layer in range(model.num_layers)]
+    return [("G" if one else ATTENTION) + (EXPERTS if has else MLP) for one, has in zip(linear, have_experts(model), strict=True)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
+
+from megatron.pipeline.planner.shape.description import ModelDescription
 
 SPARSE = "dsa"  # of --experimental-attention-variant
 
@@ -25,11 +26,11 @@ class Indexer:
     keys: int
 
     @classmethod
-    def of(cls, args: Namespace) -> Indexer | None:
-        """From Megatron-LM's flags after ``validate``; None for attention to all keys."""
-        if getattr(args, "experimental_attention_variant", None) != SPARSE:
+    def of(cls, model: ModelDescription) -> Indexer | None:
+        """From a training's description; None for attention to all keys."""
+        if model.experimental_attention_variant != SPARSE:
             return None
-        return cls(args.dsa_indexer_n_heads, args.dsa_indexer_head_dim, min(args.dsa_indexer_topk, args.seq_length))
+        return cls(model.dsa_indexer_n_heads, model.dsa_indexer_head_dim, min(model.dsa_indexer_topk, model.seq_length))
 
     def weights(self, hidden: int, queries: int | None) -> int:
         """Weights of its queries, of its key, and of what weighs its heads."""
@@ -58,11 +59,11 @@ class Latent:
     indexer: Indexer | None = None
 
     @classmethod
-    def of(cls, args: Namespace) -> Latent | None:
-        """From Megatron-LM's flags after ``validate``; None for a model without."""
-        if not args.multi_latent_attention:
+    def of(cls, model: ModelDescription) -> Latent | None:
+        """From a training's description; None for a model without."""
+        if not model.multi_latent_attention:
             return None
-        return cls(args.q_lora_rank, args.kv_lora_rank, args.qk_pos_emb_head_dim, args.v_head_dim, Indexer.of(args))
+        return cls(model.q_lora_rank, model.kv_lora_rank, model.qk_pos_emb_head_dim, model.v_head_dim, Indexer.of(model))
 
     @property
     def normalised(self) -> int:

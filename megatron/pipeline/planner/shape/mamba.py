@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.mixer import Mixer
 
 _CHUNK = 128  # tokens within which products of all with all stand for the state, as in megatron-core's kernel
 _TAPS = 4  # tokens of the convolution
 
 
-def mixer(args: Namespace) -> Mixer:
+def mixer(model: ModelDescription) -> Mixer:
     """Numbers of a layer, from Megatron-LM's flags after ``validate``.
 
     Dao and Gu, "Transformers are SSMs", sections 6 and 7: the first linear makes the gate, the inputs, what groups of heads write
@@ -19,8 +18,8 @@ def mixer(args: Namespace) -> Mixer:
     states; B makes convolution and states again. Each kernel reads what it takes and writes what it makes; states of chunks, in
     float32, are passed on once.
     """
-    heads, state = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim, args.mamba_state_dim
-    inner, groups = heads * args.mamba_head_dim, args.mamba_num_groups * state
+    heads, state = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim, model.mamba_state_dim
+    inner, groups = heads * model.mamba_head_dim, model.mamba_num_groups * state
     convolved = inner + 2 * groups
     operations = 2 * _CHUNK * (groups + inner) + 4 * state * inner
     moved = 4 * convolved + 5 * inner + 8 * inner * state / _CHUNK

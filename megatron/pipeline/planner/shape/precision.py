@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HALF = 2
+from megatron.pipeline.planner.shape.description import HALF, ModelDescription
 
 
 class Recipe(NamedTuple):
@@ -57,24 +56,24 @@ class Quantized:
     kept: bool = False
 
     @classmethod
-    def of(cls, args: Namespace) -> Quantized | None:
-        """From Megatron-LM's flags, which ``args`` may lack; None for a model in 16 bits or more.
+    def of(cls, model: ModelDescription) -> Quantized | None:
+        """From a training's description; None for a model in 16 bits or more.
 
         Raises:
             ValueError: the recipe is none whose sizes are known.
         """
-        kind = next((kind for kind in ("fp8", "fp4") if getattr(args, kind, None)), None)
-        if kind is None:
+        if not (model.fp8 or model.fp4):
             return None
-        name = getattr(args, f"{kind}_recipe", None) or {"fp8": "delayed", "fp4": "nvfp4"}[kind]
+        kind = "fp8" if model.fp8 else "fp4"
+        name = (model.fp8_recipe or "delayed") if model.fp8 else (model.fp4_recipe or "nvfp4")
         if name not in RECIPES:
             raise ValueError(f"--{kind}-recipe {name}: its bytes and its speed are not known; known are {', '.join(RECIPES)}")
-        first, last = 0, args.num_layers
-        if getattr(args, "first_last_layers_bf16", False):
-            first += args.num_layers_at_start_in_bf16
-            last -= args.num_layers_at_end_in_bf16
-        layers = tuple(first <= layer < last for layer in range(args.num_layers))
-        return cls(RECIPES[name], layers, bool(getattr(args, f"{kind}_param_gather", False)))
+        first, last = 0, model.num_layers
+        if model.first_last_layers_bf16:
+            first += model.num_layers_at_start_in_bf16
+            last -= model.num_layers_at_end_in_bf16
+        layers = tuple(first <= layer < last for layer in range(model.num_layers))
+        return cls(RECIPES[name], layers, model.fp8_param_gather if model.fp8 else model.fp4_param_gather)
 
     @property
     def share(self) -> float:

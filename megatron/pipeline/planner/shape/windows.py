@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
+
+from megatron.pipeline.planner.shape.description import ModelDescription
 
 BLOCK = 128  # keys that a kernel takes at once: of a block at an edge of the window it computes all
 
@@ -15,14 +16,14 @@ class Windows:
     layers: tuple[int, ...]
 
     @classmethod
-    def of(cls, args: Namespace) -> Windows | None:
-        """From Megatron-LM's flags after ``validate``; None where every layer reads all keys."""
-        window, every = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    def of(cls, model: ModelDescription) -> Windows | None:
+        """From a training's description; None where every layer reads all keys."""
+        window, every = model.window_size, model.window_attn_skip_freq
         if window is None or window[0] < 0:
             return None
-        keys = min(args.seq_length, window[0] + max(0, window[1]) + 1 + BLOCK)
-        narrow = every if isinstance(every, list) else [every is None or (layer + 1) % every for layer in range(args.num_layers)]
-        return cls(tuple(keys if one else args.seq_length for one in narrow))
+        keys = min(model.seq_length, window[0] + max(0, window[1]) + 1 + BLOCK)
+        narrow = every if isinstance(every, list) else [every is None or (layer + 1) % every for layer in range(model.num_layers)]
+        return cls(tuple(keys if one else model.seq_length for one in narrow))
 
     @property
     def mean(self) -> float:

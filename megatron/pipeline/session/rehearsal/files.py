@@ -14,6 +14,7 @@ import torch
 from megatron.pipeline.distributed.device import gpu_name
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.origin import described
@@ -23,7 +24,6 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, activation_profile, simulate
-from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.view.picture import draw
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import ITERATIONS, TIMED, Steps, profiled
@@ -78,7 +78,7 @@ def _exchange(args: Settings) -> float | None:
     links = args.rehearsal.links
     if links is None or args.vocabulary.spread is None:
         return None
-    return links.hop.all_gather(hidden_bytes(Shape.of(args)), args.pipeline_model_parallel_size)
+    return links.hop.all_gather(hidden_bytes(shape_of(args)), args.pipeline_model_parallel_size)
 
 
 def _replicas(args: Settings, schedule: Schedule, costs: Costs, alone: float) -> float | None:
@@ -94,7 +94,7 @@ def _replicas(args: Settings, schedule: Schedule, costs: Costs, alone: float) ->
         return 0.0
     if links is None:
         return None
-    whole = with_replicas(args, costs, placement, decoder_layers(args, placement), links, None)
+    whole = with_replicas(describe(args), costs, placement, decoder_layers(args, placement), links, None)
     problem = Problem(
         placement,
         schedule.microbatches,
@@ -103,7 +103,7 @@ def _replicas(args: Settings, schedule: Schedule, costs: Costs, alone: float) ->
         splits=schedule.splits,
         vocabulary=schedule.vocabulary,
     )
-    return between_seconds(args, links, schedule, problem, alone, plans=True)
+    return between_seconds(describe(args), links, schedule, problem, alone, plans=True)
 
 
 def _write(args: Settings, found: Rehearsal) -> list[str]:
@@ -112,7 +112,7 @@ def _write(args: Settings, found: Rehearsal) -> list[str]:
     if torch.distributed.get_rank() == 0:
         try:
             write_text(folder / RESULT, json.dumps(found.fields() | {"layers": layers}))
-            of = described(args, "run", layers, gpu_name())
+            of = described(describe(args), "run", layers, gpu_name())
             write_text(folder / COSTS, json.dumps(found.costs.fields() | {"of": of}))
             _draw(found, folder / PICTURE)
         except OSError as error:

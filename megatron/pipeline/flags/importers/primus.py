@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from megatron.pipeline.flags import upstream
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import actions, as_flags
+from megatron.pipeline.flags.importers import upstream
 from megatron.pipeline.flags.settings import OURS
 from megatron.pipeline.planner.schedule.core.reading import read_text
 

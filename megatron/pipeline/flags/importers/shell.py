@@ -1,8 +1,4 @@
-"""A training's flags from what others keep them in.
-
-These are Megatron-LM's functional tests, a model's config.json of Hugging Face, an experiment of AMD's Primus, and a shell
-script that starts a training.
-"""
+"""A training's flags from a shell script that starts it, which is read and not run."""
 
 from __future__ import annotations
 
@@ -14,56 +10,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.flags import primus, upstream
+from megatron.pipeline.flags.importers import upstream
 from megatron.pipeline.planner.schedule.core.reading import read_text
 
-TESTS, PRIMUS = "MODEL_ARGS", "\nmodules:"  # of files that have more than flags, and some of them twice
 _SET = re.compile(r"""^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=("[^"\n]*"|'[^'\n]*'|[^\s(#;]*)[ \t]*(?:[;#].*)?$""", re.M)
 _SUM = re.compile(r"(?!.*\*\*)[\d\s+*/%()-]+")
 _USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
-
-
-def flags_in(content: Mapping[str, Any], path: Path, parser: argparse.ArgumentParser) -> Mapping[str, Any]:
-    """The flags in a file's content, which is returned as it is where it has nothing but flags. What Megatron-LM's tests have
-    beside them is ``upstream.leave_out``'s.
-
-    Raises:
-        ValueError: as ``of_model`` and ``primus.flags_of``.
-    """
-    if "modules" in content:
-        return primus.flags_of(path, parser)
-    own = of_model(content) if "model_type" in content else content.get(TESTS, content)
-    if own is content or not isinstance(own, dict):
-        return own
-    flags = {name: f"--{str(name).lstrip('-').replace('_', '-')}" for name in own}
-    unknown = {name: flag for name, flag in flags.items() if flag not in parser._option_string_actions}
-    upstream.leave_out(parser, unknown.values())
-    return {name: value for name, value in own.items() if name not in unknown}
-
-
-def of_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags without dashes, with their values, of a model as a config.json describes it; no batch, and no parallel sizes.
-
-    Raises:
-        ValueError: the model is of a kind that ``huggingface.json`` does not have.
-    """
-    known = upstream.table("huggingface")
-    kind = config["model_type"]
-    if kind not in known["kinds"]:
-        raise ValueError(f"model_type {kind}: known are {', '.join(known['kinds'])}: give the model's flags instead")
-    flags = {flag: config[name] for name, flag in known["names"].items() if config.get(name) is not None}
-    flags |= known["always"] | known["kinds"][kind]
-    flags["untie-embeddings-and-output-weights"] = not config.get("tie_word_embeddings")
-    if "num-experts" in flags:
-        flags |= known["experts"]
-        dense = config.get("first_k_dense_replace") or 0
-        if dense:
-            flags["moe-layer-freq"] = f"([0]*{dense}+[1]*{flags['num-layers'] - dense})"
-        if shared := config.get("n_shared_experts"):
-            flags["moe-shared-expert-intermediate-size"] = shared * flags["moe-ffn-hidden-size"]
-    if config.get("attention_bias"):
-        flags["add-qkv-bias"] = True
-    return {flag: value for flag, value in flags.items() if value is not None}
 
 
 def of_script(text: str, folder: Path, parser: argparse.ArgumentParser, given: Collection[str]) -> list[str]:

@@ -7,20 +7,12 @@ from importlib import import_module
 from typing import Any
 
 from megatron.pipeline.flags.flags import actions, as_flags
+from megatron.pipeline.flags.importers import upstream
 
 SCHEME = "bridge:"
 _PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
 # The first that has a setting counts: the first two are those that Bridge lets replace others.
 _SECTIONS = ("mixed_precision", "comm_overlap", "model", "train", "ddp", "optimizer")
-_NAMES = {  # of settings, where ours are others
-    "num_experts": "num_moe_experts",
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "swiglu": "gated_linear_unit",
-    "main_grads": "main_grads_dtype",
-    "main_params": "main_params_dtype",
-    "exp_avg": "exp_avg_dtype",
-    "exp_avg_sq": "exp_avg_sq_dtype",
-}
 
 
 def flags_of(name: str) -> dict[str, Any]:
@@ -33,11 +25,12 @@ def flags_of(name: str) -> dict[str, Any]:
         ValueError: Bridge is not installed, or has no such recipe.
     """
     recipe = _named(name)()
+    names = upstream.table("names")["bridge"]
     parts = (getattr(recipe, section, None) for section in _SECTIONS)
     sections = [_precision(part) if isinstance(part, str) else part for part in parts if part is not None]
 
     def setting(name: str) -> Any:
-        found = (getattr(part, one, None) for part in sections for one in (_NAMES.get(name, name), name))
+        found = (getattr(part, one, None) for part in sections for one in (names.get(name, name), name))
         return next((value for value in found if value is not None), None)
 
     vocabulary = setting("vocab_size") or getattr(getattr(recipe, "tokenizer", None), "vocab_size", None)

@@ -1,0 +1,158 @@
+"""Costs of one candidate on a cluster: its flags are asked once, and all that predicts its iteration reads this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.pipeline.model.description import describe
+from megatron.pipeline.planner.costmodel.estimate import estimate
+from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core import cutting
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.passes import Offload
+from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.problem import Problem
+from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.families import Family
+from megatron.pipeline.planner.schedule.time.simulate import simulate
+from megatron.pipeline.planner.shape.description import ModelDescription
+from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.tune.candidate import Candidate, Cluster
+
+_ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as much with each
+
+
+@dataclass(frozen=True)
+class CandidateCosts:
+    """A candidate on a cluster; each part is made when it is first asked for."""
+
+    cluster: Cluster
+    candidate: Candidate
+
+    @cached_property
+    def model(self) -> ModelDescription:
+        """Description of its training."""
+        return describe(self.candidate.args)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """Shape of its model and of its microbatches."""
+        return Shape.of(self.model)
+
+    @cached_property
+    def links(self) -> Links:
+        """Links between its ranks."""
+        return Links.of(self.cluster.device, self.cluster.per_node, self.model.ranks)
+
+    @cached_property
+    def family(self) -> Family:
+        """Family of its schedule."""
+        return families.named(self.candidate.variant.name)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Placement of its stages."""
+        return self.candidate.placement
+
+    @cached_property
+    def planned_microbatches(self) -> int:
+        """Microbatches to plan for, of which the time of all of them follows."""
+        whole, ranks = self.candidate.microbatches, self.placement.ranks
+        fewer = max(_ROUNDS * ranks, 2 * ranks + whole % ranks)
+        fewer += (whole - fewer) % ranks  # interleaved wants multiples of the ranks
+        return min(whole, fewer)
+
+    @property
+    def offload(self) -> Offload | None:
+        """What it copies to host memory."""
+        return self.candidate.args.offloading.mode
+
+    @property
+    def fuses(self) -> bool:
+        """Tell whether B and W run as one pass, always or where the plan likes."""
+        return self.family.fused or self.model.makes_weights_again or self.model.tensor_model_parallel_size > 1
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds and bytes of its passes, without what backwards make again."""
+        overlaps = self.candidate.variant.name == "interleaved" and self.model.overlap_p2p_comm
+        waits = self.model.is_stock and self.model.pipeline_model_parallel_size > 1 and not overlaps
+        costs = estimate(
+            self.shape,
+            self.placement,
+            self.candidate.layers,
+            self.cluster.device,
+            self.model.spread,
+            split=not (self.family.fused or self.model.makes_weights_again),
+            links=self.links,
+            exposed_hops=self.family.exposed_hops if waits else 0.0,
+        )
+        # A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone.
+        return costs if self.fuses else cutting.without_fused(costs)
+
+    @cached_property
+    def trained(self) -> Costs:
+        """The costs where backwards make activations again, if they do."""
+        again = self.shape.policy.recomputes
+        return cutting.with_recomputation(self.costs, self.model.makes_weights_again) if again else self.costs
+
+    @property
+    def within(self) -> float:
+        """The most that a backward that makes activations again holds while it runs, beyond what is held before and after."""
+        if not self.shape.policy.recomputes:
+            return 0.0
+        leanest = self.fuses or any(stage.backward_allocates for stage in self.trained.stages)  # some backwards may be BW
+        ends = (stage.checkpoint if leanest else max(stage.checkpoint, stage.retained) for stage in self.costs.stages)
+        return max(stage.activation - end for stage, end in zip(self.costs.stages, ends, strict=True))
+
+    @property
+    def fastest(self) -> Costs:
+        """Costs at which no schedule takes longer than it does."""
+        return cutting.hidden(self.trained) if self.candidate.overlaps else self.trained
+
+    def work(self, costs: Costs) -> list[float]:
+        """Seconds that every rank computes in an iteration, without the vocabulary's passes."""
+        again = self.shape.policy.recomputes
+        seconds = [stage.forward + stage.value("fused") + stage.recompute * again for stage in costs.stages]
+        return [self.candidate.microbatches * sum(seconds[stage] for stage in row) for row in self.placement.stages]
+
+    def problem(self, costs: Costs, microbatches: int, limit: float | None, bare: bool = False) -> Problem:
+        """What is to be planned.
+
+        Args:
+            limit: bytes of activations; None without.
+            bare: without vocabulary and braids.
+        """
+        return Request(
+            self.candidate.variant.name,
+            self.placement.ranks,
+            microbatches,
+            costs,
+            self.candidate.variant.chunks,
+            limit,
+            objective=self.candidate.objective,
+            group=self.candidate.variant.group,
+            vocabulary=None if bare else self.model.spread,
+            offload=self.offload,
+            overlap=self.candidate.overlaps and not bare,
+            beside=self.candidate.beside,
+        ).problem()
+
+    def steady(self, microbatches: int) -> Problem:
+        """The problem with what ranks do between two iterations."""
+        whole = with_replicas(self.model, self.trained, self.placement, self.candidate.layers, self.links, self.cluster.device)
+        objective = self.candidate.objective
+        return Problem(self.placement, microbatches, whole, objective=objective, vocabulary=self.model.spread)
+
+    def between(self, schedule: Schedule, alone: float) -> float:
+        """Seconds by which a period is longer than an iteration alone: see ``between_seconds``."""
+        problem = self.steady(schedule.microbatches)
+        return between_seconds(self.model, self.links, schedule, problem, alone, plans=not self.model.is_stock)
+
+    def length(self, schedule: Schedule) -> float:
+        """Seconds of an iteration alone."""
+        return self.candidate.objective.length(simulate(schedule, self.trained))
