@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from megatron.pipeline.health.device_progress import DeviceProgress
+from megatron.pipeline.monitor.device_progress import DeviceProgress
+from megatron.pipeline.monitor.recorder import NullRecorder
 from megatron.pipeline.planner.schedule.core.kinds import Exchange, Flow
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.lower.posting import starts_posted
@@ -27,7 +28,6 @@ from megatron.pipeline.planner.schedule.lower.program import (
     Wait,
     pass_of,
 )
-from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import Wiring
 

@@ -20,12 +20,12 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import distributed_data_parallel, rerun_state_machine
 
 from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
-from megatron.pipeline.health.device_progress import DeviceProgress
-from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.monitor.device_progress import DeviceProgress
+from megatron.pipeline.monitor.progress import Situation
+from megatron.pipeline.monitor.recorder import NullRecorder
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.planner.schedule.lower.program import Program
-from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync

@@ -14,9 +14,9 @@ from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.flags.config import transformer_config
 from megatron.pipeline.model.build import build_model
+from megatron.pipeline.monitor.memory import ActivationMeter
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.shape.gpt import Work
-from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.tune.measure.clock import MeasureClock, repeated
 
 _WARM_UP = 3  # times: allocators, autotuners and clock rates have settled by then
