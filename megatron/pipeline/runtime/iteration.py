@@ -171,10 +171,11 @@ class Iteration:
         shielded = plan.schedule.shielded.intersection(plan.schedule.placement.stages[rank])
         chunks = {plan.schedule.placement.home(stage)[1] for stage in shielded}
         handlers = StagePasses(stages, program, not call.forward_only, offloaded, chunks).handlers.joined(stages.handlers)
+        handlers = replace(handlers, around=sync.around)
         dtype = config.pipeline_dtype or config.params_dtype
         transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, call.device, self.posting)
         progress = DeviceProgress(plan.leads[rank]) if call.device.type == "cuda" else None
-        self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, recorder, sync.around, progress)
+        self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, recorder, progress)
         self.attempts += 1
         with rerun_state_machine.together(checks, last=False), recorder.observing():
             executor.begin()
