@@ -42,6 +42,9 @@ from one_device import DEVICE, device_name, one_rank, synchronize, timed
 
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.monitor.cost_profile import measured_costs
+from megatron.pipeline.monitor.recorder import NullRecorder, Record, Recorder
+from megatron.pipeline.monitor.report import Report
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
@@ -52,9 +55,6 @@ from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.program import Message, Program, Send
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.offload import moved, offload
-from megatron.pipeline.record.cost_profile import measured_costs
-from megatron.pipeline.record.recorder import NullRecorder, Record, Recorder
-from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.offload import probe

@@ -12,10 +12,8 @@ The rooms, from the top: each imports only those below it (docs/architecture.md)
 ``trainer``    data, checkpoints and the loop of ``pretrain_gpt.py``
 ``session``    what programs share: planning from flags, start-up lines, reports, names of checkpoints
 ``flags``      Megatron-LM's flags and ours
-``optimizer``  optimizer steps before the gradient norm is known
-``runtime``    how one rank runs its program
-``health``     the watchdog, and the position of each rank
-``record``     times and bytes of passes
+``runtime``    how one rank runs its program, and optimizer steps before the gradient norm is known
+``monitor``    times and bytes of passes, the position of each rank, and the watchdog
 ``model``      the GPT cut by a placement, with linears whose backward splits
 ``patches``    the short list of upstream symbols that are replaced, one file per upstream module
 ``backward``   backwards that leave weight gradients to W

@@ -133,7 +133,7 @@ def _saved(model: torch.nn.Module, saving: str) -> Iterator[tuple[Callable[[], A
     """A context for each forward, and what to call before the backwards."""
     from runtime.offloaded import move, stores
 
-    from megatron.pipeline.record.memory import ActivationMeter
+    from megatron.pipeline.monitor.memory import ActivationMeter
     from megatron.pipeline.runtime.offload.copy_streams import ThreadCopyStreams
     from megatron.pipeline.runtime.offload.host_memory import HostPool
 
@@ -164,7 +164,7 @@ def _saved(model: torch.nn.Module, saving: str) -> Iterator[tuple[Callable[[], A
 def counted_bytes() -> tuple[int, int, int]:
     """What the meter of activations counts after a forward, between B and W, and after W."""
     from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
-    from megatron.pipeline.record.memory import ActivationMeter, hold
+    from megatron.pipeline.monitor.memory import ActivationMeter, hold
 
     model = build(delayed=True, dtype=torch.bfloat16)
     meter = ActivationMeter(model.parameters())

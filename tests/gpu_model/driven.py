@@ -146,7 +146,7 @@ def train(name: str, data: str) -> Report:
     Returns:
         Reads are those by what passes run.
     """
-    from megatron.pipeline.optimizer.snapshot import Snapshot
+    from megatron.pipeline.runtime.optimizer.snapshot import Snapshot
 
     one = device()
     assert isinstance(one, EngineDevice)

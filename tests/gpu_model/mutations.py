@@ -82,7 +82,7 @@ def message_beside_pings() -> Iterator[None]:
 @contextmanager
 def reports_at_once() -> Iterator[None]:
     """A report is read as soon as it is asked for. Later its wait is often behind another of the host's."""
-    from megatron.pipeline.record.report import PendingReport
+    from megatron.pipeline.monitor.report import PendingReport
     from megatron.pipeline.runtime import pipeline
 
     start = pipeline.start_gathering

@@ -34,7 +34,7 @@ def _pose_and_serve(connection: Connection, stacks: str, library: Path | None = 
     from gpu_model import fake, pose
 
     fake.pose(library) if library else pose()
-    from megatron.pipeline.health import device_progress
+    from megatron.pipeline.monitor import device_progress
 
     # A host that waits for its device now and then, which bounds memory, would hide what no stream orders.
     device_progress.DeviceProgress.catch_up = lambda _: None  # type: ignore[method-assign, assignment]

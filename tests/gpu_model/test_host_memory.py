@@ -16,7 +16,7 @@ from gpu_model.mutations import NEVER_USED, UNPINS_AT_ONCE, Mutation, mutated
 
 def pinned_for_copies(numbers: int) -> tuple[int, int, bool]:
     """Bytes of the copies of Adam's parameters and state and bytes registered for them; and whether a step is undone exactly."""
-    from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
+    from megatron.pipeline.runtime.optimizer.snapshot import Keep, Snapshot
 
     registered: dict[int, int] = {}
     cuda: Any = torch.cuda.cudart()

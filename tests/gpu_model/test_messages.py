@@ -60,8 +60,8 @@ def test_all_groups_have_the_timeout_of_the_world(gpus: Pool) -> None:
 
 
 def watched() -> list[tuple[str, bool]]:
-    from megatron.pipeline.health.progress import Situation
-    from megatron.pipeline.health.watchdog import Watchdog
+    from megatron.pipeline.monitor.progress import Situation
+    from megatron.pipeline.monitor.watchdog import Watchdog
 
     nccl.barriers.clear()
     with Watchdog(Situation):
@@ -254,7 +254,7 @@ def streams_made(directory: str) -> tuple[int, int]:
     """How many streams there are after a few measured iterations, and after some more."""
     from training.short_runs import train
 
-    from megatron.pipeline.record import recorder
+    from megatron.pipeline.monitor import recorder
 
     made, reach = [], recorder._reached_now
 

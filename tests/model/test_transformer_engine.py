@@ -174,7 +174,7 @@ def hooked_gradients(order: str | None) -> tuple[list[float], tuple[int, int, in
     from megatron.pipeline import patches
 
     patches.install()
-    from megatron.pipeline.record.memory import ActivationMeter, hold
+    from megatron.pipeline.monitor.memory import ActivationMeter, hold
 
     torch.manual_seed(3)
     module = EngineLinear(delayed=order is not None, fused=True, bias=IN_W)

@@ -39,8 +39,8 @@ def train(
     import torch
     from megatron.pipeline.patches import schedules
 
-    from megatron.pipeline.optimizer import step_ahead
     from megatron.pipeline.runtime.executor import Executor
+    from megatron.pipeline.runtime.optimizer import step_ahead
     from megatron.pipeline.trainer import loop, program
     from megatron.pipeline.trainer.run_log import Log
 
@@ -119,7 +119,7 @@ def _tamper(training: Any, injections: Injections, terminate_in: int | None) -> 
 
 
 def _digests(training: Any) -> list[str]:
-    from megatron.pipeline.optimizer.step_ahead import parts_of
+    from megatron.pipeline.runtime.optimizer.step_ahead import parts_of
 
     for chunk in training.chunks if training.chunks[0].ddp_config.overlap_param_gather else ():
         chunk.start_param_sync(force_sync=True)  # gathers of the last step may be on their way

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.pipeline.distributed.reduction import Reduction
-from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
+from megatron.pipeline.runtime.optimizer.snapshot import Keep, Snapshot
 
 pytestmark = pytest.mark.cuda
 

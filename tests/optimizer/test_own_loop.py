@@ -23,8 +23,8 @@ def train(schedule: str, flags: tuple[str, ...], ahead: bool) -> tuple[list[Any]
     from optimizer.injected_runs import _digest
 
     from megatron.pipeline.flags.config import parameter_scheduler
-    from megatron.pipeline.optimizer.post_validation import PostValidation
-    from megatron.pipeline.optimizer.step_ahead import parts_of
+    from megatron.pipeline.runtime.optimizer.post_validation import PostValidation
+    from megatron.pipeline.runtime.optimizer.step_ahead import parts_of
 
     run = tiny_gpt.Run(schedule, pp=4, flags=("--num-layers", "8", "--lr-warmup-iters", "6", *flags), measure=False)
     scheduler = parameter_scheduler(run.args, run.optimizer)

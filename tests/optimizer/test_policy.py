@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.pipeline.optimizer.policy import Observation, Policy
+from megatron.pipeline.runtime.optimizer.policy import Observation, Policy
 
 
 def run(policy: Policy, fates: Sequence[bool], waiting: float = 10.0, saved: float = 9.0, lost: float = 14.0) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
+from megatron.pipeline.runtime.optimizer.snapshot import Keep, Snapshot
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1),

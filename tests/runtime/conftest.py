@@ -9,7 +9,7 @@ import pytest
 import torch
 from runtime.offloaded import Layer
 
-from megatron.pipeline.record.memory import ActivationMeter
+from megatron.pipeline.monitor.memory import ActivationMeter
 from megatron.pipeline.runtime.offload.copy_streams import ThreadCopyStreams
 
 Observing = Callable[[Iterable[torch.Tensor]], ActivationMeter]

@@ -18,8 +18,8 @@ import tiny_gpt
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.health.watchdog import Watchdog
+from megatron.pipeline.monitor.progress import Situation
+from megatron.pipeline.monitor.watchdog import Watchdog
 from megatron.pipeline.runtime.offload.host_memory import HostPool
 
 RANKS, FAILING_MICROBATCH, TIMEOUT = 4, 3, 4.0

@@ -11,6 +11,7 @@ import tiny_gpt
 from marked import rest
 from pool import Pool
 
+from megatron.pipeline.monitor.recorder import NullRecorder
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.kinds import Kind
@@ -21,7 +22,6 @@ from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Send, Wait
 from megatron.pipeline.planner.schedule.transforms.braid import braid
-from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.wiring import wiring

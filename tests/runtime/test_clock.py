@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.pipeline.monitor import clock
+from megatron.pipeline.monitor.recorder import Recorder
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.record import clock
-from megatron.pipeline.record.recorder import Recorder
 from megatron.pipeline.session.rehearsal.device_lock import DeviceLock
 
 

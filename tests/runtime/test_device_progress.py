@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.pipeline.health.device_progress import DeviceProgress
-from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.monitor.device_progress import DeviceProgress
+from megatron.pipeline.monitor.progress import Situation
+from megatron.pipeline.monitor.recorder import NullRecorder
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.stage_costs import VocabularyCosts
 from megatron.pipeline.planner.schedule.lower.posting import LEAD, leads, message_buffers
 from megatron.pipeline.planner.schedule.lower.program import Compute, Flow, Message, Program, Receive, Send, Wait
-from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.wiring import Wiring

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.pipeline.monitor.recorder import NullRecorder
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import uniform
@@ -20,7 +21,6 @@ from megatron.pipeline.planner.schedule.lower.program import (
     Send,
     Wait,
 )
-from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import wiring

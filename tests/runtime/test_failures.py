@@ -24,9 +24,9 @@ from runtime import failing_ranks
 from runtime.failing_ranks import RANKS, rank_alone
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.pipeline.health.heartbeat import Heartbeat
-from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, list_ranks
-from megatron.pipeline.health.watchdog import Watchdog, in_words
+from megatron.pipeline.monitor.heartbeat import Heartbeat
+from megatron.pipeline.monitor.progress import RanksSeen, Situation, diagnose, list_ranks
+from megatron.pipeline.monitor.watchdog import Watchdog, in_words
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.passes import Pass

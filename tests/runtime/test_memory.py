@@ -16,6 +16,7 @@ from marked import rest, whole
 from pool import Pool
 
 from megatron.pipeline.backward.weight_tasks import WeightTask
+from megatron.pipeline.monitor.memory import ActivationMeter
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import Costs
@@ -25,7 +26,6 @@ from megatron.pipeline.planner.schedule.core.placement import Placement, linear,
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.vocabulary import postponed
-from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.runtime.stage_passes import run_weights
 
 FLAGS = ("--num-layers", "8", "--seq-length", "64", "--hidden-size", "64", "--untie-embeddings-and-output-weights")
@@ -45,7 +45,7 @@ SCHEDULES = [*families.FAMILIES]
 
 def stage_costs(schedule: str, vocabulary: str = "off") -> Costs:
     """What one microbatch holds on every stage, measured with no other in flight."""
-    from megatron.pipeline.record.cost_profile import measured_costs
+    from megatron.pipeline.monitor.cost_profile import measured_costs
 
     run = tiny_gpt.Run(schedule, pp=4, microbatches=1, flags=(*FLAGS, "--vocab-parallel", vocabulary))
     for iteration in range(2):

@@ -194,9 +194,9 @@ LARGE = "--num-layers 8 --hidden-size 64 --seq-length 64"
 
 def planned_and_measured(schedule: str, **sizes: Any) -> tuple[list[float], list[int], list[float]]:
     """Peaks in bytes of every rank: planned at what has been measured, and then measured again; and those of nothing copied."""
+    from megatron.pipeline.monitor import cost_profile
     from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
     from megatron.pipeline.planner.schedule.transforms.transform import without_copies
-    from megatron.pipeline.record import cost_profile
 
     trained = tiny_gpt.Run(schedule, flags=tuple(f"{LARGE} {FULL} {SMALL}".split()), **sizes)
     pipeline = trained.pipeline

@@ -10,6 +10,9 @@ import pytest
 import torch
 from pool import Pool
 
+from megatron.pipeline.monitor.cost_profile import agree, beside_communication, measured_costs
+from megatron.pipeline.monitor.recorder import Record
+from megatron.pipeline.monitor.report import Report
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.costs import with_parts
 from megatron.pipeline.planner.planning.request import Request
@@ -17,9 +20,6 @@ from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import activation_changes, activation_profile, simulate
-from megatron.pipeline.record.cost_profile import agree, beside_communication, measured_costs
-from megatron.pipeline.record.recorder import Record
-from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.ping import ping_all
 from megatron.pipeline.runtime.profiling import in_words
 

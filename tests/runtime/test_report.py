@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
 
+from megatron.pipeline.monitor.recorder import Record, Waited
+from megatron.pipeline.monitor.report import RecordFormat
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.planned import Planned, Variant
 from megatron.pipeline.planner.schedule.core.costs import uniform
@@ -23,8 +25,6 @@ from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timed
 from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.program import Compute, Program, Send, Wait
-from megatron.pipeline.record.recorder import Record, Waited
-from megatron.pipeline.record.report import RecordFormat
 
 
 def record_of(program: Program, chance: random.Random) -> Record:

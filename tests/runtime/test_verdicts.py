@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.pipeline.health import watchdog
-from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.health.watchdog import Watchdog
+from megatron.pipeline.monitor import watchdog
+from megatron.pipeline.monitor.progress import Situation
+from megatron.pipeline.monitor.watchdog import Watchdog
 
 RANKS = 4
 LOOK, STUCK_PASS, STUCK_ELSEWHERE, SILENCE = 0.5, 4.0, 60.0, 8.0  # seconds

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from schedule.exact import optimum
 
+from megatron.pipeline.monitor.cost_profile import _stage as measured
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
@@ -20,7 +21,6 @@ from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
 from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
 from megatron.pipeline.planner.schedule.rules.verify import verify
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.record.cost_profile import _stage as measured
 from megatron.pipeline.runtime.profiling import in_words
 
 SLACK = 1 + 1e-9

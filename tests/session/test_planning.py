@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.pipeline.cli import main
 from megatron.pipeline.model.description import describe
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
+from megatron.pipeline.monitor.cost_profile import with_sizes
 from megatron.pipeline.planner.costmodel.memory import predict
 from megatron.pipeline.planner.planning import aside, kept
 from megatron.pipeline.planner.planning.aside import plan_batch
@@ -24,7 +25,6 @@ from megatron.pipeline.planner.schedule.core.passes import Kind, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import v
 from megatron.pipeline.planner.schedule.core.problem import Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.record.cost_profile import with_sizes
 from megatron.pipeline.session.memory import more_than_stock, predicted_memory, stock_memory, uncounted_sizes
 from megatron.pipeline.session.own_loop import OwnLoop
 from megatron.pipeline.session.startup_lines import plan_in_words

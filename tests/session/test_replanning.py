@@ -48,7 +48,7 @@ def logged(flags: str, agree: Callable[..., Costs], error: str = "") -> list[str
     Args:
         error: with what the training must end.
     """
-    from megatron.pipeline.record import cost_profile
+    from megatron.pipeline.monitor import cost_profile
     from megatron.pipeline.trainer.run_log import Log
 
     lines: list[str] = []

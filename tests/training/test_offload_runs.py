@@ -83,7 +83,7 @@ def test_steps_that_are_undone(pool: Pool, data: str, flags: str) -> None:
 
 def profiled(flags: str) -> list[str]:
     """The lines that this rank would log. Passes come out as if the machine were quiet, bytes and copies as they are."""
-    from megatron.pipeline.record import cost_profile
+    from megatron.pipeline.monitor import cost_profile
 
     real = cost_profile.agree
 

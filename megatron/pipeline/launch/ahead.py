@@ -20,9 +20,9 @@ from megatron.pipeline.patches import moe_utils, training_training
 from megatron.pipeline.distributed.device import to_device
 from megatron.pipeline.distributed.reduction import Reduction
 from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.optimizer.post_validation import PostValidation, TakenStep
-from megatron.pipeline.optimizer.snapshot import Keep
-from megatron.pipeline.optimizer.step_ahead import parts_of
+from megatron.pipeline.runtime.optimizer.post_validation import PostValidation, TakenStep
+from megatron.pipeline.runtime.optimizer.snapshot import Keep
+from megatron.pipeline.runtime.optimizer.step_ahead import parts_of
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 # Upstream saves these of an iteration at its end, and watches all of its passes for them.

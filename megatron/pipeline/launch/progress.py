@@ -9,7 +9,7 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.optimizer.post_validation import TakenStep
+from megatron.pipeline.runtime.optimizer.post_validation import TakenStep
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.metrics import Metrics, Step
 from megatron.pipeline.session.reports import Reports

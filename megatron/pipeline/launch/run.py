@@ -26,7 +26,6 @@ from megatron.pipeline.patches.upstream_args import write
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.launch import checkpoint
 from megatron.pipeline.launch.ahead import StepsAhead
 from megatron.pipeline.launch.check import (
@@ -51,6 +50,7 @@ from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
+from megatron.pipeline.monitor.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.planner.combinations.rows import DOCUMENTS, WRONG
 from megatron.pipeline.planner.combinations.table import sentences
 from megatron.pipeline.planner.schedule.core.names import STOCK

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from megatron.pipeline.health.device_progress import DeviceProgress
+from megatron.pipeline.monitor.device_progress import DeviceProgress
+from megatron.pipeline.monitor.recorder import NullRecorder
 from megatron.pipeline.planner.schedule.core.kinds import Exchange, Flow
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.lower.posting import starts_posted
@@ -27,7 +28,6 @@ from megatron.pipeline.planner.schedule.lower.program import (
     Wait,
     pass_of,
 )
-from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import Wiring
 
@@ -57,6 +57,7 @@ class Handlers:
         release: called with the outputs of a forward once the next stage has them: frees their data.
         abandon: called to let go of what is kept from one pass to another, when an iteration is given up.
         braid: computes two passes as one; None where no program has any.
+        around: a context for every pass, such as the one that lets DDP reduce gradients.
     """
 
     passes: Mapping[Kind, Handler]
@@ -64,11 +65,12 @@ class Handlers:
     release: Callable[[Tensors], None] = lambda _: None
     abandon: Sequence[Callable[[], None]] = ()
     braid: Braid | None = None
+    around: Callable[[Pass], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def joined(self, other: Handlers) -> Handlers:
-        """These and those of other kinds; outputs are released as before."""
+        """These and those of other kinds; outputs are released, and passes run, as before."""
         passes, background = {**self.passes, **other.passes}, {**self.background, **other.background}
-        return Handlers(passes, background, self.release, (*self.abandon, *other.abandon), self.braid)
+        return replace(self, passes=passes, background=background, abandon=(*self.abandon, *other.abandon))
 
 
 class Executor:
@@ -82,7 +84,6 @@ class Executor:
         handlers: run its passes, copies and collectives.
         transport: carries the messages.
         recorder: measures the passes, or does not.
-        around: a context for every pass, such as the one that lets DDP reduce gradients.
         device: notes what has been launched on a GPU; None on a CPU, where an operation is over when it returns.
 
     Attributes:
@@ -97,7 +98,6 @@ class Executor:
         handlers: Handlers,
         transport: Transport,
         recorder: NullRecorder,
-        around: Callable[[Pass], AbstractContextManager[None]] = lambda _: nullcontext(),
         device: DeviceProgress | None = None,
     ) -> None:
         self.program = program
@@ -105,7 +105,6 @@ class Executor:
         self._wiring = wiring
         self._handlers = handlers
         self._recorder = recorder
-        self._around = around
         self._device = device
         self._left = deque(program)
         self._posted: dict[Message, None] = {}  # receives that have not been waited for, in their order
@@ -169,7 +168,8 @@ class Executor:
                         self._received[message] = transport.wait(message)
                     del self._posted[message]
                 case Compute(work, braided):
-                    with self._around(work), self._around(braided) if braided else nullcontext(), recorder.measure(work):
+                    within = handlers.around(braided) if braided else nullcontext()
+                    with handlers.around(work), within, recorder.measure(work):
                         self._compute(work, braided)
                     transport.sweep()
                 case Send(message, peer):

@@ -20,12 +20,12 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import distributed_data_parallel, rerun_state_machine
 
 from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
-from megatron.pipeline.health.device_progress import DeviceProgress
-from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.monitor.device_progress import DeviceProgress
+from megatron.pipeline.monitor.progress import Situation
+from megatron.pipeline.monitor.recorder import NullRecorder
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.planner.schedule.lower.program import Program
-from megatron.pipeline.record.recorder import NullRecorder
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
@@ -171,10 +171,11 @@ class Iteration:
         shielded = plan.schedule.shielded.intersection(plan.schedule.placement.stages[rank])
         chunks = {plan.schedule.placement.home(stage)[1] for stage in shielded}
         handlers = StagePasses(stages, program, not call.forward_only, offloaded, chunks).handlers.joined(stages.handlers)
+        handlers = replace(handlers, around=sync.around)
         dtype = config.pipeline_dtype or config.params_dtype
         transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, call.device, self.posting)
         progress = DeviceProgress(plan.leads[rank]) if call.device.type == "cuda" else None
-        self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, recorder, sync.around, progress)
+        self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, recorder, progress)
         self.attempts += 1
         with rerun_state_machine.together(checks, last=False), recorder.observing():
             executor.begin()

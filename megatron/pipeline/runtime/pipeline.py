@@ -15,7 +15,10 @@ from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline import patches
 from megatron.pipeline.distributed.device import this_device
-from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.monitor.clock import Clock
+from megatron.pipeline.monitor.progress import Situation
+from megatron.pipeline.monitor.recorder import NullRecorder, Recorder
+from megatron.pipeline.monitor.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.planner.combinations.needs import EVERY_BATCH
 from megatron.pipeline.planner.combinations.table import refuse
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
@@ -27,9 +30,6 @@ from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.planner.schedule.lower.program import Send
 from megatron.pipeline.planner.schedule.time.simulate import simulate
-from megatron.pipeline.record.clock import Clock
-from megatron.pipeline.record.recorder import NullRecorder, Recorder
-from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.background import BackgroundPlanner
 from megatron.pipeline.runtime.call import Call

@@ -11,11 +11,11 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.pipeline.distributed.device import this_device
+from megatron.pipeline.monitor import cost_profile
+from megatron.pipeline.monitor.report import Report
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.passes import VOCABULARY_KINDS
 from megatron.pipeline.planner.schedule.lower.program import Flow
-from megatron.pipeline.record import cost_profile
-from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.ping import ping, ping_all
 from megatron.pipeline.runtime.pipeline import Pipeline

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
+from megatron.pipeline.monitor.report import Report
 from megatron.pipeline.planner.planning.refusals import HOST_MIB, MIB
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.problem import HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import describe
 from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
 from megatron.pipeline.runtime.pipeline import Pipeline

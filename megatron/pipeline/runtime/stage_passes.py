@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
+from megatron.pipeline.monitor.memory import hold, is_observed
 from megatron.pipeline.planner.schedule.core.passes import COPY_KINDS, Kind, Pass
 from megatron.pipeline.planner.schedule.lower.program import Compute, Program
-from megatron.pipeline.record.memory import hold, is_observed
 from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.offload.offloading import InFlight

@@ -25,10 +25,10 @@ from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding
 from megatron.pipeline.model.vocabulary.loss import Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
+from megatron.pipeline.monitor.memory import hold
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.lower.program import Collective, Exchange
-from megatron.pipeline.record.memory import hold
 from megatron.pipeline.runtime.call import Call, LossReports
 from megatron.pipeline.runtime.p2p import Tensors
 

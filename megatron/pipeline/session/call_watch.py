@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.health.watchdog import Watchdog
+from megatron.pipeline.monitor.progress import Situation
+from megatron.pipeline.monitor.watchdog import Watchdog
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.monitor.report import PendingReport, Report
 from megatron.pipeline.planner.schedule.core.problem import Objective
-from megatron.pipeline.record.report import PendingReport, Report
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.metrics import Measured
 from megatron.pipeline.session.planning import replanning

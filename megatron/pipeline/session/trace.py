@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.pipeline.flags.packages import no_picture
+from megatron.pipeline.monitor.cost_profile import measured_costs
+from megatron.pipeline.monitor.report import Report
 from megatron.pipeline.planner.schedule.core.passes import Pass
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.schedule.lower.program import Collective, Message
 from megatron.pipeline.planner.schedule.time.simulate import activation_profile, simulate
 from megatron.pipeline.planner.view.chrome_trace import to_trace
 from megatron.pipeline.planner.view.picture import Profile, draw
-from megatron.pipeline.record.cost_profile import measured_costs
-from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.atomic import write_text
 

@@ -17,9 +17,9 @@ from megatron.pipeline.distributed.device import to_device
 from megatron.pipeline.distributed.reduction import Reduction
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model import seeding
-from megatron.pipeline.optimizer.post_validation import PostValidation
-from megatron.pipeline.optimizer.snapshot import Keep
-from megatron.pipeline.record.report import PendingReport
+from megatron.pipeline.monitor.report import PendingReport
+from megatron.pipeline.runtime.optimizer.post_validation import PostValidation
+from megatron.pipeline.runtime.optimizer.snapshot import Keep
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.metrics import Step
 from megatron.pipeline.trainer.data import Batch, check_finite, forward_step

@@ -24,9 +24,9 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.flags.support import check_trained
 from megatron.pipeline.flags.validation import batch_size_steps, validate
-from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.monitor.progress import Situation
+from megatron.pipeline.monitor.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import save_lock

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.record.memory import hold
+from megatron.pipeline.monitor.memory import hold
 from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, Ticket
 from megatron.pipeline.runtime.offload.handles import Block, KeptOnDevice, OffloadedView
 from megatron.pipeline.runtime.offload.host_memory import Arena, HostPool

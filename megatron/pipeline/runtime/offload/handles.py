@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.record.memory import hold
+from megatron.pipeline.monitor.memory import hold
 
 
 class Block:

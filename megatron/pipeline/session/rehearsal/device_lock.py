@@ -22,10 +22,10 @@ from megatron.core import parallel_state
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.pipeline.distributed.groups import new_group
+from megatron.pipeline.monitor.clock import undisturbed
+from megatron.pipeline.monitor.recorder import NullRecorder
 from megatron.pipeline.planner.schedule.core.passes import Pass
 from megatron.pipeline.planner.schedule.lower.program import Collective, Message
-from megatron.pipeline.record.clock import undisturbed
-from megatron.pipeline.record.recorder import NullRecorder
 
 
 class DeviceLock:

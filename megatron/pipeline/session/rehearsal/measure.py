@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 from megatron.core import parallel_state
 
+from megatron.pipeline.monitor.report import Report
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.view.table import plain_table
-from megatron.pipeline.record.report import Report
 
 _MIB = 2**20
 Number = TypeVar("Number", int, float)

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron.pipeline.monitor.report import Report
 from megatron.pipeline.planner.planning.costs import with_parts
 from megatron.pipeline.planner.schedule.core.costs import Costs, MemoryUnit, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
-from megatron.pipeline.record.report import Report
 
 _SHARDS = -1  # in place of a stage: the vocabulary shards of all ranks, which are equal
 _REMADE = 1.05  # times what F holds: a B that leaves more makes activations again; up to that the two are taken to be as much

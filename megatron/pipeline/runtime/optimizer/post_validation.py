@@ -12,10 +12,10 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pipeline.distributed.device import to_device
 from megatron.pipeline.distributed.reduction import Reduction
-from megatron.pipeline.optimizer.policy import Observation, Policy
-from megatron.pipeline.optimizer.snapshot import Keep
-from megatron.pipeline.optimizer.step_ahead import Outcome, StepAhead, clips, parts_of, snapshot_of
-from megatron.pipeline.record.report import PendingReport
+from megatron.pipeline.monitor.report import PendingReport
+from megatron.pipeline.runtime.optimizer.policy import Observation, Policy
+from megatron.pipeline.runtime.optimizer.snapshot import Keep
+from megatron.pipeline.runtime.optimizer.step_ahead import Outcome, StepAhead, clips, parts_of, snapshot_of
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 

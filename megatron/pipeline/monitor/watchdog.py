@@ -28,8 +28,8 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches.torch_checkpoint import CheckpointError
 
 from megatron.pipeline.distributed.groups import barrier
-from megatron.pipeline.health.heartbeat import Heartbeat
-from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, name_rank
+from megatron.pipeline.monitor.heartbeat import Heartbeat
+from megatron.pipeline.monitor.progress import RanksSeen, Situation, diagnose, name_rank
 
 _INTERVAL = 0.5  # seconds between two looks
 _RANKS_PER_INTERVAL = 64  # larger worlds look less often: what the store sends grows with the square of the ranks

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from megatron.pipeline.distributed.device import side_stream, this_device
+from megatron.pipeline.monitor.recorder import Record, Waited
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.planner.schedule.lower.program import Copy, Program, Send, Wait, pass_of
-from megatron.pipeline.record.recorder import Record, Waited
 
 _NONE = -1.0  # in place of a message: no more waits
 

@@ -22,7 +22,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOp
 
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.distributed.reduction import Reduction
-from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
+from megatron.pipeline.runtime.optimizer.snapshot import Keep, Snapshot
 
 
 @dataclass(frozen=True)

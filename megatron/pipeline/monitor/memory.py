@@ -56,7 +56,7 @@ class ActivationMeter:
     def hold(self, tensor: torch.Tensor) -> CountedTensor:
         """Count a tensor until the returned object dies."""
         storage = tensor.untyped_storage()
-        key = storage._cdata  # not its address, which changes where weights leave the device (runtime/host_offload_of_weights.py)
+        key = storage._cdata  # not its address: storages that are empty share one
         if key in self._parameters:
             return CountedTensor(tensor, None, key)
         if key not in self._holders:

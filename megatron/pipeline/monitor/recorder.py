@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.pipeline.distributed.device import side_stream, this_device
+from megatron.pipeline.monitor.clock import Clock
+from megatron.pipeline.monitor.memory import ActivationMeter
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.timeline import Timed
 from megatron.pipeline.planner.schedule.lower.program import Collective, Message
-from megatron.pipeline.record.clock import Clock
-from megatron.pipeline.record.memory import ActivationMeter
 
 
 class Waited(NamedTuple):
