@@ -2,9 +2,10 @@
 
 ``DistributedDataParallel.__init__``: upstream makes one bucket of all chunks but the first of the first pipeline rank, as under
 its schedules the others have time to reduce it when they are done. Under ours all ranks end together, with a W: one bucket would
-be reduced behind it. Chunks that ``mark`` has seen are cut as that first one is, or as a plan has it; no setting does so. A
-program asks for all gathers of weights where it begins (``gather``), so that no layer starts the next one's
-(``align_param_gather``). In a loop that has called ``megatron.pipeline.install`` (``loops``) each chunk is prepared before.
+be reduced behind it. Chunks that ``mark`` has seen are cut as that first one is, or as a plan has it; no setting does so. Of
+weights whose gradients W computes DDP then hears from their modules, behind W (``delay_wgrad_compute``). A program asks for all
+gathers of weights where it begins (``gather``), so that no layer starts the next one's (``align_param_gather``). In a loop that
+has called ``megatron.pipeline.install`` (``loops``) each chunk is prepared before.
 ``DistributedOptimizer.compute_full_param_layout``, ``LayerWiseDistributedOptimizer.compute_full_param_layout``: which from 0.18
 on Megatron-LM calls before, with its choice of buckets.
 """
@@ -102,7 +103,7 @@ def _cut(
         found.append(setup(*given))
         return found[0] | {"pp_group": _FIRST}
 
-    own.align_param_gather = own.overlap_param_gather
+    own.align_param_gather, own.delay_wgrad_compute = own.overlap_param_gather, True
     given, planned = own.bucket_size, getattr(unwrap_model(module), _MARK)
     own.bucket_size = planned or given
     groups.setup_process_groups_for_ddp = staticmethod(as_first)

@@ -28,8 +28,6 @@ def install(hooks: Any) -> None:
             call.arguments["build_model_func"] = provide
             if low_precision is not None:
                 call.arguments["mixed_precision_wrapper"] = low_precision
-                if (ddp := call.arguments.get("ddp_config")) is not None:
-                    ddp.delay_wgrad_compute = True
             return original(*call.args, **call.kwargs)
 
         return hooks.build(make, call.arguments["build_model_func"])

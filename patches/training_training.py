@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.pipeline.patches import compat
-from megatron.pipeline.patches.upstream_args import written
 
 
 def install(hooks: Any) -> None:
@@ -26,8 +25,7 @@ def install(hooks: Any) -> None:
                 return original(provide, *rest, **options)
             float16, training.Float16Module = training.Float16Module, low_precision
             try:
-                with written(training.get_args(), delay_wgrad_compute=True):
-                    return original(provide, *rest, **options)
+                return original(provide, *rest, **options)
             finally:
                 training.Float16Module = float16
 

@@ -18,7 +18,6 @@ _REASONS = {
     "rerun_mode": "else ranks agree after every backward whether to run it again",
     "virtual_pipeline_model_parallel_size": "upstream builds that many chunks",
     "masked_softmax_fusion": "the kernel has causal masks for as many keys as queries only, and slices have more keys",
-    "delay_wgrad_compute": "get_model copies it into the configuration of DDP",
     "pipeline_placement": "what it saves says where each rank's chunks are",
     "pipeline_model_parallel_size": "a rank with both ends of the model shares whole batches, as a pipeline of one rank does",
 }

@@ -84,9 +84,9 @@ def _built(schedule: str, flags: str, tp: int, pp: int, fp8: Weights | None, mea
     def replaced(config: object) -> dict[type, type]:
         return replacements(config) | {TEDotProductAttention: DotProductAttention}  # type: ignore[arg-type]
 
-    def of_ddp(args: Namespace, split: bool) -> Any:
+    def of_ddp(args: Namespace) -> Any:
         of_fp8 = {"fp8_param_gather": fp8.gathered, "reuse_grad_buf_for_mxfp8_param_ag": fp8.reused} if fp8 else {}
-        return replace(ddp_config(args, split), **of_fp8)
+        return replace(ddp_config(args), **of_fp8)
 
     def as_on_a_gpu(*args: Any) -> Any:
         config = configured(*args)

@@ -343,14 +343,17 @@ def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:
 
 
 def without_delay() -> str:
-    model = build(True, "ColumnParallelLinear", 1, {"delay_wgrad_compute": False})
+    from megatron.pipeline.model.split_linear import split_weights
+
+    model = build(False, "ColumnParallelLinear", 1, {})
+    assert split_weights(model.module) == []
     with pytest.raises(RuntimeError) as error:
         model(torch.ones(4, 2, SIZE, requires_grad=True)).sum().backward()
     return str(error.value)
 
 
 def test_ddp_that_does_not_wait_for_weights_is_an_error(pool: Pool) -> None:
-    assert "delay_wgrad_compute=True" in pool.run(1, without_delay)[0]
+    assert "after split_weights" in pool.run(1, without_delay)[0]
 
 
 def unpatched() -> str:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -157,8 +158,10 @@ def test_another_machines_run_that_ends_meanwhile_is_followed(tmp_path: Path, mo
 def test_a_run_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_lock, "_BEAT", 0.05)
     check(str(tmp_path))
-    monkeypatch.setattr(save_lock, "_SILENCE", 60.0)
-    assert save_lock._is_touched(tmp_path / LOCK, *save_lock._look(tmp_path / LOCK))
+    before, until = save_lock._look(tmp_path / LOCK), time.monotonic() + 60
+    while (seen := save_lock._look(tmp_path / LOCK)) == before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert seen[0] == before[0] and seen[1] != before[1]
     release(str(tmp_path))
 
 

@@ -24,7 +24,7 @@ _MARK = "skip_backward_post_hook"  # megatron-core's, of weights whose gradients
 
 DDP_DOES_NOT_WAIT = (
     "a weight prepared by split_weights is in DDP's buffers, but DDP does not wait for its gradients: "
-    "wrap the model with DistributedDataParallelConfig(delay_wgrad_compute=True, ...), after split_weights"
+    "wrap the model with DistributedDataParallel after split_weights"
 )
 
 _USED_ELSEWHERE = (

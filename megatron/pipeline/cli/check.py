@@ -208,7 +208,7 @@ def compare(reference: Side, checked: Side, folder: Path, run: Callable[[Job, Si
         folder: for what both write.
         run: has every rank of a side do its work.
     """
-    from megatron.pipeline.session.gradient_files import compared
+    from megatron.pipeline.trainer.gradient_files import compared
 
     metrics: list[list[dict[str, Any]]] = []
     for side in (reference, checked):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import distributed_data_parallel, language_module, training_training
 from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.patches.upstream_args import write
@@ -50,7 +51,6 @@ from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
-from megatron.pipeline.monitor.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.planner.combinations.rows import DOCUMENTS, WRONG
 from megatron.pipeline.planner.combinations.table import sentences
 from megatron.pipeline.planner.schedule.core.names import STOCK
@@ -58,6 +58,7 @@ from megatron.pipeline.planner.shape.gpt import attention_share
 from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.call_watch import watching
 from megatron.pipeline.session.checkpoints import FORMAT, name_of
 from megatron.pipeline.session.last_rank import LastRank
 from megatron.pipeline.session.planning import as_planned, plan_pipeline
@@ -84,10 +85,8 @@ class Run:
         self.pipeline: Pipeline | None = None
         self._ours = Settings()  # of no flags, until they are complete
         self._buckets: int | None = None  # into which the plan cuts a chunk's parameters, where flags leave that open
-        self._knows_memory = True  # the formulas are for megatron-core's GPT, in 16 or 32 bits
         self._cut: PlacementLayout | None = None
         self._progress: LaunchProgress | None = None
-        self._last_rank: LastRank | None = None
         self._ahead: StepsAhead | None = None
         self._packing: Packing | None = None
         self._config: Any = None  # of the training, once it has begun
@@ -165,8 +164,7 @@ class Run:
                 write(args, pipeline_placement=pipeline.placement.stages)
         pipeline.install()
         if not pipeline.is_stock:
-            self._last_rank = LastRank(pipeline.placement)
-            schedules_patch.use(self._forward_backward)
+            schedules_patch.use(partial(self._forward_backward, pipeline, LastRank(pipeline.placement)))
 
     def _planned_buckets(self, args: Namespace, pipeline: Pipeline) -> int | None:
         """Buckets of a chunk as planned; None where the user gives their size, or checkpoints are by bucket of DDP's size."""
@@ -224,7 +222,6 @@ class Run:
             models.append(provider(*groups, pre_process=stage.first, post_process=stage.last, **given))
             with refusing():
                 check_model(models[-1], pipeline)
-            self._knows_memory &= adapter_of(models[-1]) is GPT and not models[-1].config.fp8
             if len(models) == len(stages):
                 self._complete(models, stages)
             return models[-1]
@@ -281,17 +278,11 @@ class Run:
         pipeline, ours = self.pipeline, self._ours
         assert pipeline is not None, "flags are validated before training"
         if is_last_rank():
-            print(
-                f" {self._versions.in_words}\n schedule {pipeline.name}",
-                *plan_in_words(ours, pipeline, self._knows_memory),
-                sep="\n",
-                flush=True,
-            )
+            words = plan_in_words(ours, pipeline, pipeline.is_stock or all(map(_has_formulas, unwrap_model(rest[1]))))
+            print(f" {self._versions.in_words}\n schedule {pipeline.name}", *words, sep="\n", flush=True)
         guard: AbstractContextManager[object] = nullcontext()
         if not pipeline.is_stock:  # upstream's own schedules do not say where they are
-            stuck = stuck_seconds(ours.distributed_timeout_minutes)
-            release = partial(save_lock.release, ours.save)
-            guard = Watchdog(lambda: pipeline.situation, ours.pipeline.timeout, stuck, at_end=release)
+            guard = watching(ours, lambda: pipeline.situation)
         self._progress = LaunchProgress(ours, pipeline)
         if ours.pipeline_packing:
             batches, shape = pipeline.batches, shape_of(ours)
@@ -302,16 +293,14 @@ class Run:
         with guard, self._progress:
             return original(*rest, **options)
 
-    def _forward_backward(self, **options: Any) -> list[Any]:
+    def _forward_backward(self, pipeline: Pipeline, last_rank: LastRank, **options: Any) -> list[Any]:
         """An iteration; what the loss function reported is then on the last rank as well, where upstream looks for it."""
-        pipeline = self.pipeline
-        assert pipeline is not None and self._last_rank is not None
         if self._ahead and not options.get("forward_only"):
             self._ahead.begins(options)
         if self._packing:
             options = self._packing.packed(options)
         reports = pipeline.forward_backward(**options)
-        self._last_rank.bring(reports, parallel_state.get_pipeline_model_parallel_group())
+        last_rank.bring(reports, parallel_state.get_pipeline_model_parallel_group())
         return reports
 
     def step(self, original: Callable[..., Any], training: Any, *rest: Any, **options: Any) -> Any:
@@ -358,3 +347,8 @@ class Run:
         path, form = Path(args.save) / name_of(iteration), getattr(args, "ckpt_format", FORMAT)
         with nullcontext() if elsewhere else checkpoint.replacing(path, form):
             return original(iteration, *rest, **options)
+
+
+def _has_formulas(chunk: Any) -> bool:
+    """Tell whether the formulas of memory are for a chunk: of megatron-core's GPT, in 16 or 32 bits."""
+    return adapter_of(chunk) is GPT and not chunk.config.fp8

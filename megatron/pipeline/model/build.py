@@ -69,7 +69,7 @@ def build_model(
     if config.fp16 or config.bf16:
         chunks = [LowPrecision(config, model, stage, sharded) for model, stage in zip(models, stages, strict=True)]
     return [  # as Megatron-LM does; what is split is cut into buckets even so
-        DistributedDataParallel(config, _ddp_config(args, split), chunk, disable_bucketing=index > 0)
+        DistributedDataParallel(config, _ddp_config(args), chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
 
@@ -92,7 +92,7 @@ class LowPrecision(Float16Module):
         return float16_to_fp32(outputs) if self._ends_in_loss and fp32_output else outputs
 
 
-def _ddp_config(args: Namespace, split: bool) -> DistributedDataParallelConfig:
+def _ddp_config(args: Namespace) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=args.overlap_grad_reduce,
@@ -100,6 +100,4 @@ def _ddp_config(args: Namespace, split: bool) -> DistributedDataParallelConfig:
         use_distributed_optimizer=args.use_distributed_optimizer,
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
         bucket_size=args.ddp_bucket_size,
-        # Weights whose gradients W computes report to DDP through their modules, after W.
-        delay_wgrad_compute=split,
     )

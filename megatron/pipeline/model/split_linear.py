@@ -28,9 +28,9 @@ DDP_HOOK = "register_wgrad_accumulation_and_reduce_hooks"
 def split_weights(chunk: torch.nn.Module, fuse_recomputed: bool = False) -> list[str]:
     """Prepare every linear of a model chunk whose backward can be split. Call it before wrapping the chunk in DDP.
 
-    DDP then leaves the readiness of these weights to ``register_wgrad_accumulation_and_reduce_hooks`` of their modules,
-    provided its config says ``delay_wgrad_compute``. Modules of Transformer Engine split if they have been built after
-    ``te_linear.delay_weight_gradients``. On every pipeline rank DDP cuts the chunk into buckets.
+    DDP then leaves the readiness of these weights to ``register_wgrad_accumulation_and_reduce_hooks`` of their modules, and cuts
+    the chunk into buckets on every pipeline rank. Modules of Transformer Engine split if they have been built after
+    ``te_linear.delay_weight_gradients``.
 
     Args:
         fuse_recomputed: B also computes the weight gradients of layers whose activations it recomputes. Otherwise W does, and

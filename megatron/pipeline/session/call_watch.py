@@ -1,17 +1,34 @@
-"""The watchdog of a loop of which its calls alone are known: ``megatron.pipeline.install(.., watchdog=seconds)``."""
+"""Watchdogs: of a training by its flags, and of a loop of which its calls alone are known (``install(.., watchdog=seconds)``)."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 
+from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.monitor.progress import Situation
-from megatron.pipeline.monitor.watchdog import Watchdog
+from megatron.pipeline.monitor.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.session import save_lock
+
+Guard = Callable[..., AbstractContextManager[object]]
+
+
+def watching(args: Settings, situation: Callable[[], Situation], guard: Guard = Watchdog) -> AbstractContextManager[object]:
+    """A context for a training, in which a rank that fails or hangs ends all, and lets other runs save where it has saved.
+
+    Args:
+        situation: says where this rank is.
+        guard: makes it, of what a ``Watchdog`` takes.
+    """
+    release = partial(save_lock.release, args.save)
+    stuck = stuck_seconds(args.distributed_timeout_minutes)
+    return guard(situation, args.pipeline.timeout, stuck_seconds=stuck, at_end=release)
 
 
 class CallWatch:

@@ -233,7 +233,7 @@ class OwnLoop:
         return placement
 
     def prepare(self, chunk: torch.nn.Module, ddp_config: Any) -> None:
-        """Split the backwards of a chunk's linears, and have DDP, which wraps it next, hear of weight gradients from W.
+        """Split the backwards of a chunk's linears, before DDP wraps it, which then hears of weight gradients from W.
 
         With a watchdog the first chunk starts it, collective over the world.
 
@@ -242,7 +242,6 @@ class OwnLoop:
         """
         split_chunks([chunk])
         chunk_marks.mark(unwrap_model(chunk))
-        ddp_config.delay_wgrad_compute = True
         if ddp_config.overlap_grad_reduce and ddp_config.bucket_size is None:
             distributed_data_parallel.mark(chunk, self._buckets)
         self._watch.start()

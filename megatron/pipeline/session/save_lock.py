@@ -77,23 +77,10 @@ def check(directory: str) -> None:
             return
         if touched is None:
             continue  # it is gone
-        lives, elsewhere = _lives(holder), ""
-        if lives is None:
-            logger.warning(
-                "%s was written on another machine, by %s: waiting up to %.0f s for a sign of life",
-                path,
-                _words(holder),
-                _SILENCE,
-            )
-            lives = _is_touched(path, text, touched)
-            if _look(path)[0] != text:
-                continue  # that run has ended, or had only begun to write
-            elsewhere = f". If that machine is lost, remove {path}"
-        if lives:
-            raise CannotSave(
-                f"another run saves into {directory}: {_words(holder)}; give another --save, or end that run{elsewhere}"
-            )
-        if _remove(path, text):
+        if _lives(path, text, touched):
+            lost = f". If that machine is lost, remove {path}" if holder.get("machine") != _machine() else ""
+            raise CannotSave(f"another run saves into {directory}: {_words(holder)}; give another --save, or end that run{lost}")
+        if _look(path)[0] == text and _remove(path, text):  # else that run has ended, or had only begun to write
             logger.warning("taking over %s from a run that has ended without a word: %s", directory, _words(holder))
 
 
@@ -129,16 +116,6 @@ def _touch(path: Path) -> None:
             if not _is_ours(path):
                 return
             os.utime(path)
-
-
-def _is_touched(path: Path, text: str, touched: int | None) -> bool:
-    """Watch whether the file changes."""
-    until = time.monotonic() + _SILENCE
-    while time.monotonic() < until:
-        time.sleep(_BEAT / 5)
-        if _look(path) != (text, touched):
-            return True
-    return False
 
 
 def _remove(path: Path, text: str) -> bool:
@@ -200,11 +177,17 @@ def _this_process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}", **own}
 
 
-def _lives(holder: dict[str, Any]) -> bool | None:
-    """Tell whether the process lives, which its machine knows; None on another one."""
-    if holder.get("machine") != _machine():
-        return None
-    return _started(holder.get("process")) == holder.get("started")
+def _lives(path: Path, text: str, touched: int) -> bool:
+    """Tell whether the process that has written a file lives, which its machine knows; on another one the file shows it."""
+    holder = _read(text)
+    if holder.get("machine") == _machine():
+        return _started(holder.get("process")) == holder.get("started")
+    words = "%s was written on another machine, by %s: waiting up to %.0f s for a sign of life"
+    logger.warning(words, path, _words(holder), _SILENCE)
+    until = time.monotonic() + _SILENCE
+    while (seen := _look(path)) == (text, touched) and time.monotonic() < until:
+        time.sleep(_BEAT / 5)
+    return seen[0] == text and seen[1] != touched
 
 
 def _machine() -> str:

@@ -11,8 +11,8 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
-from megatron.pipeline.session.gradient_files import Weight, WeightPart, read, write
 from megatron.pipeline.trainer import checkpoint
+from megatron.pipeline.trainer.gradient_files import Weight, WeightPart, read, write
 from megatron.pipeline.trainer.state import Training
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -26,10 +26,11 @@ from megatron.pipeline.flags.support import check_trained
 from megatron.pipeline.flags.validation import batch_size_steps, validate
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.monitor.progress import Situation
-from megatron.pipeline.monitor.watchdog import Watchdog, stuck_seconds
+from megatron.pipeline.monitor.watchdog import Watchdog
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.call_watch import Guard, watching
 from megatron.pipeline.session.checkpoints import latest
 from megatron.pipeline.session.groups import initialize_model_parallel
 from megatron.pipeline.session.memory import check_rehearsal_fits
@@ -46,7 +47,6 @@ from megatron.pipeline.trainer.state import Training, build_training
 
 logger = logging.getLogger(__name__)
 
-Guard = Callable[..., AbstractContextManager[object]]
 Watch = Callable[[Training], None]
 
 
@@ -122,13 +122,7 @@ def run(args: Settings, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watch
         # What goes on belongs to the next iteration, or to an evaluation or a checkpoint after this one.
         return replace(here, place=f"{here.place} after iteration {iteration}", progress=(*here.progress, iteration))
 
-    guarded = guard(
-        situation,
-        args.pipeline.timeout,
-        stuck_seconds=stuck_seconds(args.distributed_timeout_minutes),
-        at_end=lambda: save_lock.release(args.save),
-    )
-    with save_lock.saving_into(args.save), _megatron_state(args, pipeline.placement), guarded:
+    with save_lock.saving_into(args.save), _megatron_state(args, pipeline.placement), watching(args, situation, guard):
         pipeline.agree()
         pipeline.install()
         timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
