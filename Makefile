@@ -4,6 +4,7 @@
 # make slurm    the batch scripts on a SLURM of two emulated nodes on this machine: needs root, installs SLURM by apt-get
 # make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules; ARGS=--tests: and test
 # make test     the product's tests, or some: make test ARGS=tests/schedule
+# make test-room the tests of a room, such as make test-room ROOM=planner: what to run after each change there
 # make test-rest what make test leaves out: long cases, the device model, the oracle of the planner, all pages, browsers
 # make test-all all tests with all of their random examples, and every schedule in every layout: hours
 # make gpu      CUDA tests, sanitizers and benchmarks on this machine's GPU, at most 30 minutes; writes the tables of docs/gpu.md
@@ -39,7 +40,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup docs train compare versions frameworks slurm test test-rest test-all gpu clean
+.PHONY: setup docs train compare versions frameworks slurm test test-room test-rest test-all gpu clean
 
 setup: $(ready)
 
@@ -72,6 +73,9 @@ pytest = -m pytest -n 3 --dist worksteal --durations 30 --durations-min 1
 
 test: $(ready)
 	$(venv) $(pytest) $(or $(ARGS),-m "not whole and not rest")
+
+test-room: $(ready)
+	$(venv) scripts/room_tests.py $(ROOM) $(ARGS)
 
 test-rest: $(ready)
 	$(venv) $(pytest) $(or $(ARGS),-m "rest and not whole")
