@@ -74,23 +74,24 @@ DRIVES = {
     "DDP aside": Drive("zb-h1", "--overlap-grad-reduce", around=ddp_aside),
     "DDP aside, fused": Drive("1f1b", "--overlap-grad-reduce --ddp-bucket-size 4096", around=ddp_aside),
 }
+_PART = "sequence.Part.of({}, row.gathered_by if row and deferred else None)"
 # Forwards have all waits that they need; a backward leaves something that the next pass takes without one.
 MUTATIONS: dict[str, tuple[str, Mutation]] = {
     "a copy of the caught gradient": (
         "first stage aside",
-        Mutation("runtime.vocabulary:_Catch.backward", "append(gradient)", "append(gradient.clone())", ""),
+        Mutation("runtime.vocabulary:_Catch.backward", "ctx.caught.append(gradient)", "ctx.caught.append(gradient.clone())", ""),
     ),
     "a copy of the output's gradient": (
         "linears aside",
-        Mutation("backward.linear:SplitLinear.backward", "Part.of(grad_output,", "Part.of(grad_output.clone(),", ""),
+        Mutation("backward.linear:SplitLinear.backward", _PART.format("grad_output"), _PART.format("grad_output.clone()"), ""),
     ),
     "an input that is gathered for W": (
         "linears aside, sequence",
-        Mutation("backward.linear:SplitLinear.backward", "if not deferred:", "if True:", ""),
+        Mutation("backward.linear:SplitLinear.backward", "not deferred", "True", ""),
     ),
 }
-_READS = "assert grad_output.isfinite().all()\n    grad_bias = "
-READ = Mutation("backward.linear:SplitLinear.backward", "grad_bias = ", _READS, "")
+_BIAS = "grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None"
+READ = Mutation("backward.linear:SplitLinear.backward", _BIAS, f"assert grad_output.isfinite().all()\n{_BIAS}", "")
 # What autograd's engine does itself, taken out.
 ENGINE = ("_follows", "_uses")
 
