@@ -2,8 +2,9 @@
 # make compare  a wider model under megatron-core's own 1F1B, interleaved, ZB-H1, ZB-V and V-Half, rehearsed: one table, one picture
 # make frameworks train in the loops of frameworks, with their own packages, which are fetched
 # make slurm    the batch scripts on a SLURM of two emulated nodes on this machine: needs root, installs SLURM by apt-get
-# make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules; ARGS=--tests: and test
+# make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules of those that tests do not run with; ARGS=--tests: and test
 # make test     the product's tests, or some: make test ARGS=tests/schedule
+# make test-room the tests of a room, such as make test-room ROOM=planner: what to run after each change there
 # make test-rest what make test leaves out: long cases, the device model, the oracle of the planner, all pages, browsers
 # make test-all all tests with all of their random examples, and every schedule in every layout: hours
 # make gpu      CUDA tests, sanitizers and benchmarks on this machine's GPU, at most 30 minutes; writes the tables of docs/gpu.md
@@ -39,7 +40,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup docs train compare versions frameworks slurm test test-rest test-all gpu clean
+.PHONY: setup docs train compare versions frameworks slurm test test-room test-rest test-all gpu clean
 
 setup: $(ready)
 
@@ -73,6 +74,9 @@ pytest = -m pytest -n 3 --dist worksteal --durations 30 --durations-min 1
 test: $(ready)
 	$(venv) $(pytest) $(or $(ARGS),-m "not whole and not rest")
 
+test-room: $(ready)
+	$(venv) scripts/room_tests.py $(ROOM) $(ARGS)
+
 test-rest: $(ready)
 	$(venv) $(pytest) $(or $(ARGS),-m "rest and not whole")
 
@@ -101,6 +105,6 @@ data/own/%_text_document.idx: $(if $(TEXT),$(shell find $(TEXT) -type f)) | $(re
 
 $(ready): .venv/.torch setup.py constraints.txt
 	$(venv) -m pip install -e '.[train,pictures,dev]' -c constraints.txt
-	$(venv) -m megatron.pipeline.cli plan --schedule v-auto --pp 3 --microbatches 7 --cost F=1,B=1.3,W=0.9,comm=0.1 > /dev/null
-	$(venv) -m megatron.pipeline.cli plan --schedule zb-auto --pp 3 --microbatches 7 --cost F=1,B=1.3,W=0.9,comm=0.1 > /dev/null
+	$(venv) -m megatron.pipeline.cli plan --schedule v-auto --pp 3 --microbatches 7 --cost F=1,B=1.3,W=0.9,comm=0.1,RS=3,AG=2,OPT=0.1 > /dev/null
+	$(venv) -m megatron.pipeline.cli plan --schedule zb-auto --pp 3 --microbatches 7 --cost F=1,B=1.3,W=0.9,comm=0.1,RS=3,AG=2,OPT=0.1 > /dev/null
 	touch $@

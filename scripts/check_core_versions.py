@@ -7,7 +7,8 @@ the environment that runs this script. Releases from 0.17 on ask for Python 3.12
 and its one compiled module built. There the patches are applied, and a few iterations of
 ``configs/tiny.yaml`` must give the numbers of that release's own schedules, as exactly as docs/numerics.md says, also when they
 resume from a checkpoint of the distributed optimizer, buckets padded; and so must those by ``megatron.training``, in wheels
-from 0.17 on. ``--quick`` takes three schedules, ``--tests`` runs tests of the model, the runtime and training there as well.
+from 0.17 on. ``--quick`` takes three schedules, and leaves out the release that is installed here, with which the tests run;
+``--tests`` runs tests of the model, the runtime and training there as well.
 """
 
 from __future__ import annotations
@@ -118,14 +119,15 @@ class Failed(Exception):
 def main(argv: Sequence[str]) -> int:
     """Check the releases one after another; returns 1 if one of them fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("releases", nargs="*", metavar="RELEASE", help=f"of megatron-core; {' '.join(RELEASES)}")
     parser.add_argument(
-        "releases", nargs="*", default=RELEASES, metavar="RELEASE", help=f"of megatron-core; {' '.join(RELEASES)}"
+        "--quick", action="store_true", help="three schedules in place of all rows, and not the release that is installed"
     )
-    parser.add_argument("--quick", action="store_true", help="three schedules in place of all rows")
     parser.add_argument("--tests", action="store_true", help="run tests in each environment, too: minutes")
     args = parser.parse_args(argv)
     failed = False
-    for release in args.releases:
+    here = metadata.version("megatron-core") if args.quick else None
+    for release in args.releases or [each for each in RELEASES if each != here]:
         try:
             python = environment(release)
             print(f"megatron-core {release}: {check(python, release, _QUICK if args.quick else _ROWS)}", flush=True)

@@ -148,11 +148,9 @@ def test_the_page_keeps_what_is_outside_the_markers(page: Path) -> None:
         gpu_page.write(page, "text")
 
 
-def test_the_projects_page_has_the_markers(page: Path) -> None:
+def test_the_projects_page_has_a_place_for_the_tables_and_names_its_commands() -> None:
     text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
-    page.write_text(text, encoding="utf-8")
-    gpu_page.write(page, text.split(BEGIN)[1].split(END)[0].strip("\n"))
-    assert page.read_text(encoding="utf-8") == text
+    assert text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)
     assert [f"scripts/gpu.py --part {part}\n" in text for part in gpu.PARTS] == [True] * len(gpu.PARTS)
     assert f"-d build/wheels {gpu.PACKAGES['megatron.core']}\n" in text
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import check_lines
 import pytest
+import room_tests
 
 ROOT = Path(__file__).parent.parent
 PIPELINE = ROOT / "megatron" / "pipeline"
@@ -110,3 +111,10 @@ def test_no_module_of_a_room_imports_torch(room: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_tests_of_a_room_are_those_that_import_it_but_for_ranks_of_higher_ones() -> None:
+    planner, runtime = (set(room_tests.tests_of(room)) for room in ("planner", "runtime"))
+    assert planner >= {*ROOT.glob("tests/schedule/test_*.py"), *ROOT.glob("tests/view/test_*.py"), ROOT / "tests/cli/test_cli.py"}
+    assert not planner & {*ROOT.glob("tests/launch/test_launch.py"), *ROOT.glob("tests/tune/test_search.py")}
+    assert runtime >= set(ROOT.glob("tests/runtime/test_*.py")) and ROOT / "tests/cli/test_cli.py" not in runtime

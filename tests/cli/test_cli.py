@@ -55,7 +55,10 @@ def test_a_file_says_of_which_order_rules_are(capsys: pytest.CaptureFixture[str]
     output(capsys, "plan", *shape, "--cost", "F=31,B=34,W=29,RS=96,AG=48,OPT=1,norm=1", "-o", path)
     plan = json.loads(Path(path).read_text())
     again = json.loads(output(capsys, "plan", path, "--json"))
-    assert again["period_by_rules"] == plan["period_by_rules"] > plan["period"] == again["period"]
+    assert again["period_by_rules"] == plan["period_by_rules"] > plan["period"] == again["period"] >= again["period_lower_bound"]
+    assert (
+        again["period_lower_bound"] == plan["period_lower_bound"] > 4 * (31 + 34 + 29)
+    )  # with what follows the passes of a rank
     other = "F=31,B=34,W=29,RS=200,AG=100,OPT=1,norm=1"
     changed = json.loads(output(capsys, "plan", path, "--cost", other, "--json"))
     assert "period_by_rules" not in changed and changed["period_by_rules_of_this_order"] > changed["period"]

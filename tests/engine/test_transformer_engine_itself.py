@@ -25,6 +25,7 @@ from engine.linears import (
     gradients,
 )
 from engine.releases import fetched, ranks_with
+from marked import whole
 from pool import Pool
 from runtime.shielded import costs
 
@@ -35,7 +36,11 @@ from megatron.pipeline.planner.shape.gpt import Shape
 _SKIP = pytest.mark.skip(
     reason="build/ has no release of Transformer Engine: python scripts/fetch_transformer_engine.py fetches some"
 )
-_RELEASES: Sequence[Any] = fetched() or [pytest.param("", marks=_SKIP, id="none")]
+_FETCHED = fetched()
+_RELEASES: Sequence[Any] = [
+    *(release if release in (_FETCHED[0], _FETCHED[-1]) else whole(release, id=release) for release in _FETCHED),
+    *([] if _FETCHED else [pytest.param("", marks=_SKIP, id="none")]),
+]
 
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 

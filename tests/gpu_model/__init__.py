@@ -9,10 +9,6 @@
 - ``memory.py`` finds every access, and every reuse of memory, that the streams do not order, by the vector clocks of
   ``order.py``. A finding names both places in the code.
 
-That is one way. By the other (``fake.py``, ``driven.py``) tensors have no numbers and are on "cuda" for all of torch: with the
-device of ``shim.cpp``, which g++ builds, autograd's engine chooses streams and waits for events as on a GPU, and no read of the
-host's is missed. Streams, memory, groups, trace and judge are the same.
-
 ``mutations.py`` takes one wait, event or ``record_stream`` out of the product at a time: each must be reported.
 """
 

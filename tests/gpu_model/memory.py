@@ -173,11 +173,6 @@ class Memory:
         if (block := self._block(tensor)) is not None:
             block.recorded.add(stream)
 
-    def record_storage(self, key: int, stream: str) -> None:
-        """The same, of a storage that C++ names by its address."""
-        if (block := self._blocks.get(key)) is not None:
-            block.recorded.add(stream)
-
     def sweep(self) -> None:
         """Give back the memory of what has died."""
         while self._died:

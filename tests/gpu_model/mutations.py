@@ -1,10 +1,12 @@
 """Waits, events and the like, taken out of the product one at a time: what the checker is worth is that it reports each.
 
-``MUTATIONS`` names the line, what stands there instead, and a training in which it matters.
+``MUTATIONS`` has the statements or the expression, what stands there instead, and a training in which it matters.
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
 import functools
 import inspect
 import sys
@@ -21,13 +23,13 @@ class Mutation(NamedTuple):
 
     Attributes:
         where: ``module:Class.method`` in megatron.pipeline.
-        line: text in it that stands there once.
+        code: statements or an expression in it that are there once, however they are written.
         instead: what takes its place.
         run: of ``RUNS``.
     """
 
     where: str
-    line: str
+    code: str
     instead: str
     run: str
 
@@ -159,21 +161,23 @@ _CURRENT = "torch.cuda.current_stream()"
 _P2P, _PASSES = "runtime.p2p:Transport", "runtime.vocabulary:VocabularyPasses"
 _EMBEDDING, _OUTPUT = "model.vocabulary.input:EmbeddingShard", "model.vocabulary.output:OutputPart"
 _COPIES, _STORE, _SNAPSHOT = "runtime.offload.copy_streams", "runtime.offload.activations:Store", "optimizer.snapshot:Snapshot"
-_GATHER = "all_gather_into_tensor(whole, ", "all_gather(list(one.gathered.unbind()), "
+_SHARDS = "statistics, group=self._groups.shards, async_op=True)"
+_INTO = f"torch.distributed.all_gather_into_tensor(whole, {_SHARDS}"
+_INTO_PARTS = f"torch.distributed.all_gather(list(one.gathered.unbind()), {_SHARDS}"
 _BEGINS = "group.start_param_sync()"
 MUTATIONS = (
     Mutation(f"{_P2P}.wait", _WAIT, _NOTHING, "line"),
     Mutation(f"{_P2P}.wait", _WAIT, _NOTHING, "batched"),
-    Mutation(f"{_PASSES}.finish", "pop(collective).wait()", "pop(collective)", "vocabulary"),
-    Mutation(f"{_PASSES}.finish", "pop(collective).wait()", "pop(collective)", "two barriers"),
+    Mutation(f"{_PASSES}.finish", "self._works.pop(collective).wait()", "self._works.pop(collective)", "vocabulary"),
+    Mutation(f"{_PASSES}.finish", "self._works.pop(collective).wait()", "self._works.pop(collective)", "two barriers"),
     Mutation(f"{_PASSES}._gradient_ready", "statistics.wait()", _NOTHING, "vocabulary"),
     Mutation(f"{_PASSES}._gradient_ready", f"tensor.record_stream({_CURRENT})", _NOTHING, "vocabulary"),
     Mutation(f"{_PASSES}._gradient_ready", f"one.gradient.record_stream({_CURRENT})", _NOTHING, "vocabulary"),
     Mutation(f"{_PASSES}._gradient_ready", "return side_stream(device)", "return nullcontext()", "vocabulary"),
-    Mutation(f"{_PASSES}.start", *_GATHER, "vocabulary"),
+    Mutation(f"{_PASSES}.start", _INTO, _INTO_PARTS, "vocabulary"),
     Mutation(f"{_OUTPUT}.__init__", _GATHERED, _NOTHING, "two barriers, sequence"),
     Mutation(f"{_OUTPUT}.input_gradient", _REDUCED, _NOTHING, "vocabulary, sequence"),
-    Mutation(f"{_OUTPUT}.backward", f"    if self._logits is None:\n        {_GATHERED}", "", "logits in parts"),
+    Mutation(f"{_OUTPUT}.backward", f"if self._logits is None:\n    {_GATHERED}", _NOTHING, "logits in parts"),
     Mutation("backward.linear:SplitLinear.backward", _REDUCED, _NOTHING, "tensor"),
     Mutation("backward.linear:SplitLinear.backward", _REDUCED, _NOTHING, "sequence"),
     Mutation("runtime.layer_plans:_record_use", f"made.record_stream({_CURRENT})", _NOTHING, "layer plans"),
@@ -193,13 +197,13 @@ MUTATIONS = (
     Mutation("record.report:start_gathering", _WAIT, _NOTHING, "measured, read at once"),
     Mutation(f"{_EMBEDDING}.forward", _REDUCED, _NOTHING, "rotary"),
     Mutation(f"{_EMBEDDING}.backward", _GATHERED, _NOTHING, "rotary"),
-    Mutation(f"{_OUTPUT}.backward", f"if self._logits is not None:\n            {_GATHERED}", _NOTHING, "two barriers, sequence"),
+    Mutation(f"{_OUTPUT}.backward", f"if self._logits is not None:\n    {_GATHERED}", _NOTHING, "two barriers, sequence"),
     Mutation(f"{_OUTPUT}.backward", _REDUCED, _NOTHING, "two barriers, sequence"),
     Mutation("runtime.executor:Executor.abandon", "self.transport.wait(message)", _NOTHING, "undone, shapes first"),
     Mutation("runtime.ping:_now", f"{_CURRENT}.synchronize()", "torch.cuda.synchronize()", "profile beside a message"),
     Mutation(f"{_STORE}.abandon", "self._tickets[-1].wait()", _NOTHING, "offload, undone"),
-    Mutation("patches.distrib_optimizer:_gathered_behind", f"yield\n    {_BEGINS}", f"{_BEGINS}\n    yield", "gathers"),
-    Mutation("distributed.reduction:Reduction.wait", "while not self._work.is_completed():", "while False:", "measured"),
+    Mutation("patches.distrib_optimizer:_gathered_behind", f"yield\n{_BEGINS}", f"{_BEGINS}\nyield", "gathers"),
+    Mutation("distributed.reduction:Reduction.wait", "not self._work.is_completed()", "False", "measured"),
 )
 
 # Each has a test of its own, of memory: what the allocator's peak is, what the host waits for, and what is unpinned too early.
@@ -219,16 +223,37 @@ def mutated(mutation: Mutation) -> Iterator[None]:
     owner: Any = functools.reduce(getattr, owners, module)
     original = inspect.getattr_static(owner, name)
     function = getattr(original, "__func__", original)
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(mutation.line) == 1, f"{mutation.where} has {mutation.line!r} {source.count(mutation.line)} times"
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    times = _replace(tree, ast.parse(mutation.code).body, ast.parse(mutation.instead).body)
+    assert times == 1, f"{mutation.where} has {mutation.code!r} {times} times"
     scope: dict[str, Any] = {}
-    changed = f"from __future__ import annotations\n{source.replace(mutation.line, mutation.instead)}"
-    exec(compile(changed, str(inspect.getsourcefile(function)), "exec"), vars(module), scope)
+    flags = __future__.annotations.compiler_flag
+    exec(compile(ast.fix_missing_locations(tree), str(inspect.getsourcefile(function)), "exec", flags), vars(module), scope)
     _put(owner, name, original, scope[name])
     try:
         yield
     finally:
         _put(owner, name, scope[name], original)
+
+
+def _replace(tree: ast.AST, old: list[ast.stmt], new: list[ast.stmt]) -> int:
+    """Put statements in the place of equal ones, or an expression in that of one; how many times the old is there."""
+    times, before, after = 0, list[ast.AST](old), list[ast.AST](new)
+    match old, new:
+        case [ast.Expr(was)], [ast.Expr(becomes)]:
+            before, after = [was], [becomes]
+    wanted = [ast.dump(each) for each in before]
+    fields = [(parent, name, value) for parent in ast.walk(tree) for name, value in ast.iter_fields(parent)]
+    for parent, name, value in fields:
+        if isinstance(value, list):
+            here = [ast.dump(each) if isinstance(each, ast.AST) else "" for each in value]
+            for at in (at for at in range(len(here)) if here[at : at + len(wanted)] == wanted):
+                value[at : at + len(wanted)] = after
+                times += 1
+        elif isinstance(value, ast.AST) and [ast.dump(value)] == wanted:
+            setattr(parent, name, after[0])
+            times += 1
+    return times
 
 
 def _put(owner: Any, name: str, old: Any, new: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from pool import forked, serve
@@ -14,11 +13,6 @@ from pool import forked, serve
 def posing_rank(connection: Connection, stacks: str) -> BaseProcess:
     """For ``Pool``."""
     return forked(_pose_and_serve, connection, stacks)
-
-
-def rank_without_numbers(library: Path, connection: Connection, stacks: str) -> BaseProcess:
-    """The same by the second way, with a shim that is built."""
-    return forked(_pose_and_serve, connection, stacks, library)
 
 
 def another_world(**options: Any) -> None:
@@ -30,10 +24,10 @@ def another_world(**options: Any) -> None:
     torch.distributed.init_process_group(**options)
 
 
-def _pose_and_serve(connection: Connection, stacks: str, library: Path | None = None) -> None:
-    from gpu_model import fake, pose
+def _pose_and_serve(connection: Connection, stacks: str) -> None:
+    from gpu_model import pose
 
-    fake.pose(library) if library else pose()
+    pose()
     from megatron.pipeline.monitor import device_progress
 
     # A host that waits for its device now and then, which bounds memory, would hide what no stream orders.

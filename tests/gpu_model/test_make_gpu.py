@@ -10,6 +10,7 @@ from pathlib import Path
 import gpu
 import pytest
 from gpu import ROOT
+from marked import whole
 from test_gpus import MISSING, OPTIONAL
 
 SMALL = {  # after a step's own flags
@@ -39,7 +40,7 @@ def posed(directory: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("whole_trainings", [True, False])
+@pytest.mark.parametrize("whole_trainings", [whole(True), False])
 def test_every_marked_test_passes_or_is_skipped(tmp_path: Path, whole_trainings: bool) -> None:
     """One is left out: it starts processes of its own, which do not pose."""
     flags = "-m cuda -n 0 -rs -p no:cacheprovider --deselect tests/tune/test_measure.py::test_a_measurement_on_gpus"

@@ -32,7 +32,7 @@ def reports(gpus: Pool, mutation: Mutation, data: str, iterations: int = 4) -> l
 
 
 def title(mutation: Mutation) -> str:
-    return f"{mutation.where} without {mutation.line.split('.')[-1].strip()}, {mutation.run}"
+    return f"{mutation.where} without {mutation.code.split('.')[-1].strip()}, {mutation.run}"
 
 
 @pytest.mark.whole
@@ -48,7 +48,7 @@ def _mutate() -> None:
             pass
 
 
-def test_every_mutation_has_its_line(pool: Pool) -> None:
+def test_every_mutation_has_its_code(pool: Pool) -> None:
     """In the product as it is today: most of them are tried in the whole matrix alone."""
     pool.run(1, _mutate)
 

@@ -61,7 +61,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 class Watch(TorchDispatchMode):
-    """For tensors with or without numbers."""
+    """Every operation; a subclass says how it computes, and where what it makes is."""
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)

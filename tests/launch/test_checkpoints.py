@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from launch.launched import SIZES, STAND_IN, Steps, launch, rank, run
-from marked import rest
+from marked import rest, whole
 from torch.distributed.checkpoint.api import _wrap_exception
 
 from megatron.pipeline.session.checkpoints import TRACKER
@@ -79,9 +79,9 @@ def full(where: str, number: int, ranks: int, port: int, output: Path, arguments
     ("where", "flags", "ranks"),
     [
         rest("torch_dist", "zb-v --ckpt-format torch_dist", 2),
-        rest("torch_dist", "zb-h1 --ckpt-format torch_dist", 4),
+        whole("torch_dist", "zb-h1 --ckpt-format torch_dist", 4),
         rest("torch_dist", "zb-v --ckpt-format torch_dist --async-save", 2),
-        rest("torch_dist", "stock --ckpt-format torch_dist", 2),
+        whole("torch_dist", "stock --ckpt-format torch_dist", 2),
         ("torch", "zb-v --ckpt-format torch", 2),
         rest("tracker", "zb-v --ckpt-format torch_dist", 2),
     ],
@@ -121,7 +121,7 @@ def damage(path: Path, how: str) -> None:
     ("flags", "how", "ranks"),
     [
         rest("zb-v --ckpt-format torch_dist", "flipped", 2),
-        rest("zb-h1 --ckpt-format torch_dist", "cut", 4),
+        whole("zb-h1 --ckpt-format torch_dist", "cut", 4),
         rest("stock --ckpt-format torch_dist", "missing", 2),
         ("zb-v --ckpt-format torch", "cut", 2),
     ],

@@ -135,12 +135,6 @@ def test_a_rehearsal_has_the_losses_of_the_script_alone(tmp_path: Path, stock: S
     assert found[0][0] == stock[0][0]
 
 
-@pytest.mark.parametrize("flags", [rest("stock --num-virtual-stages-per-pipeline-rank 4"), "v-half"])
-def test_a_model_that_is_built_from_a_configuration(tmp_path: Path, stock: Steps, flags: str) -> None:
-    found = launch(tmp_path, STAND_IN.with_name("pretrain_built.py"), f"{SIZES} --train-iters 3 --pipeline-schedule {flags}")
-    assert [loss for loss, _ in found] == [loss for loss, _ in stock]
-
-
 @pytest.mark.parametrize("flags", ["zb-v --vocab-parallel 2", rest("seq-1f1b"), rest("gis-h --offload full")])
 def test_losses_agree_where_sums_are_reordered(tmp_path: Path, stock: Steps, flags: str) -> None:
     flags = f"{SIZES} --train-iters 3 --pipeline-model-parallel-size 4 --pipeline-schedule {flags}"

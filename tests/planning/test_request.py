@@ -19,8 +19,9 @@ from megatron.pipeline.planner.planning.request import MOST_RANKS, Request
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.kinds import MOST_WAITING
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass, Vocabulary
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.families import AUTO
@@ -308,7 +309,7 @@ def test_a_limit_of_each_rank_stays_that_of_the_rank(tmp_path: Path) -> None:
         assert plans.plan(microbatches).problem.limits == limits
     costs = uniform(families.placement("v-auto", 4), backward=2.0)
     plans.adopt(planned_again(plans, costs, limits), costs, limits)
-    for microbatches in (8, 16):
+    for microbatches in (8, 10):
         planned = plans.plan(microbatches)
         assert planned.problem.limits == limits and max(planned.peaks) > 2 >= planned.peaks[0]
     path = tmp_path / "plan.json"
@@ -346,3 +347,13 @@ def test_measured_bytes_set_the_limit_anew(name: str) -> None:
     plans.adopt(planned_again(plans, costs), costs)
     for microbatches in (12, 16):
         assert max(plans.plan(microbatches).peaks) <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("vocabulary", "kept"), [(Vocabulary.ONE_BARRIER, 1), (Vocabulary.TWO_BARRIERS, 2)])
+def test_shards_of_a_vocabulary_count_for_the_least_limit(vocabulary: Vocabulary, kept: int) -> None:
+    """Those of one S and of ``MOST_WAITING`` that wait, beside the microbatches that passes are postponed by."""
+    costs = uniform(linear(4))
+    costs = replace(costs, vocabulary=replace(costs.vocabulary, activation=0.5))
+    with pytest.raises(LimitTooLow) as refused:
+        Request("zb-h1", 4, 12, costs, vocabulary=vocabulary, memory_limit=1).plan()
+    assert refused.value.least == 4 + kept + 0.5 * (MOST_WAITING + 1)

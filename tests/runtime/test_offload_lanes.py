@@ -73,6 +73,7 @@ def test_a_process_ends_with_copies_under_way() -> None:
     program = (
         "import torch; from megatron.pipeline.runtime.offload.copy_streams import ThreadCopyStreams; "
         "streams = ThreadCopyStreams(1.0, 1.0);"
-        "streams.to_device([(torch.ones(1000), torch.ones(1000))])"
+        "copying = streams.to_device([(torch.ones(1000), torch.ones(1000))]); print(copying.done())"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True)
+    assert ended.stdout == "False\n"

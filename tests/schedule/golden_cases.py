@@ -78,7 +78,8 @@ SHAPES = {
     "dualpipe-v": _Shapes(),
 }
 _OF_ONE, _OF_ONE_THAT_SEARCHES = 52, 34  # cases of a family that are drawn
-_PART = 6  # every so many-th case is run by default
+# One case of how many is run by ``make test``, and by ``make test-rest``.
+_PART, _MORE = 12, 6
 _COSTS = ("equal", "uneven", "hops", "shares", "ends", "mixed", "mixed", "free")
 
 
@@ -155,10 +156,11 @@ def cases() -> dict[str, Case]:
     return found | {case.key: case for case in _CHOSEN_BY_HAND}
 
 
-def part(every: Mapping[str, Case]) -> dict[str, Case]:
-    """The cases that are run by default; none for which torch would have to be imported, or whose search takes seconds."""
+def part(every: Mapping[str, Case], more: bool = False) -> dict[str, Case]:
+    """The cases that ``make test`` runs, or twice as many; none for which torch would have to be imported, or whose search takes
+    seconds."""
     return {
         key: case
         for at, (key, case) in enumerate(every.items())
-        if at % _PART == 0 and case.family != STOCK and case.ranks * case.microbatches < 1000
+        if at % (_MORE if more else _PART) == 0 and case.family != STOCK and case.ranks * case.microbatches < 1000
     }

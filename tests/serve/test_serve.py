@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.parse
@@ -327,7 +326,3 @@ def test_a_plan_that_takes_too_long_names_the_command(monkeypatch: pytest.Monkey
         "took more than 60 s, which is all that the page has for a plan; "
         "run mpipe plan --microbatches=7000 --pp=64 --schedule=v-auto"
     )
-
-
-def test_the_script_that_installs_a_browser_is_one() -> None:
-    subprocess.run(["bash", "-n", Path(__file__).parents[2] / "scripts/install_chromium.sh"], check=True, timeout=30)

@@ -32,9 +32,9 @@ def bits(found: list[own_loops.Trained]) -> list[Any]:
 
 
 def test_a_loop_with_one_module_trains_as_under_stock(pool: Pool) -> None:
-    stock, *found = pool.each(4, own_loops.train, ("stock", "zb-h1", "zb-h2", "zb-auto"))
+    stock, *found = pool.each(4, own_loops.train, ("stock", "zb-h1", "zb-auto"))
     assert [len(losses) for losses in stock[-1].losses] == [5, 4, 6, 3]
-    assert [bits(ours) for ours in found] == [bits(stock)] * 3
+    assert [bits(ours) for ours in found] == [bits(stock)] * 2
     assert all(rank.planned == [1.0] * 4 for ours in found for rank in ours)
 
 
@@ -98,7 +98,7 @@ def numbers(found: list[own_loops.LowRank]) -> list[float]:
     return [*(norm for rank in found for norm in rank.norms), *(loss for losses in found[-1].losses for loss in losses)]
 
 
-@pytest.mark.parametrize("ranks", [1, rest(2), 4])
+@pytest.mark.parametrize("ranks", [1, 2, rest(4)])
 def test_adapters_train_where_layers_are_recomputed(pool: Pool, ranks: int) -> None:
     schedules = ("stock", "zb-h1", "zb-v", "v-half")[: 2 if ranks == 1 else None]
     right = pool.run(ranks, own_loops.recomputed, "stock", False)
@@ -160,8 +160,7 @@ def test_a_loss_that_megatron_core_gets_wrong_is_named(pool: Pool) -> None:
 
 def test_an_actor_and_a_critic_train_in_turn(pool: Pool) -> None:
     """Each with its own optimizer and frozen weights, the critic with tied ends; one whose ends differ is refused."""
-    stock, on_a_v, fused = (pool.run(4, own_loops.several_models, name) for name in ("stock", "zb-v", "zb-h1"))
-    assert [rank[:3] for rank in fused] == [rank[:3] for rank in stock]
+    stock, on_a_v = pool.each(4, own_loops.several_models, ("stock", "zb-v"))
     assert [len(row) for row in stock[-1].losses] == [3, 1, 4, 2, 2, 1, 5, 3]
     assert on_a_v[-1].losses == stock[-1].losses
     assert on_a_v[0].norms == pytest.approx(stock[0].norms, rel=1e-6)

@@ -4,7 +4,7 @@ megatron-core's own schedule."""
 from __future__ import annotations
 
 import pytest
-from marked import whole
+from marked import rest, whole
 from pool import Pool
 from session import rl_loops
 from session.rl_loops import Trained
@@ -24,7 +24,7 @@ def check(stock: list[Trained], ours: list[Trained], exact: bool) -> None:
 @pytest.mark.parametrize(
     ("schedule", "per_token"),
     [
-        ("zb-v", False),
+        rest("zb-v", False),
         whole("zb-h1", True),
         whole("zb-h1", False),
         whole("zb-v", True),

@@ -37,7 +37,7 @@ def contents(directory: str) -> dict[str, Any]:
             4,
             "--use-distributed-optimizer --untie-embeddings-and-output-weights --num-layers 9 "
             "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096",
-            ("interleaved", "stock", "v-half", "1f1b"),
+            ("interleaved", "v-half", "stock"),
         ),
     ],
 )

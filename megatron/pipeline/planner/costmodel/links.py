@@ -123,8 +123,6 @@ class Links:
         )
 
 
-
-
 def layer_communication(
     shape: Shape, links: Links, attention: tuple[float, float], beside: tuple[float, float] = (0.0, 0.0)
 ) -> tuple[float, float]:

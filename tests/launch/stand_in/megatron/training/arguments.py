@@ -7,7 +7,6 @@ import os
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.training.global_vars import set_global_variables
 
 from megatron.pipeline.flags import flags
 
@@ -35,13 +34,6 @@ def add_megatron_arguments(parser):
 def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve")
     return add_megatron_arguments(parser).parse_args()
-
-
-def parse_and_validate_args(extra_args_provider=None):
-    args = parse_args(extra_args_provider)
-    validate_args(args)
-    set_global_variables(args)
-    return args
 
 
 def validate_args(args, defaults={}):  # noqa: B006

@@ -8,12 +8,11 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import get_args, set_global_variables
 
 
-def initialize_megatron(extra_args_provider=None, args_defaults=None, parsed=False):
+def initialize_megatron(extra_args_provider=None, args_defaults=None):
     assert torch.cuda.is_available(), "Megatron requires CUDA."
-    if not parsed:
-        args = parse_args(extra_args_provider)
-        validate_args(args, args_defaults)
-        set_global_variables(args)
+    args = parse_args(extra_args_provider)
+    validate_args(args, args_defaults)
+    set_global_variables(args)
     args = get_args()
     torch.distributed.init_process_group(args.distributed_backend, rank=args.rank, world_size=args.world_size)
     mpu.initialize_model_parallel(

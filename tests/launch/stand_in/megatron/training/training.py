@@ -17,7 +17,6 @@ from megatron.core.utils import get_model_config
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.global_vars import get_args, get_signal_handler
 from megatron.training.initialize import initialize_megatron
-from megatron.training.models.dist_utils import unimodal_build_distributed_models
 from megatron.training.utils import logical_and_across_model_parallel_group, reduce_max_stat_across_model_parallel_group
 
 
@@ -105,14 +104,11 @@ def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration)
     return bool(args.exit_interval and iteration % args.exit_interval == 0)
 
 
-def pretrain(datasets_provider, model_provider, forward_step_func, weights=None, container=None):
-    initialize_megatron(parsed=container is not None)
+def pretrain(datasets_provider, model_provider, forward_step_func, weights=None):
+    initialize_megatron()
     args = get_args()
     args.consumed_train_samples = 0
-    if container is None:
-        model = get_model(model_provider)
-    else:
-        model = unimodal_build_distributed_models(container.build_model, container.transformer, "groups", _ddp(args))
+    model = get_model(model_provider)
     if weights:
         weights(model)
     shared = {name: getattr(args, name) for name in ("bf16", "fp16", "use_distributed_optimizer", "overlap_param_gather")}

@@ -1,1 +1,0 @@
-"""Models that are built from a configuration, as in 0.18 and later."""
