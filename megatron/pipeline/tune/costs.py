@@ -68,7 +68,7 @@ class CandidateCosts:
 
     @property
     def offload(self) -> Offload | None:
-        """What it copies to host memory."""
+        """The copies to host memory that it makes."""
         return self.candidate.args.offloading.mode
 
     @property
@@ -121,7 +121,7 @@ class CandidateCosts:
         return [self.candidate.microbatches * sum(seconds[stage] for stage in row) for row in self.placement.stages]
 
     def problem(self, costs: Costs, microbatches: int, limit: float | None, bare: bool = False) -> Problem:
-        """What is to be planned.
+        """The problem of its plan.
 
         Args:
             limit: bytes of activations; None without.

@@ -182,7 +182,7 @@ def _evaluate(cluster: Cluster, candidate: Candidate, beat: float) -> Outcome:
     return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
 
 
-def _result(one: CandidateCosts, planned: _Planned, ranks: list[RankMemory], limit: float | None) -> Result:
+def _result(one: CandidateCosts, planned: _PlannedIteration, ranks: list[RankMemory], limit: float | None) -> Result:
     """The outcome of a candidate that fits."""
     candidate, device, quantized = one.candidate, one.cluster.device, one.shape.quantized
     parts = _parts(one, planned)
@@ -213,7 +213,7 @@ def work(one: CandidateCosts) -> float:
     return passes * (_OFFLOADED if one.offload else 1) + searched
 
 
-class _Planned(NamedTuple):
+class _PlannedIteration(NamedTuple):
     """A schedule for ``planned_microbatches``.
 
     Attributes:
@@ -228,7 +228,7 @@ class _Planned(NamedTuple):
     pipeline: float
 
 
-def _plan(one: CandidateCosts, limit: float | None, beat: float) -> _Planned | Dominated:
+def _plan(one: CandidateCosts, limit: float | None, beat: float) -> _PlannedIteration | Dominated:
     """Plan for ``planned_microbatches`` and extrapolate."""
     candidate, costs = one.candidate, one.trained
     whole, count = candidate.microbatches, one.planned_microbatches
@@ -247,7 +247,7 @@ def _plan(one: CandidateCosts, limit: float | None, beat: float) -> _Planned | D
         step = min(one.placement.ranks, count - 1)
         shorter = _solve(one, one.problem(costs, count - step, limit))
         more = max(more, (whole - count) * (seconds - one.length(shorter)) / step)
-    return _Planned(schedule, memory_bound, seconds, seconds + more * (count < whole))
+    return _PlannedIteration(schedule, memory_bound, seconds, seconds + more * (count < whole))
 
 
 def _solve(one: CandidateCosts, problem: Problem) -> Schedule:
@@ -266,7 +266,7 @@ def _least_peaks(one: CandidateCosts) -> Sequence[float]:
     return activation_peaks(recomputed(one.model, one.shape, schedule), one.costs)
 
 
-def _parts(one: CandidateCosts, planned: _Planned) -> IterationParts:
+def _parts(one: CandidateCosts, planned: _PlannedIteration) -> IterationParts:
     shape, costs, schedule, count = one.shape, one.costs, planned.schedule, one.candidate.microbatches
     device, links = one.cluster.device, one.links
     behind = [seconds * count / schedule.microbatches for seconds in _overlapped(costs, schedule)]

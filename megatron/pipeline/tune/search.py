@@ -212,7 +212,7 @@ class _Running:
 
     @property
     def _work(self) -> float:
-        """What has been planned, and is: of the latter some may turn out to be no work."""
+        """Candidates that have been planned, and that are: of the latter some may turn out to be no work."""
         return self.found.work + sum(entry.work for entry, _ in self.entries)
 
     def begin(self) -> bool:
@@ -249,7 +249,7 @@ class _Running:
         self.waiting.add(_taken(self.found, outcome, self._layouts))
 
     def share(self) -> tuple[int, int, float]:
-        """What ``progress`` is called with."""
+        """The argument of ``progress``."""
         done = self.found.tried + self.found.beaten + self.found.failed.total()
         most = self.waiting.known + min(self._budget, self._work + self.waiting.work)
         return done, self.waiting.known, (done + self.found.work) / most

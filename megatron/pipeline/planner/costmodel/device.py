@@ -164,7 +164,7 @@ class Device:
 
     @property
     def times(self) -> Work:
-        """How many times as long F, B and W of a layer take as by the formulas."""
+        """Factors by which F, B and W of a layer take longer than by the formulas."""
         return Work(self.forward, self.backward, self.weight)
 
     @property

@@ -39,8 +39,8 @@ class Arrays(NamedTuple):
     first: Array
 
 
-class Policy(NamedTuple):
-    """What list scheduling prefers.
+class Preferences(NamedTuple):
+    """Preferences of list scheduling.
 
     Attributes:
         targets: float[5, S, M], priorities: the smallest first.
@@ -101,7 +101,7 @@ def construct(arrays: Any, limits: Array, policy: Any, placed: Any, from_zero: b
     Args:
         arrays: of the problem, ``Arrays``.
         limits: float[P].
-        policy: ``Policy``.
+        policy: ``Preferences``.
         placed: ``PlacedPasses``, none so far.
         from_zero: whether a rank's time before its first pass counts as idle, too.
     """

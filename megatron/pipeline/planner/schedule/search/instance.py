@@ -139,7 +139,7 @@ class Instance:
         """Shape of arrays over all passes: kinds, stages, microbatches."""
         return KINDS, len(self.home), self.problem.microbatches
 
-    def construct(self, policy: engine.Policy, limits: Array, longest: float = np.inf) -> Plan | None:
+    def construct(self, policy: engine.Preferences, limits: Array, longest: float = np.inf) -> Plan | None:
         """List scheduling; None if the limits leave no room for one microbatch.
 
         Args:

@@ -18,7 +18,7 @@ from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
 from megatron.pipeline.planner.schedule.rules.verify import rounded_up
 from megatron.pipeline.planner.schedule.search.compact import compact
-from megatron.pipeline.planner.schedule.search.engine import Policy
+from megatron.pipeline.planner.schedule.search.engine import Preferences
 from megatron.pipeline.planner.schedule.search.instance import Few, Instance, Plan
 from megatron.pipeline.planner.schedule.search.rounds import can_be_in_rounds, rounds
 from megatron.pipeline.planner.schedule.search.seeds import period_and_unit, starts
@@ -288,7 +288,7 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
             targets = _repeated(small, plan, whole, block)
             exact = whole.sorted(targets)
             few.add([exact] if exact and whole.within(exact, room) else [])
-            few.add(whole.construct(Policy(targets, in_order=in_order), room, few.longest()) for in_order in (True, False))
+            few.add(whole.construct(Preferences(targets, in_order=in_order), room, few.longest()) for in_order in (True, False))
     yield from (compact(whole, plan, room) for plan in _distinct(few.plans))
 
 
@@ -356,10 +356,10 @@ def _improve(instance: Instance, plan: Plan, limits: Array, tries: int, goal: fl
         in_order = bool(generator.integers(2))
         noise = np.zeros(instance.shape) if number < 2 else _noise(generator, instance.shape, period)
         if number % 2:
-            new = instance.construct(Policy(begin + noise, window=window, in_order=in_order), limits, best.value * _NEAR)
+            new = instance.construct(Preferences(begin + noise, window=window, in_order=in_order), limits, best.value * _NEAR)
         else:
             targets = (current.makespan - current.ends)[::-1, :, ::-1]
-            turned = backwards.construct(Policy(targets + noise, window=window, in_order=in_order), limits)
+            turned = backwards.construct(Preferences(targets + noise, window=window, in_order=in_order), limits)
             new = instance.replay(instance.turned(turned.order)) if turned else None
         if new is None or new.value > best.value * _NEAR:
             continue

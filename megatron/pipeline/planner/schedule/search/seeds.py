@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megatron.pipeline.planner.schedule.search.engine import Policy
+from megatron.pipeline.planner.schedule.search.engine import Preferences
 from megatron.pipeline.planner.schedule.search.instance import Instance, Plan
 from megatron.pipeline.planner.schedule.time.orders import DOWN, MID, POST, UP, Array
 
@@ -31,7 +31,7 @@ def starts(instance: Instance, limits: Array, most: int, longest: Callable[[], f
     Args:
         longest: above which value the next plan is of no use; it then is infinite.
     """
-    simple = instance.construct(Policy(greedy(instance)), limits, longest())
+    simple = instance.construct(Preferences(greedy(instance)), limits, longest())
     if simple is not None:
         yield simple
     if instance.is_v:
@@ -53,7 +53,7 @@ def greedy(instance: Instance) -> Array:
     return targets
 
 
-def _seeds(instance: Instance, limits: Array) -> Iterator[Policy]:
+def _seeds(instance: Instance, limits: Array) -> Iterator[Preferences]:
     """Parameters of list scheduling for one building block after another."""
     period, unit = period_and_unit(instance)
     one_home = len(set(instance.home.tolist())) == len(instance.home)
@@ -64,10 +64,10 @@ def _seeds(instance: Instance, limits: Array) -> Iterator[Policy]:
         if one_home:
             yield from _linear(instance, limits, targets, unit)
         else:
-            yield Policy(targets, in_order=True)
+            yield Preferences(targets, in_order=True)
             for rounding in _ROUND:
-                yield Policy(targets, None, np.clip(np.ceil(held / period + rounding), 1, 2.0**31).astype(np.int64))
-            yield Policy(targets, None, _shares(instance, held, limits))
+                yield Preferences(targets, None, np.clip(np.ceil(held / period + rounding), 1, 2.0**31).astype(np.int64))
+            yield Preferences(targets, None, _shares(instance, held, limits))
 
 
 def period_and_unit(instance: Instance) -> tuple[float, float]:
@@ -144,16 +144,16 @@ def _packed(instance: Instance) -> Array:
     return offsets[:, :, None] + slots * instance.begins
 
 
-def _linear(instance: Instance, limits: Array, targets: Array, unit: float) -> Iterator[Policy]:
+def _linear(instance: Instance, limits: Array, targets: Array, unit: float) -> Iterator[Preferences]:
     """One stage per rank: caps by how many microbatches more than the next rank each rank may run forward."""
     ranks = len(limits)
     behind = np.arange(len(instance.home))[::-1]
     sizes = instance.mean_allocated[DOWN]
     room = [limits[rank] / size for rank, size in zip(instance.home, sizes, strict=True) if size > 0]
     for depth in (1.0, 2.0, 1.5, *({min(room) / ranks} if room else ()), 3.0):
-        yield Policy(targets, np.maximum(1, np.floor(1 + depth * behind)).astype(np.int64), None)
-    yield Policy(targets)
-    yield Policy(targets, window=unit / 2)
+        yield Preferences(targets, np.maximum(1, np.floor(1 + depth * behind)).astype(np.int64), None)
+    yield Preferences(targets)
+    yield Preferences(targets, window=unit / 2)
 
 
 def _shares(instance: Instance, held: Array, limits: Array) -> Array:

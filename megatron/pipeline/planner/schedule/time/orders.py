@@ -174,14 +174,14 @@ def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Ar
         before: int[5, S], the kind that must precede on the stage; negative if none must.
         ends: float[5, S, M]; -1 for passes that are not in the order.
     """
-    rows = _Rows(order, lengths, np.zeros(len(lengths), np.int64), *np.zeros((2, len(lengths))))
+    rows = _RowClocks(order, lengths, np.zeros(len(lengths), np.int64), *np.zeros((2, len(lengths))))
     ends.fill(-1.0)
     if not _replay(rows, seconds, hops, before, ends):
         return -1.0, -1.0
     return float((rows.free - rows.begun).max()), float(rows.free.max())
 
 
-class _Rows(NamedTuple):
+class _RowClocks(NamedTuple):
     """Ranks' passes, and for every rank how far it came, and when it begins and is free."""
 
     order: Array
