@@ -9,6 +9,7 @@ ones that start ranks are left out, and so are the searches of ``tune``: they ar
 
 from __future__ import annotations
 
+import argparse
 import ast
 import subprocess
 import sys
@@ -65,10 +66,16 @@ def tests_of(room: str) -> list[Path]:
     return found
 
 
-def main(room: str, *options: str) -> int:
+def main() -> int:
     """Returns the exit status of pytest."""
-    files = [str(path.relative_to(ROOT)) for path in tests_of(room)]
-    if "--list" in options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("room", metavar="ROOM", help=f"{', '.join(layers())}, or a package in one")
+    parser.add_argument("--list", action="store_true", help="print the files, and run none")
+    own, options = parser.parse_known_args()
+    if own.room.partition(".")[0] not in layers():
+        parser.error(f"{own.room} is no room; rooms are {', '.join(layers())}")
+    files = [str(path.relative_to(ROOT)) for path in tests_of(own.room)]
+    if own.list:
         print("\n".join(files))
         return 0
     marks = () if "-m" in options else ("-m", "not whole and not rest")
@@ -77,6 +84,4 @@ def main(room: str, *options: str) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1].partition(".")[0] not in layers():
-        sys.exit(f"usage: room_tests.py ROOM [options of pytest]; ROOM is one of {', '.join(layers())}, or a package in one")
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())
