@@ -4,7 +4,7 @@
     python scripts/check_lines.py --write    lower the file's numbers to today's; it never raises one
 
 Docstrings, comments and blank lines do not count. ``package`` is the sum of all rooms: it falls, or a commit of its own raises it
-by hand and says who asked for it.
+by hand and says who asked for it. So do the lines of the longest function, and the parameters of the one with the most.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGET = ROOT / "scripts" / "lines.json"
 BESIDE = ("patches", "benchmarks", "scripts", "tests")  # of them the package has patches alone
 WORDS = {"words of docs": "docs/**/*.md", "words of README": "README.md"}
+LONGEST, MOST = "lines of the longest function", "parameters of the function with the most"
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -40,12 +41,21 @@ def rooms() -> dict[str, Path]:
     return found | {name: ROOT / name for name in BESIDE}
 
 
-def lines_of_code(path: Path) -> int:
+def lines_of_code(path: Path) -> set[int]:
     """Lines of a Python file on which there is code."""
     with path.open("rb") as file:
         tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in _NO_CODE]
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    return len(lines.difference(_docstrings(ast.parse(path.read_bytes()))))
+    return lines.difference(_docstrings(ast.parse(path.read_bytes())))
+
+
+def functions(path: Path) -> Iterator[tuple[int, int]]:
+    """Lines of code and parameters, but self, of the functions of a Python file."""
+    lines = lines_of_code(path)
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            yield len(lines.intersection(range(node.lineno, node.end_lineno + 1))), len({*names} - {"self", "cls"})
 
 
 def _docstrings(tree: ast.Module) -> Iterator[int]:
@@ -55,11 +65,15 @@ def _docstrings(tree: ast.Module) -> Iterator[int]:
 
 
 def counted() -> dict[str, int]:
-    """Lines of code by room, their sum in the package, and words of pages."""
-    found = {name: sum(map(lines_of_code, folder.rglob("*.py"))) for name, folder in rooms().items()}
-    package = sum(found[name] for name in found if name not in BESIDE[1:])
+    """Lines of code by room, their sum in the package, its longest function, and words of pages."""
+    found = {name: sum(len(lines_of_code(path)) for path in folder.rglob("*.py")) for name, folder in rooms().items()}
+    own = [name for name in found if name not in BESIDE[1:]]
+    package = sum(found[name] for name in own)
+    lines, parameters = zip(
+        *(each for name in own for path in rooms()[name].rglob("*.py") for each in functions(path)), strict=True
+    )
     words = {name: sum(len(path.read_text(encoding="utf-8").split()) for path in ROOT.glob(at)) for name, at in WORDS.items()}
-    return {"package": package} | found | words
+    return {"package": package} | found | {LONGEST: max(lines), MOST: max(parameters)} | words
 
 
 def main() -> int:
@@ -68,12 +82,13 @@ def main() -> int:
     write = parser.parse_args().write
     found, budget = counted(), json.loads(BUDGET.read_text(encoding="utf-8"))
     if write:
-        budget = {name: min(-(-count // 20) * 20, budget.get(name, count)) for name, count in found.items()}
+        rounded = {name: count if name in (LONGEST, MOST) else -(-count // 20) * 20 for name, count in found.items()}
+        budget = {name: min(count, budget.get(name, count)) for name, count in rounded.items()}
         BUDGET.write_text(json.dumps(budget, indent=1) + "\n", encoding="utf-8")
     over = {name: count for name, count in found.items() if count > budget.get(name, 0)}
     for name, count in over.items():
-        unit = "words" if name in WORDS else "lines of code"
-        print(f"{name} has {count} {unit}, {count - budget.get(name, 0)} more than its budget: take some out, or raise it in")
+        unit = "" if " of " in name else " lines of code"
+        print(f"{name}: {count}{unit}, {count - budget.get(name, 0)} more than the budget: take some out, or raise it in")
         print("scripts/lines.json, in a commit of its own that says who asked for it")
     print(f"{found['package']} lines of code in the package")
     return 1 if over else 0

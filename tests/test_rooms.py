@@ -43,7 +43,8 @@ def test_only_code_counts_as_a_line(tmp_path: Path) -> None:
     file.write_text(
         '"""A file.\n\nSaid at length.\n"""\n\n# why\nx = (\n    1,  # one\n)\n\n\ndef f():\n    """Of."""\n    return x\n'
     )
-    assert check_lines.lines_of_code(file) == 5
+    assert len(check_lines.lines_of_code(file)) == 5
+    assert list(check_lines.functions(file)) == [(2, 0)]
 
 
 def test_a_budget_is_named_when_it_is_exceeded_and_only_ever_lowered(
@@ -59,9 +60,9 @@ def test_a_budget_is_named_when_it_is_exceeded_and_only_ever_lowered(
         monkeypatch.setattr(sys, "argv", ["check_lines.py", *arguments])
         assert check_lines.main() == 1
         printed = capsys.readouterr().out
-        assert "runtime has 100 lines of code, 3 more" in printed
-        assert "package has 100 lines of code, 1 more" in printed
-        assert "words of docs has 100 words, 10 more" in printed
+        assert "runtime: 100 lines of code, 3 more" in printed
+        assert "package: 100 lines of code, 1 more" in printed
+        assert "words of docs: 100, 10 more" in printed
     assert json.loads(check_lines.BUDGET.read_text()) == budget | {"model": 100}
     check_lines.BUDGET.write_text(json.dumps(today))
     assert check_lines.main() == 0
