@@ -55,7 +55,7 @@ def functions(path: Path) -> Iterator[tuple[int, int]]:
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            yield len(lines.intersection(range(node.lineno, node.end_lineno + 1))), len({*names} - {"self", "cls"})
+            yield len(lines.intersection(range(node.lineno, (node.end_lineno or 0) + 1))), len({*names} - {"self", "cls"})
 
 
 def _docstrings(tree: ast.Module) -> Iterator[int]:
@@ -69,9 +69,8 @@ def counted() -> dict[str, int]:
     found = {name: sum(len(lines_of_code(path)) for path in folder.rglob("*.py")) for name, folder in rooms().items()}
     own = [name for name in found if name not in BESIDE[1:]]
     package = sum(found[name] for name in own)
-    lines, parameters = zip(
-        *(each for name in own for path in rooms()[name].rglob("*.py") for each in functions(path)), strict=True
-    )
+    files = [path for name in own for path in rooms()[name].rglob("*.py")]
+    lines, parameters = zip(*(each for path in files for each in functions(path)), strict=True)
     words = {name: sum(len(path.read_text(encoding="utf-8").split()) for path in ROOT.glob(at)) for name, at in WORDS.items()}
     return {"package": package} | found | {LONGEST: max(lines), MOST: max(parameters)} | words
 
