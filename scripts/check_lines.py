@@ -15,6 +15,7 @@ import json
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +42,7 @@ def rooms() -> dict[str, Path]:
     return found | {name: ROOT / name for name in BESIDE}
 
 
+@cache
 def lines_of_code(path: Path) -> set[int]:
     """Lines of a Python file on which there is code."""
     with path.open("rb") as file:
