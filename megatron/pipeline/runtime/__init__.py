@@ -1,4 +1,4 @@
-"""One rank runs its program, whatever family made it.
+"""One rank runs its program, of any family.
 
 What comes in: a request, whose plans ``planner`` makes, and a call of megatron-core's ``forward_backward_func``. What goes out:
 losses and gradients, and records of passes for ``monitor``.
