@@ -160,7 +160,11 @@ _NOTHING, _WAIT, _GATHERED, _REDUCED = "pass", "request.wait()", "gathering.wait
 _CURRENT = "torch.cuda.current_stream()"
 _P2P, _PASSES = "runtime.p2p:Transport", "runtime.vocabulary:VocabularyPasses"
 _EMBEDDING, _OUTPUT = "model.vocabulary.input:EmbeddingShard", "model.vocabulary.output:OutputPart"
-_COPIES, _STORE, _SNAPSHOT = "runtime.offload.copy_streams", "runtime.offload.activations:Store", "optimizer.snapshot:Snapshot"
+_COPIES, _STORE, _SNAPSHOT = (
+    "runtime.offload.copy_streams",
+    "runtime.offload.activations:Store",
+    "runtime.optimizer.snapshot:Snapshot",
+)
 _SHARDS = "statistics, group=self._groups.shards, async_op=True)"
 _INTO = f"torch.distributed.all_gather_into_tensor(whole, {_SHARDS}"
 _INTO_PARTS = f"torch.distributed.all_gather(list(one.gathered.unbind()), {_SHARDS}"
@@ -194,7 +198,7 @@ MUTATIONS = (
     Mutation(f"{_STORE}.finish_offload", "self._tickets[-1].wait()", _NOTHING, "offload"),
     Mutation(f"{_STORE}.finish_reload", "self._tickets[-1].wait()", _NOTHING, "offload"),
     Mutation(f"{_SNAPSHOT}.ready", f"{_CURRENT}.wait_event(self._copied)", _NOTHING, "copies on the host"),
-    Mutation("record.report:start_gathering", _WAIT, _NOTHING, "measured, read at once"),
+    Mutation("monitor.report:start_gathering", _WAIT, _NOTHING, "measured, read at once"),
     Mutation(f"{_EMBEDDING}.forward", _REDUCED, _NOTHING, "rotary"),
     Mutation(f"{_EMBEDDING}.backward", _GATHERED, _NOTHING, "rotary"),
     Mutation(f"{_OUTPUT}.backward", f"if self._logits is not None:\n    {_GATHERED}", _NOTHING, "two barriers, sequence"),

@@ -165,7 +165,7 @@ def test_how_ranks_end_is_how_their_start_ends(code: str, ends: int, says: str) 
 def test_a_signal_leaves_a_checkpoint(tmp_path: Path) -> None:
     """The whole command; what starts the ranks gets SIGTERM and passes it on."""
     flags = f"{SIZES} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --train-iters 100000 --save {tmp_path} "
-    flags += f"--metrics {tmp_path}/metrics.jsonl"
+    flags += f"--save-interval 100000 --metrics {tmp_path}/metrics.jsonl"
     command = [sys.executable, "-m", "megatron.pipeline.cli", "launch", "--nproc-per-node", "2", str(STAND_IN), *flags.split()]
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True) as launched:
         while launched.poll() is None and not (tmp_path / "metrics.jsonl").is_file():
