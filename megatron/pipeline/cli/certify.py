@@ -20,6 +20,7 @@ from megatron.pipeline.planner.schedule.certify.megatron import megatron_interle
 from megatron.pipeline.planner.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.traffic import Traffic, of_programs
 from megatron.pipeline.planner.schedule.rules.boundary import verify_boundary
@@ -183,7 +184,7 @@ def _verdict(outcome: TransportOutcome, unlimited: float | None) -> str:
     if outcome.makespan is None:
         return "HANGS"
     text = f"does not hang; makespan {outcome.makespan:g}"
-    if unlimited and outcome.makespan > unlimited * (1 + 1e-9):
+    if unlimited and outcome.makespan > unlimited * (1 + SLACK):
         text += f", {outcome.makespan / unlimited - 1:.1%} above {unlimited:g}, where messages never wait"
     return text
 

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.pipeline.planner.planning.refusals import MIB, Unit, unit_of
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.view import render
 
@@ -72,7 +73,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         add("exposed", found["exposed"], words)
     if "offload" in data:
         rows += _offloaded(data, unit)
-    if limit is not None and "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - 1e-9):
+    if limit is not None and "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - SLACK):
         why = "cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is"
         add("limit", unit.number(limit), f"{why} {unit.amount(data['sustaining_limit'])}")
     wide = max(len(value) for _, value, _ in rows)

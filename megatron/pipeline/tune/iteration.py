@@ -18,7 +18,7 @@ from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.estimate import layer_seconds, saved_seconds
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.memory import FixedMemory, RankMemory, fixed_memory, predict, recomputed
-from megatron.pipeline.planner.schedule.core import cutting
+from megatron.pipeline.planner.schedule.core import cutting, slack
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
@@ -177,7 +177,7 @@ def _evaluate(cluster: Cluster, candidate: Candidate, beat: float) -> Outcome:
         if isinstance(planned, Dominated):
             return planned
         ranks = predict(one.model, planned.schedule, candidate.layers, device)
-        if max(rank.total for rank in ranks) <= device.memory * (1 + 1e-9):
+        if max(rank.total for rank in ranks) <= device.memory * (1 + slack.SLACK):
             return _result(one, planned, ranks, limit)
     return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
 
