@@ -13,14 +13,14 @@ from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device, ranges
 from megatron.pipeline.planner.costmodel.device import Device
-from megatron.pipeline.planner.costmodel.estimate import estimate
+from megatron.pipeline.planner.costmodel.estimate import by_layer, estimate
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.costmodel.replicas import with_replicas
 from megatron.pipeline.planner.planning.refusals import MIB
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear
 from megatron.pipeline.planner.schedule.core.stage_costs import BETWEEN
 from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape
@@ -43,6 +43,11 @@ def add(commands: Commands) -> None:
     )
     add_gpu_flags(parser)
     parser.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (as few as experts allow)")
+    parser.add_argument(
+        "--by-layer",
+        action="store_true",
+        help="every layer as a stage, and before and behind them what is none: for mpipe plan --balance PATTERN",
+    )
     parser.set_defaults(takes_flags=True)
 
 
@@ -56,7 +61,11 @@ def run(options: argparse.Namespace) -> None:
     say_not_modelled(args)
     gpu = measured_gpu(gpu, options, args)
     model = describe(args)
-    costs = costs_of(model, placement, layers, gpu, options.gpus_per_node)
+    if options.by_layer:
+        costs = _alone(model, by_layer(model, gpu, placement.depth, _links(model, gpu, options.gpus_per_node)))
+        placement, layers = linear(len(costs.stages)), [0, *[1] * args.num_layers, 0]
+    else:
+        costs = costs_of(model, placement, layers, gpu, options.gpus_per_node)
     data: dict[str, Any] = costs.fields() | {"of": described(model, "predicted", layers)}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
     write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(model)), options, brief)
@@ -72,13 +81,22 @@ def costs_of(
         layers: of every stage.
         per_node: GPUs of a node, for the links between ranks; those of ``gpu`` where it is None.
     """
-    shape, links = Shape.of(model), Links.of(gpu, per_node or gpu.node(model.gpus), model.ranks)
+    shape, links = Shape.of(model), _links(model, gpu, per_node)
     costs = estimate(shape, placement, layers, gpu, model.spread, not model.makes_weights_again, links)
     if shape.policy.recomputes:
         costs = cutting.with_recomputation(costs, model.makes_weights_again)
-    # Else BW would save the start of a pass alone, for which no plan gives up the choice of when W runs: as mpipe tune plans.
-    costs = costs if model.tensor_model_parallel_size > 1 else cutting.without_fused(costs)
+    costs = _alone(model, costs)
     return with_replicas(model, costs, placement, layers, links, gpu) if model.copies > 1 else costs
+
+
+def _links(model: ModelDescription, gpu: Device, per_node: int | None) -> Links:
+    return Links.of(gpu, per_node or gpu.node(model.gpus), model.ranks)
+
+
+def _alone(model: ModelDescription, costs: Costs) -> Costs:
+    """The costs without a BW that would save the start of a pass alone, for which no plan gives up the choice of when W runs: as
+    mpipe tune plans."""
+    return costs if model.tensor_model_parallel_size > 1 else cutting.without_fused(costs)
 
 
 def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device, shape: Shape) -> str:

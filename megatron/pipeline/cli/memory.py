@@ -27,7 +27,6 @@ from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.planning.request import MOST_RANKS
 from megatron.pipeline.planner.schedule.core.names import OFF, STOCK
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.shape.hybrid import FLAGS
 from megatron.pipeline.planner.view.table import plain_table
 
 _DEFAULT = {"pipeline_schedule": actions()["pipeline_schedule"].default}
@@ -194,11 +193,9 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
     args = parse(flags, predicts=True)
     read, not_modelled = settle(args)
     if read.pipeline_schedule is None:
-        hybrid, stages = given(read, *FLAGS), given(read, *neutral(Role.CHUNKS))
+        stages = given(read, *neutral(Role.CHUNKS)) or "|" in (read.hybrid_layer_pattern or "")
         ours = OURS.intersection(given(read | _DEFAULT, *neutral(Role.SCHEDULE, Role.DETAILS)))
-        read |= _DEFAULT if ours and not (hybrid or stages) else {"pipeline_schedule": STOCK}
-        if hybrid:
-            not_modelled.append(f"{hybrid[0]}: our schedules do not place its layers: predicted under megatron-core's own")
+        read |= _DEFAULT if ours and not stages else {"pipeline_schedule": STOCK}
     return read | neutral(Role.FILES) | {"not_modelled": not_modelled} | changes
 
 

@@ -19,9 +19,10 @@ from megatron.pipeline.flags.validation_hybrid import check_attention, check_lat
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.planner.combinations.needs import DETAILS, TRAINED, UPSTREAM
-from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
+from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, HYBRID, MODELS, QUANTIZED, SCHEDULES
 from megatron.pipeline.planner.combinations.table import flag_of, refuse
 from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.shape.hybrid import Pattern
 
 
 def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Settings:
@@ -51,7 +52,7 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     refuse(of_flags(settings), MODELS)
     if elsewhere:
         return settings
-    refuse(of_flags(settings), TRAINED)
+    refuse(of_flags(settings), TRAINED, HYBRID)
     settings = of_data(_of_learning_rate(settings))
     check_packages(settings)
     return settings
@@ -165,6 +166,9 @@ def chunks_per_rank(args: Namespace) -> int | None:
         _chunks_of_layout(layout, ranks) if layout else None,
     ]
     numbers = {flag_of(name): number for name, number in zip(CHUNK_FLAGS, said, strict=True) if number is not None}
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern and (stages := len(Pattern.of(pattern).counts)) > 1:
+        numbers["--hybrid-layer-pattern"] = _shared_evenly(f"--hybrid-layer-pattern {pattern}", stages, ranks)
     if len(set(numbers.values())) > 1:
         words = " and ".join(f"{flag} ({number})" for flag, number in numbers.items())
         raise ValueError(f"{words} each say how many chunks a rank has: give one")
@@ -189,10 +193,14 @@ def _chunks_of_layout(text: str, ranks: int) -> int:
         stages = len(PipelineParallelLayerLayout.parse_str_to_list(text))
     except AssertionError as error:
         raise ValueError(f"--pipeline-model-parallel-layout {text}: {error}") from None
+    return _shared_evenly(f"--pipeline-model-parallel-layout {text}", stages, ranks)
+
+
+def _shared_evenly(given: str, stages: int, ranks: int) -> int:
+    """Chunks per rank of stages that are written down."""
     if stages % ranks:
         raise ValueError(
-            f"--pipeline-model-parallel-layout {text} has {stages} stages, which {ranks} pipeline ranks cannot share evenly: "
-            f"give a multiple of {ranks} stages"
+            f"{given} has {stages} stages, which {ranks} pipeline ranks cannot share evenly: give a multiple of {ranks} stages"
         )
     return stages // ranks
 

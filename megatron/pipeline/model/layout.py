@@ -10,10 +10,16 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.model.adapter import GPT, ModelAdapter
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.combinations.table import flag_of
-from megatron.pipeline.planner.schedule.core.names import counted
+from megatron.pipeline.planner.costmodel.device import Device
+from megatron.pipeline.planner.costmodel.estimate import by_layer
+from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner.costmodel.memory import any_device
+from megatron.pipeline.planner.schedule.core.names import STOCK, counted
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.shape.stages import balanced_layers, even_layers
+from megatron.pipeline.planner.shape.hybrid import Pattern
+from megatron.pipeline.planner.shape.stages import balanced_by_weight, balanced_layers, even_layers
 
 __all__ = ["PlacementLayout", "stage_layers"]
 
@@ -69,6 +75,9 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
     (last) rank's, as in Megatron-LM. ``--account-for-embedding-in-pipeline-split`` (``loss``) counts it as a layer.
     ``--layer-redistribution`` makes the heaviest rank as light as it can be, given ``last_stage_in_layers``.
 
+    Of ``--hybrid-layer-pattern`` every letter is a layer: ``|`` says where stages end, and without them they are balanced by what
+    layers take (``balanced_by_cost``). Under megatron-core's own schedule, which knows no such balance, they are even.
+
     Raises:
         ValueError: the flags contradict each other or do not fit the number of layers and stages.
     """
@@ -81,7 +90,12 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
             "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage say how many layers the ends have, and "
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split let it be computed: give one kind"
         )
-    if args.vocabulary.redistributes:
+    pattern = Pattern.of(args.hybrid_layer_pattern) if getattr(args, "hybrid_layer_pattern", None) else None
+    if pattern and len(pattern.counts) > 1:
+        numbers = _written(args, pattern, placement)
+    elif pattern and not fixed and not any(accounts) and args.pipeline.schedule != STOCK:
+        numbers = balanced_by_cost(args, placement)
+    elif args.vocabulary.redistributes:
         numbers = balanced_layers(args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
     else:
         embedding, loss = map(int, accounts)
@@ -93,6 +107,31 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
 def last_stage_in_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> dict[int, float]:
     """Work of the last stage in addition to its transformer layers, in units of one such layer; by stage."""
     return {placement.last_stage: adapter.last_stage_in_layers(args)}
+
+
+def balanced_by_cost(args: Namespace, placement: Placement, gpu: Device | None = None, per_node: int | None = None) -> list[int]:
+    """Layers of every stage under which the rank with most to do has as little as it can, by what each layer takes.
+
+    Args:
+        gpu: that runs the model, on nodes of ``per_node``; by default any.
+
+    Raises:
+        ValueError: there are fewer layers than stages that need one.
+    """
+    model, gpu = describe(args), gpu or any_device(shape_of(args))
+    links = Links.of(gpu, per_node or gpu.node(model.gpus), model.ranks)
+    first, *layers, last = (stage.total for stage in by_layer(model, gpu, placement.depth, links).stages)
+    return balanced_by_weight(layers, placement, {0: first} | {placement.last_stage: last + first * (placement.depth == 1)})
+
+
+def _written(args: Namespace, pattern: Pattern, placement: Placement) -> Sequence[int]:
+    """Layers of every stage, where ``|`` in a pattern ends each."""
+    if others := [flag_of(name) for name in _OF_STAGES if getattr(args, name)]:
+        raise ValueError(f"--hybrid-layer-pattern {pattern} says where every layer goes: leave out {' and '.join(others)}")
+    try:
+        return pattern.on(placement.depth)
+    except ValueError as error:
+        raise ValueError(f"--hybrid-layer-pattern {error}") from None
 
 
 def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:

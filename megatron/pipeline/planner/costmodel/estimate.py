@@ -18,11 +18,13 @@ from megatron.pipeline.planner.costmodel import activations, traffic
 from megatron.pipeline.planner.costmodel.activations import Held
 from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds, hop_seconds, layer_communication
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, MemoryUnit, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear
 from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
 from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape, Work
 from megatron.pipeline.planner.shape.hybrid import MLP
 from megatron.pipeline.planner.shape.shards import Shards
@@ -91,6 +93,19 @@ def estimate(
         again = 0.0 if shape.policy.recomputes else more.recompute  # flags recompute layers alone
         stages[index] = _sum(stages[index], replace(more, recompute=again))
     return Costs(tuple(stages), hop, VocabularyCosts(), copies, MemoryUnit.BYTES, device.beside_communication)
+
+
+def by_layer(model: ModelDescription, device: Device, depth: int, links: Links | None = None) -> Costs:
+    """Costs of a model whose every layer is a stage, and whose first and last stage have all that is no layer.
+
+    Args:
+        depth: stages of its pipeline, whose passes each begin with the device's latency; layers share these.
+    """
+    shape = Shape.of(model)
+    layers = [0, *[1] * shape.layers, 0]
+    gpu = replace(device, latency=device.latency * depth / len(layers))
+    costs = estimate(shape, linear(len(layers)), layers, gpu, model.spread, not model.makes_weights_again, links)
+    return cutting.with_recomputation(costs, model.makes_weights_again) if shape.policy.recomputes else costs
 
 
 def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
