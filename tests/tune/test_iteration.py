@@ -10,9 +10,8 @@ from tune.small import A100, candidate, layouts, on_device, result
 
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel.device import Link
-from megatron.pipeline.planner.costmodel.estimate import layer_seconds
+from megatron.pipeline.planner.costmodel.estimate import costs_of_training, layer_seconds, remade
 from megatron.pipeline.planner.costmodel.links import Links
-from megatron.pipeline.planner.costmodel.training import costs_of_training, remade
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.shape import gpt

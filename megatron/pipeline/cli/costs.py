@@ -6,17 +6,18 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
+from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
 from megatron.pipeline.cli.gpu import add_gpu_flags, measured_engine, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import predicted, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
+from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device, ranges
 from megatron.pipeline.planner.costmodel.device import Device
+from megatron.pipeline.planner.costmodel.estimate import costs_of_training, remade
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.costmodel.replicas import with_replicas
-from megatron.pipeline.planner.costmodel.training import costs_of_training, remade
 from megatron.pipeline.planner.planning.refusals import MIB
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.placement import Placement

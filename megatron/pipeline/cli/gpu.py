@@ -7,7 +7,8 @@ import sys
 from argparse import Namespace
 from functools import partial
 
-from megatron.pipeline.cli.arguments import count, file_of
+from megatron.pipeline.cli.arguments import file_of
+from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import actions
 from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device, origin

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
+from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
 from megatron.pipeline.cli.summary import check_output, write
+from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
 from megatron.pipeline.flags.importers.upstream import settle
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings

@@ -12,11 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, add_command, count, names, whole_numbers
+from megatron.pipeline.cli.arguments import Commands, add_command, names, whole_numbers
 from megatron.pipeline.cli.gpu import add_gpu_flags, measured_engine, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
+from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.pipeline.model.description import describe
+from megatron.pipeline.planner.costmodel.estimate import costs_of_training, fuses, remade
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
-from megatron.pipeline.planner.costmodel.training import costs_of_training, fuses, remade
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
