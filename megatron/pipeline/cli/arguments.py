@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from megatron.pipeline.flags.flag_types import MEMORY_UNITS, memory_size, positive_int
+from megatron.pipeline.flags.flag_types import memory_size, positive_int
 from megatron.pipeline.planner.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
 from megatron.pipeline.planner.planning.document import read_costs
 from megatron.pipeline.planner.planning.every_batch import read_lengths
-from megatron.pipeline.planner.planning.refusals import Bytes
+from megatron.pipeline.planner.planning.refusals import MEMORY_UNITS, read_amount
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.core.stage_costs import COST_FIELDS
@@ -300,15 +300,11 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
 
 def limit(text: str) -> float:
     """An argument type for a memory limit: a number in the unit of the costs, or ``Bytes`` for one such as 20GiB."""
-    limit = _float(text)
-    if limit >= 0 and (limit < math.inf or "inf" in text.lower()):  # 1e400 is infinite too
-        return limit
     try:
-        return Bytes(memory_size(text))
-    except argparse.ArgumentTypeError:
-        units = ", ".join(MEMORY_UNITS)
-        wanted = f"expected a number of microbatches of at least 0, or bytes such as 20GiB, in one of {units}"
-        raise argparse.ArgumentTypeError(f"{text!r}: {wanted}") from None
+        return read_amount(text)
+    except ValueError:
+        wanted = f"a number of microbatches of at least 0, or bytes such as 20GiB, in one of {', '.join(MEMORY_UNITS)}"
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {wanted}") from None
 
 
 def _float(text: str) -> float:

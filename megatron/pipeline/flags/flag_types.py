@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MEMORY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+from megatron.pipeline.planner.planning.refusals import MEMORY_UNITS, Bytes, read_amount
 
 
 def _number(kind: type[int] | type[float], wanted: str, low: float, high: float = math.inf) -> Callable[[str], Any]:
@@ -44,13 +44,15 @@ share_below_one = _number(float, "a number of at least 0 and below 1", 0, math.n
 
 def memory_size(text: str) -> int:
     """Bytes, from a number and its unit such as ``256MiB``."""
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]+)", text)
-    size = int(float(match[1]) * MEMORY_UNITS.get(match[2], 0)) if match else 0
-    if not size:
+    try:
+        size = read_amount(text)
+    except ValueError:
+        size = 0.0
+    if not (size and isinstance(size, Bytes)):
         raise argparse.ArgumentTypeError(
             f"expected bytes above 0 such as 256MiB, in one of {', '.join(MEMORY_UNITS)}, got {text!r}"
         )
-    return size
+    return int(size)
 
 
 def layer_pattern(text: str) -> int | list[int]:
