@@ -71,7 +71,7 @@ def stored(what: str = "optima") -> Any:
 
 
 def main() -> None:
-    now = {"proven": f"{datetime.now(UTC):%Y-%m-%d}", "solver": f"ortools {metadata.version('ortools')}"}
+    now: dict[str, Any] = {"proven": f"{datetime.now(UTC):%Y-%m-%d}", "solver": f"ortools {metadata.version('ortools')}"}
     now |= {"optima": {str(case): proven(case) for case in CASES}}
     STORED.write_text(json.dumps(json.loads(STORED.read_text()) | now, indent=1) + "\n")
 
