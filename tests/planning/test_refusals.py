@@ -82,5 +82,5 @@ def test_amounts_are_numbers_or_bytes_that_know_their_unit() -> None:
     amount = read_amount("1.5GiB")
     assert isinstance(amount, Bytes) and amount == 1.5 * 2**30 and amount.unit.amount(amount) == "1.5GiB"
     for text in ("12TiB", "12 GiB", "-1", "nan", "1e400", "much", ""):
-        with pytest.raises(ValueError, match=r"expected a number|could not convert"):
+        with pytest.raises(ValueError, match=r"could not convert|expected a number"):
             read_amount(text)

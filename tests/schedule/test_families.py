@@ -143,19 +143,6 @@ def test_what_cannot_be_planned_is_refused(arguments: tuple, message: str) -> No
         planning.plan(*arguments)
 
 
-def test_a_limit_that_is_met_exactly_is_met() -> None:
-    planning.plan("zb-h1", 4, 8, memory_limit=4)
-    planning.plan("1f1b", 4, 8, memory_limit=[4, 3, 2, 1])
-
-
-def test_planning_imports_no_torch() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, megatron.pipeline.cli; sys.exit(int('torch' in sys.modules or 'matplotlib' in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_fused_says_whether_every_backward_is_one_pass(name: str) -> None:
     kinds = {str(work.kind) for row in planning.plan(name, 4, 8).passes for work in row}

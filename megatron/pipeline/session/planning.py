@@ -84,8 +84,9 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
             f"{HOST_MIB.at_least(error.least)} or more, as sizes are rounded up: raise it, or leave --offload out"
         ) from None
     except ChunksDoNotFit as error:
-        name = next(name for name in CHUNK_FLAGS if getattr(args, name))
-        raise ValueError(f"{error} by {flag_of(name)} {getattr(args, name)}: leave that flag out") from None
+        name = next((name for name in CHUNK_FLAGS if getattr(args, name)), "hybrid_layer_pattern")
+        leave = "leave that flag out" if name in CHUNK_FLAGS else "leave | out of it"
+        raise ValueError(f"{error} by {flag_of(name)} {getattr(args, name)}: {leave}") from None
     except LimitTooLow as error:
         text, name = args.pipeline.memory_limit, args.pipeline.schedule
         if text is None:
