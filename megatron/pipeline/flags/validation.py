@@ -19,7 +19,7 @@ from megatron.pipeline.flags.validation_hybrid import check_attention, check_lat
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.planner.combinations.needs import DETAILS, TRAINED, UPSTREAM
-from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, HYBRID, MODELS, QUANTIZED, SCHEDULES
+from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
 from megatron.pipeline.planner.combinations.table import flag_of, refuse
 from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.planner.shape.hybrid import Pattern
@@ -52,7 +52,7 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     refuse(of_flags(settings), MODELS)
     if elsewhere:
         return settings
-    refuse(of_flags(settings), TRAINED, HYBRID)
+    refuse(of_flags(settings), TRAINED)
     settings = of_data(_of_learning_rate(settings))
     check_packages(settings)
     return settings
@@ -159,16 +159,16 @@ def chunks_per_rank(args: Namespace) -> int | None:
         ValueError: they say different numbers, or the numbers do not divide.
     """
     layers, chunks, layout = (getattr(args, name) for name in CHUNK_FLAGS)
-    ranks = args.pipeline_model_parallel_size
+    ranks, pattern = args.pipeline_model_parallel_size, getattr(args, "hybrid_layer_pattern", None)
+    stages = len(Pattern.of(pattern).counts) if pattern else 0
     said = [
         None if layers is None else _chunks_of_layers(args, layers, ranks),
         int(chunks) if chunks else None,
         _chunks_of_layout(layout, ranks) if layout else None,
+        _chunks(stages, ranks, f"--hybrid-layer-pattern {pattern}") if stages > 1 else None,
     ]
-    numbers = {flag_of(name): number for name, number in zip(CHUNK_FLAGS, said, strict=True) if number is not None}
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    if pattern and (stages := len(Pattern.of(pattern).counts)) > 1:
-        numbers["--hybrid-layer-pattern"] = _shared_evenly(f"--hybrid-layer-pattern {pattern}", stages, ranks)
+    names = (*CHUNK_FLAGS, "hybrid_layer_pattern")
+    numbers = {flag_of(name): number for name, number in zip(names, said, strict=True) if number is not None}
     if len(set(numbers.values())) > 1:
         words = " and ".join(f"{flag} ({number})" for flag, number in numbers.items())
         raise ValueError(f"{words} each say how many chunks a rank has: give one")
@@ -193,11 +193,10 @@ def _chunks_of_layout(text: str, ranks: int) -> int:
         stages = len(PipelineParallelLayerLayout.parse_str_to_list(text))
     except AssertionError as error:
         raise ValueError(f"--pipeline-model-parallel-layout {text}: {error}") from None
-    return _shared_evenly(f"--pipeline-model-parallel-layout {text}", stages, ranks)
+    return _chunks(stages, ranks, f"--pipeline-model-parallel-layout {text}")
 
 
-def _shared_evenly(given: str, stages: int, ranks: int) -> int:
-    """Chunks per rank of stages that are written down."""
+def _chunks(stages: int, ranks: int, given: str) -> int:
     if stages % ranks:
         raise ValueError(
             f"{given} has {stages} stages, which {ranks} pipeline ranks cannot share evenly: give a multiple of {ranks} stages"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -19,7 +21,7 @@ from megatron.pipeline.planner.costmodel.memory import any_device
 from megatron.pipeline.planner.schedule.core.names import STOCK, counted
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.shape.hybrid import Pattern
-from megatron.pipeline.planner.shape.stages import balanced_by_weight, balanced_layers, even_layers
+from megatron.pipeline.planner.shape.stages import balanced_by_weight, balanced_layers, even_layers, numbers_of_layers
 
 __all__ = ["PlacementLayout", "stage_layers"]
 
@@ -50,6 +52,17 @@ class PlacementLayout(PipelineParallelLayerLayout):
     def layers(self) -> int:
         """Number of transformer layers."""
         return sum(stage.count(LayerType.decoder) for stage in self.stages)
+
+    def segment(self, pattern: str, pp_group: Any, vp_stage: int | None, *_: Any, **__: Any) -> tuple[list[str], int]:
+        """The letters of a chunk of ``HybridModel``, and how many are before it.
+
+        Args:
+            pattern: of the whole model, without what predicts further tokens.
+        """
+        stage = self.homes[torch.distributed.get_rank(pp_group)][vp_stage or 0]
+        letters, counts = pattern.replace("|", ""), [row.count(LayerType.decoder) for row in self.stages]
+        own = numbers_of_layers(counts)[stage]
+        return list(letters[own.start : own.stop]), own.start
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
