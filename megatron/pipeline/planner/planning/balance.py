@@ -151,7 +151,7 @@ def balanced(placement: Placement, model: Model, microbatches: int, plan: Callab
     weights, extra = [layer.total for layer in model.layers], model.extra(placement)
     splits = [raised(balanced_layers(layers, placement, {}), least), balanced_by_weight(weights, placement, extra, least)]
     if model.pattern and len(model.pattern.counts) > 1:
-        splits.append(model.pattern.on(placement.depth))
+        splits.append(list(model.pattern.on(placement.depth)))
     starts = [attempt(tuple(split)) for split in splits]
     best = min(starts, key=_Tried.length)
     most = min(_MOST, max(_LEAST, _PASSES // (3 * stages * microbatches)))
