@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
+from megatron.pipeline.cli.letters import by_letter
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
@@ -23,6 +24,8 @@ from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel import ranges
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
+from megatron.pipeline.planner.costmodel.estimate import by_layer
+from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.planning.request import MOST_RANKS
@@ -313,7 +316,10 @@ def _text(
         unfused = predict(describe(prediction.args | {"transformer_impl": LOCAL}), prediction.schedule, prediction.layers)
         most = max(rank.total for rank in unfused) / GIB
         parts.append(f"{FUSED}; with --transformer-impl {LOCAL} the fullest rank needs {most:.1f} GiB")
-    return "\n\n".join([*parts, NOTE])
+    model, gpu = describe(prediction.args), any_device(shape_of(prediction.args))
+    alone = by_layer(model, gpu, prediction.schedule.placement.depth, Links.of(gpu, gpu.node(model.gpus), model.ranks))
+    letters = by_letter(model, alone, timed=False)
+    return "\n\n".join([*parts, *([letters] if letters else []), NOTE])
 
 
 def _table(prediction: Prediction) -> str:
