@@ -17,9 +17,9 @@ from schedule_strategies import costs_of, one_rank, parse, schedules, unbraided,
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.compose import adapted
-from megatron.pipeline.planner.planning.costs import with_shards
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem

@@ -13,12 +13,13 @@ from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.planner.planning import plan
-from megatron.pipeline.planner.planning.costs import CostFlags, costs_of, with_shards
+from megatron.pipeline.planner.planning.costs import CostFlags, costs_of
 from megatron.pipeline.planner.planning.document import is_csv, naming, schedule_of
 from megatron.pipeline.planner.schedule.certify.certificate import Certificate, TransportOutcome, certify
 from megatron.pipeline.planner.schedule.certify.megatron import megatron_interleaved
 from megatron.pipeline.planner.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
 from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.lower.lower import lower

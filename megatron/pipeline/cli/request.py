@@ -10,11 +10,12 @@ from typing import Any
 from megatron.pipeline.cli.arguments import REPLICA_LINK, StageList
 from megatron.pipeline.planner.combinations.needs import OPTIONS, PLANNED
 from megatron.pipeline.planner.combinations.table import Facts, refuse
-from megatron.pipeline.planner.planning.costs import COPIES, CostFlags, Numbers, costs_of, with_shards
+from megatron.pipeline.planner.planning.costs import COPIES, CostFlags, Numbers, costs_of
 from megatron.pipeline.planner.planning.document import GOAL, Changes
 from megatron.pipeline.planner.planning.refusals import check_limit, unit_of
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.costs import Costs, VocabularyCosts
+from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.loads import Load, loads_of
 from megatron.pipeline.planner.schedule.core.names import OFF
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary

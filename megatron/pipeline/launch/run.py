@@ -54,7 +54,6 @@ from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.planner.combinations.rows import DOCUMENTS, WRONG
 from megatron.pipeline.planner.combinations.table import sentences
 from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.gpt import attention_share
 from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import save_lock
@@ -287,7 +286,7 @@ class Run:
         if ours.pipeline_packing:
             batches, shape = pipeline.batches, shape_of(ours)
             announce = batches.announce if batches else None
-            self._packing = Packing(shape.tokens, pipeline.placement.ranks, attention_share(shape), announce)
+            self._packing = Packing(shape.tokens, pipeline.placement.ranks, shape.attention_share, announce)
         if ours.steps.ahead:
             self._ahead = StepsAhead(ours, training, pipeline, rest[2], measures=self._progress.measures)
         with guard, self._progress:

@@ -45,7 +45,6 @@ from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.families import AUTO
 from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.shape.gpt import attention_share
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, CopySettings
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -193,7 +192,7 @@ def as_planned(args: Settings, pipeline: Pipeline) -> Settings:
 def _every_batch(args: Settings) -> EveryBatch:
     """Costs are those of one sequence that fills a microbatch, as packed ones do."""
     shape = shape_of(args)
-    attention = attention_share(replace(shape, seq=shape.tokens, microbatch=1))
+    attention = replace(shape, seq=shape.tokens, microbatch=1).attention_share
     return EveryBatch(attention, shape.tokens, interval=args.log_interval, say=partial(print, flush=True))
 
 

@@ -17,7 +17,6 @@ from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
 from megatron.pipeline.planner.combinations.rows import AT_ONCE
 from megatron.pipeline.planner.combinations.table import sentences
-from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.schedule.core.costs import uniform
@@ -158,7 +157,7 @@ def _memory(args: Settings, pipeline: Pipeline) -> list[str]:
 
 
 def _messages(args: Settings, pipeline: Pipeline) -> str:
-    size = hidden_bytes(shape_of(args)) / pipeline.plans.splits / 2**20
+    size = shape_of(args).hidden_bytes / pipeline.plans.splits / 2**20
     count = pipeline.plans.plan(max(microbatch_counts(args))).message_buffers
     return f" messages take at most {count} x {size:.4g} MiB on a rank in addition"
 
