@@ -26,7 +26,7 @@ from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.schedule.lower.lower import lower
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.planner.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.planner.schedule.transforms.braid import braid

@@ -25,13 +25,13 @@ from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.families import AUTO
 from megatron.pipeline.planner.schedule.lower.lower import gatherings, lower
-from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.planner.schedule.lower.program import (
     Collective,
     Compute,
     Exchange,
     Join,
     Operation,
+    Posting,
     Program,
     Send,
     Validate,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,10 +18,15 @@ from megatron.pipeline.planner.schedule.core.placement import Placement, interle
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.planner.shape.stages import balanced_layers, heaviest
+from megatron.pipeline.planner.shape.stages import balanced_layers
 
 K = 1024
 DEVICE = named("A100-80GB")
+
+
+def heaviest(counts: Sequence[int], placement: Placement, extra: Mapping[int, float]) -> float:
+    """Work of the heaviest rank, in layers."""
+    return max(sum(counts[stage] + extra.get(stage, 0.0) for stage in row) for row in placement.stages)
 
 
 def shape(seq: int = 2048, vocabulary: int = 32 * K) -> Shape:

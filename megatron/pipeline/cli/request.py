@@ -17,12 +17,11 @@ from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.costs import Costs, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.loads import Load, loads_of
-from megatron.pipeline.planner.schedule.core.names import OFF
+from megatron.pipeline.planner.schedule.core.names import FILE, OFF
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.families import AUTO
 
-_FILE = "file:"
 _COSTS = {"bucket_costs": {"RS", "AG"}, "step_costs": {"OPT"}, "copy_costs": {*COPIES}, "norm_costs": {"latency", "norm"}}
 
 
@@ -40,8 +39,8 @@ def requested(options: Namespace) -> Request:
     if missing := [f"--{flag}" for flag in ("schedule", "pp", "microbatches") if given.get(flag, "") is None]:
         raise ValueError(f"required: {', '.join(missing)}; or the FILE of a schedule (see mpipe plan --help)")
     name = given.get("schedule", AUTO)
-    if name.startswith(_FILE):
-        path = name.removeprefix(_FILE)
+    if name.startswith(FILE):
+        path = name.removeprefix(FILE)
         raise ValueError(f"--schedule takes the name of a family; for a file: mpipe plan {path}")
     costs, vocabulary, offload = cost_flags_of(options), _vocabulary(options), _offload(options)
     refuse(_facts(options), PLANNED)

@@ -7,8 +7,7 @@ from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.planner.combinations.rows import HYBRID
 from megatron.pipeline.planner.combinations.table import flag_of, refuse
-from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP
-from megatron.pipeline.planner.shape.latent import SPARSE
+from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP, SPARSE
 
 _KNOWN = (*KINDS, ATTENTION, MLP, EXPERTS)
 

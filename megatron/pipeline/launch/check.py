@@ -20,7 +20,7 @@ from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
 from megatron.pipeline.planner.combinations.rows import LAUNCHED, MODELS, QUANTIZED, SCHEDULES, STARTED, WRONG
 from megatron.pipeline.planner.combinations.table import refuse, sentences
-from megatron.pipeline.planner.planning.trained import check_name
+from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.runtime.pipeline import Pipeline
 
@@ -31,7 +31,7 @@ def check_flags(args: Namespace) -> None:
     Raises:
         ValueError: says which flag, and what to do without it.
     """
-    check_name(args.pipeline_schedule)
+    families.check(args.pipeline_schedule)
     facts = of_flags(args, launch=True, crowded=local_device(args.rehearse)[1])
     wrong = sentences(facts, STARTED, LAUNCHED)
     if args.pipeline_schedule != STOCK:

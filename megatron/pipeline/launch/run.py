@@ -170,7 +170,7 @@ class Run:
         given = args.ddp_bucket_size or getattr(args, "ddp_num_buckets", None) or not args.overlap_grad_reduce
         if given or (args.use_distributed_optimizer and args.save and not args.dist_ckpt_optim_fully_reshardable):
             return None
-        buckets = pipeline.buckets(max(microbatch_counts(self._ours)))
+        buckets = pipeline.plans.buckets(max(microbatch_counts(self._ours)))
         self._say(buckets_in_words(buckets, "--ddp-bucket-size"))
         return buckets
 

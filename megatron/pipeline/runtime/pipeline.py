@@ -24,11 +24,9 @@ from megatron.pipeline.planner.combinations.table import refuse
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.schedule.core.boundary import buckets
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.schedule.lower.program import Send
+from megatron.pipeline.planner.schedule.lower.program import Posting, Send
 from megatron.pipeline.planner.schedule.time.simulate import simulate
 from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.background import BackgroundPlanner
@@ -129,11 +127,6 @@ class Pipeline:
     def microbatches(self) -> int:
         """Number of microbatches of the last iteration; 1 before the first, and under megatron-core's own schedule."""
         return self._iteration.plan.schedule.microbatches if self._iteration else 1
-
-    def buckets(self, microbatches: int) -> int | None:
-        """Buckets of a chunk's parameters as planned; None where nothing says what ranks do between iterations."""
-        boundary = self.plans.boundary(microbatches)
-        return max((count for row in boundary for count in buckets(row).values()), default=None)
 
     @cached_property
     def offloading(self) -> Offloading:

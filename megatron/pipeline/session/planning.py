@@ -31,7 +31,6 @@ from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Variant
 from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
 from megatron.pipeline.planner.planning.request import Request, variants
-from megatron.pipeline.planner.planning.trained import check_name, trained
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import (
@@ -44,7 +43,7 @@ from megatron.pipeline.planner.schedule.core.costs import (
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.families import AUTO
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, CopySettings
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -68,7 +67,7 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
             microbatches, costs or the memory limit.
     """
-    check_name(args.pipeline.schedule)
+    families.check(args.pipeline.schedule)
     asked = _request(args)
     try:
         request, notes = _chosen(args, asked)
@@ -278,7 +277,7 @@ def _best(args: Settings, request: Request) -> tuple[Variant, str]:
     """
     chunks, equal = args.chunks, request.costs is None
     tried = []
-    for variant in variants(request.ranks, trained(request.ranks), None if chunks is None else [chunks]):
+    for variant in variants(request.ranks, families.trained(request.ranks), None if chunks is None else [chunks]):
         family = families.named(variant.name)
         wanted = chunks or (family.chunks if equal else variant.chunks)
         # Slices change sums: seq-1f1b is asked for by name.
@@ -310,7 +309,7 @@ def _holding_less(args: Settings, request: Request) -> list[str]:
         except ValueError:
             return False  # memory is not all that is wrong
 
-    names = [name for name in trained(request.ranks) if families.FAMILIES[name].plans_for_limits]
+    names = [name for name in families.trained(request.ranks) if families.FAMILIES[name].plans_for_limits]
     return [name for name in names if name != args.pipeline.schedule and fits(name)]
 
 

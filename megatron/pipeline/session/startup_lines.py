@@ -26,8 +26,7 @@ from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.shape.shards import Shards
-from megatron.pipeline.planner.shape.stages import heaviest
-from megatron.pipeline.runtime.offload.describe import in_words
+from megatron.pipeline.planner.view.copies import copies_in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory
 
@@ -165,10 +164,11 @@ def _messages(args: Settings, pipeline: Pipeline) -> str:
 def _redistribution(args: Settings, placement: Placement, layers: list[int]) -> str:
     """Why --layer-redistribution chose these numbers of layers."""
     extra = last_stage_in_layers(args, placement)
+    most = max(sum(layers[stage] + extra.get(stage, 0.0) for stage in row) for row in placement.stages)
     mean = (sum(layers) + sum(extra.values())) / placement.ranks
     return (
         f"by its operations the output layer takes as long as {extra[placement.last_stage]:.3g} layers: the heaviest rank "
-        f"has the work of {heaviest(layers, placement, extra):.3g}, the mean is {mean:.3g}"
+        f"has the work of {most:.3g}, the mean is {mean:.3g}"
     )
 
 
@@ -192,7 +192,7 @@ def offload_in_words(args: Settings, plans: PlanCache) -> str:
             return f"{words} nothing until bytes have been measured, to know what fits into host memory"
         words += f" copies are taken to last as long as passes (k = 1){later};"
     limited = args.offloading.host_memory is not None
-    return f"{words} {in_words(schedule, costs, plans.costs is not None, limited)}"
+    return f"{words} {copies_in_words(schedule, costs, plans.costs is not None, limited)}"
 
 
 def obstacles(args: Settings, placement: Placement) -> list[str]:
