@@ -20,7 +20,7 @@ from megatron.pipeline.distributed.processes import free_port
 from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.launch import install
 from megatron.pipeline.planner.combinations.rows import STARTED
-from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.planner.schedule.core.reading import content_of
@@ -140,7 +140,7 @@ def _refuse_early(flags: Sequence[str]) -> None:
         if given := _given(flags, f"--{name}"):
             values[name] = given[-1]
     families.check(str(values.get("pipeline-schedule", STOCK)))
-    refuse(Facts(save=values.get("save"), save_interval=values.get("save-interval")), STARTED)
+    Facts(save=values.get("save"), save_interval=values.get("save-interval")).refuse(STARTED)
 
 
 def _find(folder: Path, core: str) -> None:

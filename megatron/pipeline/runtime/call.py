@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.planner.combinations.rows import CALLS, EXCLUDED, SCHEDULES, SLICES
-from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.lower.program import Flow
@@ -157,7 +157,7 @@ class Call:
             splits=schedule.splits,
             vocab_parallel=schedule.vocabulary,
         )
-        refuse(facts, EXCLUDED, SCHEDULES, CALLS, SLICES)
+        facts.refuse(EXCLUDED, SCHEDULES, CALLS, SLICES)
 
     def _check_layer_plans(self) -> None:
         parameters = inspect.signature(self.forward_step_func).parameters.values()

@@ -20,7 +20,6 @@ from megatron.pipeline.monitor.progress import Situation
 from megatron.pipeline.monitor.recorder import NullRecorder, Recorder
 from megatron.pipeline.monitor.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.planner.combinations.needs import EVERY_BATCH
-from megatron.pipeline.planner.combinations.table import refuse
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.planning.request import Request
@@ -89,7 +88,7 @@ class Pipeline:
         every_batch: EveryBatch | None = None,
     ) -> None:
         if every_batch:
-            refuse(request.facts, EVERY_BATCH)
+            request.facts.refuse(EVERY_BATCH)
         self.settings = settings or CopySettings()
         self.plans = PlanCache(request, posting, self.settings.host_limit)
         self.name, self.placement, self.is_stock = self.plans.name, self.plans.placement, self.plans.is_stock

@@ -34,7 +34,7 @@ from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.layout import EARLY_PREDICTION, PlacementLayout, stage_layers
 from megatron.pipeline.model.split_linear import split_chunks, trained_share
 from megatron.pipeline.planner.combinations.needs import EVERY_BATCH
-from megatron.pipeline.planner.combinations.table import Facts, refuse, sentences
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning.document import naming, read_costs
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
@@ -83,12 +83,12 @@ class OwnLoop:
         if costs is not None:
             request = replace(request, costs=read_costs(str(costs)))
         if request.costs is not None and not options.get("every_batch"):  # with equal ones a search takes no longer than a pass
-            request = replace(request, quick=not sentences(request.facts, EVERY_BATCH))
+            request = replace(request, quick=not request.facts.sentences(EVERY_BATCH))
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(FILE):
             request = replace(request, equal=self._equal)
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
-            refuse(request.facts, EVERY_BATCH)
+            request.facts.refuse(EVERY_BATCH)
         self._request, self._options, self._watch = request, options, CallWatch(watchdog)
         self._said: set[str] = set()
         self._pipelines: dict[int, Pipeline] = {}

@@ -21,7 +21,7 @@ from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.planner.combinations.rows import SCHEDULES, VOCABULARY
-from megatron.pipeline.planner.combinations.table import flag_of, refuse
+from megatron.pipeline.planner.combinations.table import flag_of
 from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.planning.choose import best as choose_best
 from megatron.pipeline.planner.planning.choose import least_limit
@@ -158,13 +158,13 @@ def _check(args: Settings, request: Request, pipeline: Pipeline) -> None:
     plans, placement = pipeline.plans, pipeline.placement
     if plans.vocabulary is not args.vocabulary.spread:  # the file spreads the vocabulary itself
         args |= {"vocab_parallel": plans.vocabulary}
-        refuse(of_flags(args), VOCABULARY)
+        of_flags(args).refuse(VOCABULARY)
     if placement.chunks > 1 and placement.ranks == 1:
         raise ValueError(
             f"--pipeline-schedule {pipeline.name} with {placement.chunks} chunks per rank needs at least 2 pipeline "
             "ranks (megatron-core has no virtual pipeline on one): raise --pipeline-model-parallel-size, or take 1f1b or zb-h1"
         )
-    refuse(of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None), SCHEDULES)
+    of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None).refuse(SCHEDULES)
     if not isinstance(request.costs, Costs) or plans.costs is None:
         return
     if (count := len(request.costs.stages)) != placement.depth:

@@ -16,7 +16,6 @@ from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
 from megatron.pipeline.planner.combinations.rows import AT_ONCE
-from megatron.pipeline.planner.combinations.table import sentences
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.schedule.core.costs import uniform
@@ -88,7 +87,7 @@ def plan_in_words(args: Settings, pipeline: Pipeline, knows_memory: bool = True)
     if pipeline.plans.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
         lines.append(_ONE_QUEUE)
     lines += [f" WARNING: --post-validation: {obstacle}" for obstacle in obstacles(args, pipeline.placement)]
-    lines += [] if pipeline.is_stock else [f" {one}" for one in sentences(of_flags(args), AT_ONCE)]
+    lines += [] if pipeline.is_stock else [f" {one}" for one in of_flags(args).sentences(AT_ONCE)]
     return lines + [f" WARNING: {caution}" for caution in cautions(args)]
 
 

@@ -85,6 +85,33 @@ class Facts(dict[str, Any]):
         """Tell whether megatron-core is known to be of a release such as ``0.17``, or of a later one."""
         return self.core is not None and minor(self.core) >= minor(release)
 
+    def found(self, rows: Iterable[Combination]) -> Iterator[Found]:
+        """The rows that these facts meet, in order."""
+        for row in rows:
+            one = self.met(row.one)
+            if not one or (row.mended and self.is_from(row.mended)) or (row.since and not self.is_from(row.since)):
+                continue
+            if (other := self.met(row.other)) and row.when(self):
+                given, others = (" and ".join(map(self.words, features)) for features in (one, other))
+                known = Facts(self, one=given, other=others, flag=" and ".join(map(_spoken, one)))
+                yield Found(row, given, *(text.format_map(known) for text in (row.reason, row.instead, row.price)))
+
+    def sentences(self, *topics: Iterable[Combination]) -> list[str]:
+        """For every feature that does not go with another, why and what to do instead."""
+        said: dict[str, str] = {}
+        for one in (one for rows in topics for one in self.found(rows)):
+            said.setdefault(one.flag, str(one))
+        return list(said.values())
+
+    def refuse(self, *topics: Iterable[Combination]) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            ValueError: has the ``sentences``.
+        """
+        if said := self.sentences(*topics):
+            raise ValueError(". ".join(said))
+
     def met(self, features: str) -> list[str]:
         """Those of several features that are met."""
         return [feature for feature in _several(features) if self._meets(feature)]
@@ -164,36 +191,6 @@ class Found(NamedTuple):
     def __str__(self) -> str:
         said = f"{self.flag}{'' if self.reason.startswith(':') else ' '}{self.reason}"
         return f"{said}: {self.instead}" if self.instead else said
-
-
-def found(facts: Facts, rows: Iterable[Combination]) -> Iterator[Found]:
-    """The rows that facts meet, in order."""
-    for row in rows:
-        one = facts.met(row.one)
-        if not one or (row.mended and facts.is_from(row.mended)) or (row.since and not facts.is_from(row.since)):
-            continue
-        if (other := facts.met(row.other)) and row.when(facts):
-            given, others = (" and ".join(map(facts.words, features)) for features in (one, other))
-            known = Facts(facts, one=given, other=others, flag=" and ".join(map(_spoken, one)))
-            yield Found(row, given, *(text.format_map(known) for text in (row.reason, row.instead, row.price)))
-
-
-def sentences(facts: Facts, *topics: Iterable[Combination]) -> list[str]:
-    """For every feature that does not go with another, why and what to do instead."""
-    said: dict[str, str] = {}
-    for one in (one for rows in topics for one in found(facts, rows)):
-        said.setdefault(one.flag, str(one))
-    return list(said.values())
-
-
-def refuse(facts: Facts, *topics: Iterable[Combination]) -> None:
-    """Refuse what does not go together.
-
-    Raises:
-        ValueError: has the ``sentences``.
-    """
-    if said := sentences(facts, *topics):
-        raise ValueError(". ".join(said))
 
 
 def flag_of(name: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from megatron.pipeline.planner.combinations.needs import FILES
-from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning.compose import adapted, with_vocabulary
 from megatron.pipeline.planner.planning.document import naming
 from megatron.pipeline.planner.planning.planned import Planned, Variant
@@ -196,7 +196,7 @@ class PlanCache:
         """Refuse a file's schedule that does not go with what is asked for on top of it."""
         asked = {"vocab_parallel": self._request.vocabulary, "offload": self.offload}
         has = {"file_vocabulary": file.vocabulary, "copies": file.has_copies}
-        refuse(Facts(asked | has, pipeline_schedule=self.name), FILES)
+        Facts(asked | has, pipeline_schedule=self.name).refuse(FILES)
 
     def _make(self, microbatches: int, forward_only: bool) -> Planned:
         if self._file:

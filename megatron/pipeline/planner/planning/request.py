@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeAlias
 
 from megatron.pipeline.planner.combinations.rows import GROUPS
-from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning import kept
 from megatron.pipeline.planner.planning.balance import Model, balanced, check_layers, finer
 from megatron.pipeline.planner.planning.compose import solve
@@ -139,7 +139,7 @@ class Request:
             if self.ranks > MOST_RANKS:
                 raise ValueError(f"{self.ranks} ranks are over {MOST_RANKS}; take fewer")
         placement = families.placement(self.schedule, self.ranks, self.chunks)
-        refuse(self.facts, GROUPS)
+        self.facts.refuse(GROUPS)
         return self.on(placement, family.splits if self.splits is None else self.splits, family)
 
     def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:
