@@ -11,20 +11,22 @@ from megatron.pipeline.cli.gpu import add_gpu_flags, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import predicted, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.model.description import describe
-from megatron.pipeline.planner.costmodel import device, ranges
-from megatron.pipeline.planner.costmodel.device import Device
-from megatron.pipeline.planner.costmodel.estimate import estimate
-from megatron.pipeline.planner.costmodel.links import Links
-from megatron.pipeline.planner.costmodel.origin import described
-from megatron.pipeline.planner.costmodel.replicas import with_replicas
-from megatron.pipeline.planner.planning.refusals import MIB
-from megatron.pipeline.planner.schedule.core import cutting
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.core.stage_costs import BETWEEN
-from megatron.pipeline.planner.shape.description import ModelDescription
-from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.planner.view.table import plain_table
+from megatron.pipeline.planner import (
+    Costs,
+    Device,
+    Links,
+    ModelDescription,
+    Placement,
+    Shape,
+    cutting,
+    device,
+    estimate,
+    origin,
+    ranges,
+    refusals,
+    view,
+    with_replicas,
+)
 
 HOW = "docs/model.md has the formulas and how far they are off; mpipe rehearse and --pipeline-costs profile measure instead."
 
@@ -57,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     gpu = measured_gpu(gpu, options, args)
     model = describe(args)
     costs = costs_of(model, placement, layers, gpu, options.gpus_per_node)
-    data: dict[str, Any] = costs.fields() | {"of": described(model, "predicted", layers)}
+    data: dict[str, Any] = costs.fields() | {"of": origin.described(model, "predicted", layers)}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
     write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(model)), options, brief)
 
@@ -73,7 +75,7 @@ def costs_of(
         per_node: GPUs of a node, for the links between ranks; those of ``gpu`` where it is None.
     """
     shape, links = Shape.of(model), Links.of(gpu, per_node or gpu.node(model.gpus), model.ranks)
-    costs = estimate(shape, placement, layers, gpu, model.spread, not model.makes_weights_again, links)
+    costs = estimate.estimate(shape, placement, layers, gpu, model.spread, not model.makes_weights_again, links)
     if shape.policy.recomputes:
         costs = cutting.with_recomputation(costs, model.makes_weights_again)
     # Else BW would save the start of a pass alone, for which no plan gives up the choice of when W runs: as mpipe tune plans.
@@ -87,18 +89,18 @@ def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device
         [
             *(str(number) for number in (index, placement.home(index)[0], layers[index])),
             *(f"{1e3 * seconds:.4g}" for seconds in (stage.forward, stage.backward, stage.weight)),
-            *(MIB.number(memory) for memory in (stage.activation, stage.retained)),
+            *(refusals.MIB.number(memory) for memory in (stage.activation, stage.retained)),
         ]
         for index, stage in enumerate(costs.stages)
     ]
     if costs.has_boundary:
         heads += ["RS ms", "OPT ms", "AG ms"]
         for row, stage in zip(cells, costs.stages, strict=True):
-            row += [f"{1e3 * stage.value(name):.4g}" for name in BETWEEN]
+            row += [f"{1e3 * stage.value(name):.4g}" for name in ("reduce", "step", "gather")]
     spread = costs.vocabulary
     shards = f"; S takes {1e3 * spread.S:.4g} ms and T {1e3 * spread.T:.4g} ms on every rank" if spread.total else ""
     sure = ranges.learnt("throughput", shape, gpu)
     likely = f"published trainings of this class took {1 / sure.high:.2f} to {1 / sure.low:.2f} times as long ({sure.source})"
     message = f"a message between stages takes {1e3 * costs.hop:.4g} ms{shards}"
-    table = f"one microbatch on {gpu.name}\n\n{plain_table(heads, cells)}\n"
+    table = f"one microbatch on {gpu.name}\n\n{view.plain_table(heads, cells)}\n"
     return "\n".join([table, message, likely, *ranges.doubts(shape, gpu), HOW])

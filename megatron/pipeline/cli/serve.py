@@ -8,7 +8,7 @@ import io
 from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, add_command
-from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner import Request
 
 
 def add(commands: Commands) -> None:

@@ -10,10 +10,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.model.adapter import GPT, ModelAdapter
-from megatron.pipeline.planner.combinations.table import flag_of
-from megatron.pipeline.planner.schedule.core.names import counted
-from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.shape.stages import balanced_layers
+from megatron.pipeline.planner import Placement, balanced_layers, counted, flag_of, interleaved
 
 __all__ = ["PlacementLayout", "stage_layers"]
 

@@ -6,21 +6,23 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.pipeline.model.description import describe
-from megatron.pipeline.planner.costmodel.estimate import estimate
-from megatron.pipeline.planner.costmodel.links import Links
-from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
-from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core import cutting
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.passes import Offload
-from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.core.problem import Problem
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.families import Family
-from megatron.pipeline.planner.schedule.time.simulate import simulate
-from megatron.pipeline.planner.shape.description import ModelDescription
-from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner import (
+    Costs,
+    Links,
+    ModelDescription,
+    Offload,
+    Placement,
+    Problem,
+    Request,
+    Schedule,
+    Shape,
+    between_seconds,
+    cutting,
+    estimate,
+    families,
+    simulate,
+    with_replicas,
+)
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 
 _ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as much with each
@@ -49,7 +51,7 @@ class CandidateCosts:
         return Links.of(self.cluster.device, self.cluster.per_node, self.model.ranks)
 
     @cached_property
-    def family(self) -> Family:
+    def family(self) -> families.Family:
         """Family of its schedule."""
         return families.named(self.candidate.variant.name)
 
@@ -81,7 +83,7 @@ class CandidateCosts:
         """Seconds and bytes of its passes, without what backwards make again."""
         overlaps = self.candidate.variant.name == "interleaved" and self.model.overlap_p2p_comm
         waits = self.model.is_stock and self.model.pipeline_model_parallel_size > 1 and not overlaps
-        costs = estimate(
+        costs = estimate.estimate(
             self.shape,
             self.placement,
             self.candidate.layers,
