@@ -43,7 +43,7 @@ def test_the_page_of_the_planner_names_all_of_its_face() -> None:
     face = ast.parse((PIPELINE / "planner" / "__init__.py").read_text())
     names = [name.asname or name.name for node in face.body if isinstance(node, ast.ImportFrom) for name in node.names]
     assert sorted(names) == sorted(re.findall(r"``(\w+)``", ast.get_docstring(face) or ""))
-    assert len(names) <= 77
+    assert len(names) <= 78
 
 
 def test_only_code_counts_as_a_line(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
 from megatron.pipeline.flags.importers.upstream import settle
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.model.description import describe, shape_of
-from megatron.pipeline.planner import MOST_RANKS, STOCK, Schedule, families, ranges, rank_memory, total_parameters, view
+from megatron.pipeline.planner import MOST_RANKS, OFF, STOCK, Schedule, ranges, rank_memory, total_parameters, view
 
 _DEFAULT = {"pipeline_schedule": actions()["pipeline_schedule"].default}
 ENOUGH = 16  # microbatches for each rank, to plan for
@@ -230,7 +230,7 @@ def report(prediction: Prediction) -> dict[str, Any]:
         "tp": args.tensor_model_parallel_size,
         "cp": args.context_parallel_size,
         "dp": args.data_parallel_size,
-        "vocab_parallel": args.vocabulary.spread or families.OFF,
+        "vocab_parallel": args.vocabulary.spread or OFF,
         "microbatches": prediction.microbatches,
         "parameters": total_parameters(shape_of(args), not args.untie_embeddings_and_output_weights),
         "transformer_impl": args.transformer_impl,

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import REPLICA_LINK, StageList
 from megatron.pipeline.planner import (
+    OFF,
     Costs,
     Facts,
     Offload,
@@ -153,12 +154,12 @@ def _facts(options: Namespace) -> Facts:
 def _offload(options: Namespace) -> Offload | None:
     """The mode of ``--offload``."""
     given = vars(options).get("offload")
-    return None if given in (None, families.OFF) else Offload(given)
+    return None if given in (None, OFF) else Offload(given)
 
 
 def _vocabulary(options: Namespace) -> Vocabulary | None:
     """The variant of ``--vocab-parallel``."""
-    if options.vocab_parallel in (None, families.OFF):
+    if options.vocab_parallel in (None, OFF):
         return None
     if options.costs and options.costs.vocabulary == VocabularyCosts() and not options.vocab_cost:
         raise ValueError('--costs has no "vocabulary": give what its passes take with --vocab-cost S=..,T=..')

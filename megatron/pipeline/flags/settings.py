@@ -21,7 +21,7 @@ from megatron.pipeline.flags.flag_types import (
     positive_int,
     share_below_one,
 )
-from megatron.pipeline.planner import Links, Offload, Vocabulary, families
+from megatron.pipeline.planner import OFF, Links, Offload, Vocabulary
 
 PROFILE = "profile"  # in place of a file of costs: they are measured in this run
 ONCE, EVERY_BATCH = "once", "every-batch"  # of --pipeline-plan
@@ -155,7 +155,7 @@ class VocabularySettings:
 
     spread: Vocabulary | None = _schedule("--vocab-parallel",  # noqa: RUF009
         "shard embedding and output layer over all pipeline ranks: 2 adds one microbatch to each rank's memory, 1 adds two; "
-        "interlaced stops all ranks for them", [families.OFF, "1", "2", "interlaced"], families.OFF, reads=Vocabulary)
+        "interlaced stops all ranks for them", [OFF, "1", "2", "interlaced"], OFF, reads=Vocabulary)
     redistributes: bool = _schedule("--layer-redistribution",
         "give the stages with embedding and output layer fewer transformer layers, according to their cost")
     logits_limit: int | None = _detail("--vocab-logits-limit",
@@ -176,7 +176,7 @@ class OffloadSettings:
 
     mode: Offload | None = _schedule("--offload",  # noqa: RUF009
         "copy activations to host memory while ranks compute: full, all whose copies are hidden; selective, at most half, "
-        "the longest-lived", [families.OFF, "selective", "full"], families.OFF, reads=Offload)
+        "the longest-lived", [OFF, "selective", "full"], OFF, reads=Offload)
     profile: bool = _schedule("--offload-profile",
         "measure passes, bytes and copies in the first iterations, and plan again: --pipeline-costs profile")
     host_memory: int | None = _schedule("--offload-host-memory",
@@ -267,7 +267,7 @@ class Settings(Flags):
         for name in values.keys() & _PLACES.keys():
             (topic, one), value = _PLACES[name], values[name]
             if reads := one.metadata["reads"]:
-                value = None if value in (families.OFF, None) else reads(value)
+                value = None if value in (OFF, None) else reads(value)
             changed[topic] = replace(changed.get(topic, getattr(self, topic)), **{one.name: value})
         return Settings(**vars(self) | changed)
 
@@ -279,5 +279,5 @@ def flat(args: Namespace) -> dict[str, Any]:
     values = {name: value for name, value in vars(args).items() if name not in _TOPICS}
     for name, (topic, one) in _PLACES.items():
         value = getattr(getattr(args, topic), one.name)
-        values[name] = str(value or families.OFF) if one.metadata["reads"] else value
+        values[name] = str(value or OFF) if one.metadata["reads"] else value
     return values

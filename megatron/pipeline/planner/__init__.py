@@ -16,7 +16,7 @@ Ask
 ``Offload``             share of the activations that goes to host memory
 ``Placement``           the stage of the model that each (rank, chunk) holds
 ``interleaved``         the placement of megatron-core's virtual pipeline
-``STOCK``               in a schedule's place: megatron-core's own
+``STOCK``, ``OFF``      in place of a schedule: megatron-core's own; in place of a transformation: none
 ``written_costs``       costs as users write them: flags of mpipe, fields of a schedule's JSON
 ``document``            files of users, read and written: schedules, costs, timelines
 ``reading``             any file of a user, with errors that name it
@@ -124,7 +124,7 @@ from megatron.pipeline.planner.schedule.core.costs import (
     VocabularyCosts,
     uniform,
 )
-from megatron.pipeline.planner.schedule.core.names import STOCK, counted
+from megatron.pipeline.planner.schedule.core.names import OFF, STOCK, counted
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.problem import HostLimitTooLow, LimitTooLow, Objective, Problem

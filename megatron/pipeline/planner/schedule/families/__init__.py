@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron.pipeline.planner.schedule.core.names import FILE, OFF, STOCK, counted
+from megatron.pipeline.planner.schedule.core.names import FILE, STOCK, counted
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit
 from megatron.pipeline.planner.schedule.families import (
@@ -20,20 +20,7 @@ from megatron.pipeline.planner.schedule.families import (
 )
 from megatron.pipeline.planner.schedule.families.family import Family
 
-__all__ = [
-    "AUTO",
-    "FAMILIES",
-    "FILE",
-    "OFF",
-    "ChunksDoNotFit",
-    "Family",
-    "check",
-    "facts",
-    "meant",
-    "named",
-    "placement",
-    "trained",
-]
+__all__ = ["AUTO", "FAMILIES", "Family", "meant", "named", "placement"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
