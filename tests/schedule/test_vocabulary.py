@@ -25,12 +25,12 @@ from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.families import AUTO
 from megatron.pipeline.planner.schedule.lower.lower import gatherings, lower
-from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.planner.schedule.lower.program import (
     Collective,
     Compute,
     Exchange,
     Join,
+    Posting,
     Program,
     Send,
     Validate,
