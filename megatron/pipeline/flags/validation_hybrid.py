@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.planner import flag_of, hybrid, topics
+from megatron.pipeline.planner import flag_of, hybrid
 
 _KNOWN = (*hybrid.KINDS, hybrid.ATTENTION, hybrid.MLP, hybrid.EXPERTS)
 
@@ -23,7 +22,6 @@ def of_hybrid(args: Settings) -> Settings:
     if pattern is None:
         return args
     args |= {"hybrid_layer_pattern": pattern}
-    of_flags(args).refuse(topics.HYBRID)
     main, *further = pattern.split("/")
     if unknown := sorted(set(pattern) - {*_KNOWN, "|", "/"}):
         raise ValueError(
