@@ -14,7 +14,7 @@ import pytest
 from pool import Pool, rank_beside_others, rank_with_gpu
 
 # Files and folders of which every test has the mark ``rest``: what checks the checkers, the pages, browsers.
-CHECKERS = ("browser", "engine", "gpu_model", "test_docs.py", "test_docs_site.py", "test_gpus.py")
+CHECKERS = ("browser", "engine", "gpu_model", "schedule/test_exact.py", "test_docs.py", "test_docs_site.py", "test_gpus.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,6 +22,7 @@ from megatron.pipeline.planner.combinations.needs import DETAILS, TRAINED, UPSTR
 from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
 from megatron.pipeline.planner.combinations.table import flag_of, refuse
 from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.shape.hybrid import segments
 
 
 def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Settings:
@@ -158,13 +159,15 @@ def chunks_per_rank(args: Namespace) -> int | None:
         ValueError: they say different numbers, or the numbers do not divide.
     """
     layers, chunks, layout = (getattr(args, name) for name in CHUNK_FLAGS)
-    ranks = args.pipeline_model_parallel_size
+    ranks, pattern = args.pipeline_model_parallel_size, getattr(args, "hybrid_layer_pattern", None)
     said = [
         None if layers is None else _chunks_of_layers(args, layers, ranks),
         int(chunks) if chunks else None,
         _chunks_of_layout(layout, ranks) if layout else None,
+        _chunks(len(stages), ranks, f"--hybrid-layer-pattern {pattern}") if len(stages := segments(pattern)) > 1 else None,
     ]
-    numbers = {flag_of(name): number for name, number in zip(CHUNK_FLAGS, said, strict=True) if number is not None}
+    names = (*CHUNK_FLAGS, "hybrid_layer_pattern")
+    numbers = {flag_of(name): number for name, number in zip(names, said, strict=True) if number is not None}
     if len(set(numbers.values())) > 1:
         words = " and ".join(f"{flag} ({number})" for flag, number in numbers.items())
         raise ValueError(f"{words} each say how many chunks a rank has: give one")
@@ -189,10 +192,13 @@ def _chunks_of_layout(text: str, ranks: int) -> int:
         stages = len(PipelineParallelLayerLayout.parse_str_to_list(text))
     except AssertionError as error:
         raise ValueError(f"--pipeline-model-parallel-layout {text}: {error}") from None
+    return _chunks(stages, ranks, f"--pipeline-model-parallel-layout {text}")
+
+
+def _chunks(stages: int, ranks: int, given: str) -> int:
     if stages % ranks:
         raise ValueError(
-            f"--pipeline-model-parallel-layout {text} has {stages} stages, which {ranks} pipeline ranks cannot share evenly: "
-            f"give a multiple of {ranks} stages"
+            f"{given} has {stages} stages, which {ranks} pipeline ranks cannot share evenly: give a multiple of {ranks} stages"
         )
     return stages // ranks
 

@@ -41,6 +41,8 @@ def check_flags(args: Namespace) -> None:
         raise ValueError(". ".join(wrong))
     if args.pipeline_schedule != STOCK:
         chunks_per_rank(args)  # which upstream's validation does not see: ``hidden``
+        if pattern := getattr(args, "hybrid_layer_pattern", None):
+            compat.get("megatron.core.models.hybrid.hybrid_layer_allocation", "parse_hybrid_pattern")(pattern)
 
 
 def separates_documents(args: Namespace) -> bool:
@@ -71,9 +73,11 @@ def untested(args: Namespace, unasked: Namespace | None = None) -> list[str]:
 
 
 def hidden(args: Namespace) -> AbstractContextManager[None]:
-    """Keep flags about chunks from upstream's validation."""
-    layout = "|".join(["t"] * args.pipeline_model_parallel_size)
-    return written(args, **dict.fromkeys(CHUNK_FLAGS) | {"pipeline_model_parallel_layout": layout})
+    """Keep flags about chunks, and ``|``, from upstream's validation."""
+    values: dict[str, object] = {"pipeline_model_parallel_layout": "|".join(["t"] * args.pipeline_model_parallel_size)}
+    if pattern := getattr(args, "hybrid_layer_pattern", None):
+        values = {"hybrid_layer_pattern": pattern.replace("|", "")}
+    return written(args, **dict.fromkeys(CHUNK_FLAGS) | values)
 
 
 def complete(args: Namespace) -> Settings:
@@ -116,12 +120,12 @@ def check_model(model: object, pipeline: Pipeline) -> None:
     """Refuse models that do not take their layers from the placement.
 
     Raises:
-        ValueError: the script has built a model that is no GPTModel and has no adapter.
+        ValueError: the script has built a model that is neither, and has no adapter.
     """
     if not has_adapter(model):
         raise ValueError(
-            f"--pipeline-schedule {pipeline.name} places the layers of megatron-core's GPTModel and its subclasses, and this "
-            f"script builds {type(model).__name__}: take --pipeline-schedule stock"
+            f"--pipeline-schedule {pipeline.name} places the layers of megatron-core's GPTModel and HybridModel and their "
+            f"subclasses, and this script builds {type(model).__name__}: take --pipeline-schedule stock"
         )
 
 

@@ -42,7 +42,7 @@ from megatron.pipeline.launch.parser import extend, refusing
 from megatron.pipeline.launch.progress import LaunchProgress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.model.adapter import GPT, adapter_of
+from megatron.pipeline.model.adapter import GPTAdapter, adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.build import LowPrecision
 from megatron.pipeline.model.description import shape_of
@@ -350,5 +350,5 @@ class Run:
 
 
 def _has_formulas(chunk: Any) -> bool:
-    """Tell whether the formulas of memory are for a chunk: of megatron-core's GPT, in 16 or 32 bits."""
-    return adapter_of(chunk) is GPT and not chunk.config.fp8
+    """Tell whether the formulas of memory are for a chunk: of megatron-core's models, in 16 or 32 bits."""
+    return isinstance(adapter_of(chunk), GPTAdapter) and not chunk.config.fp8

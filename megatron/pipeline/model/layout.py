@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -13,7 +15,8 @@ from megatron.pipeline.model.adapter import GPT, ModelAdapter
 from megatron.pipeline.planner.combinations.table import flag_of
 from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.shape.stages import balanced_layers, even_layers
+from megatron.pipeline.planner.shape.hybrid import segments
+from megatron.pipeline.planner.shape.stages import balanced_layers, even_layers, numbers_of_layers
 
 __all__ = ["PlacementLayout", "stage_layers"]
 
@@ -45,6 +48,17 @@ class PlacementLayout(PipelineParallelLayerLayout):
         """Number of transformer layers."""
         return sum(stage.count(LayerType.decoder) for stage in self.stages)
 
+    def segment(self, pattern: str, pp_group: Any, vp_stage: int | None, *_: Any, **__: Any) -> tuple[list[str], int]:
+        """The letters of a chunk of ``HybridModel``, and how many are before it.
+
+        Args:
+            pattern: of the whole model, without what predicts further tokens.
+        """
+        stage = self.homes[torch.distributed.get_rank(pp_group)][vp_stage or 0]
+        letters, counts = pattern.replace("|", ""), [row.count(LayerType.decoder) for row in self.stages]
+        own = numbers_of_layers(counts)[stage]
+        return list(letters[own.start : own.stop]), own.start
+
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
@@ -62,7 +76,8 @@ def decoder_layers(args: Namespace, placement: Placement) -> list[int]:
 def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> tuple[tuple[LayerType, ...], ...]:
     """Contents of every stage of the model, in the model's order, from Megatron-LM's flags.
 
-    ``--pipeline-model-parallel-layout`` says it all. Otherwise layers are spread evenly; those left over go to the ranks that
+    ``--pipeline-model-parallel-layout`` says it all, and so does ``--hybrid-layer-pattern`` with ``|``, each letter of which is a
+    layer. Otherwise layers are spread evenly; those left over go to the ranks that
     have the fewest, and there to the stages in the middle, since the first has the embedding and the last the output layer.
     ``--num-layers-in-first-pipeline-stage``
     (``last``) fixes the first (last) stage of the model, or with an interleaved placement of several chunks all of the first
@@ -72,6 +87,8 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
     Raises:
         ValueError: the flags contradict each other or do not fit the number of layers and stages.
     """
+    if len(stages := segments(getattr(args, "hybrid_layer_pattern", None))) > 1:
+        return _given_segments(args, placement, stages, adapter)
     if args.pipeline_model_parallel_layout:
         return _given_layout(args, placement)
     fixed = _fixed_layers(args, placement)
@@ -93,6 +110,20 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
 def last_stage_in_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> dict[int, float]:
     """Work of the last stage in addition to its transformer layers, in units of one such layer; by stage."""
     return {placement.last_stage: adapter.last_stage_in_layers(args)}
+
+
+def _given_segments(
+    args: Namespace, placement: Placement, stages: Sequence[str], adapter: ModelAdapter
+) -> tuple[tuple[LayerType, ...], ...]:
+    given = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
+    if others := [flag_of(name) for name in _OF_STAGES if getattr(args, name)]:
+        raise ValueError(f"{given} says with | where every layer goes: leave out {' and '.join(others)}")
+    if len(stages) != placement.depth:
+        raise ValueError(
+            f"{given} has {len(stages)} stages between |, but {placement.ranks} pipeline ranks with "
+            f"{counted(placement.chunks, 'chunk')} have {placement.depth}: give as many, or leave | out"
+        )
+    return tuple(map(tuple, adapter.layers(args, [len(stage) for stage in stages])))
 
 
 def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:

@@ -46,6 +46,7 @@ from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.shape.hybrid import segments
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import checkpoint_failures
@@ -163,6 +164,17 @@ class OwnLoop:
         if not isinstance(before, PlacementLayout) or config.num_layers != before.layers:
             before = PlacementLayout(_stages(config, placement), placement)
         config.pipeline_model_parallel_layout = before
+
+    def lay_out_pattern(self, config: TransformerConfig, pattern: str) -> None:
+        """Have the stages of a model of letters end where its pattern has ``|``, on a placement of this loop's own.
+
+        Raises:
+            ValueError: the pattern has another number of stages.
+        """
+        if isinstance(config.pipeline_model_parallel_layout, PlacementLayout) and len(segments(pattern)) > 1:
+            placement = self.placement(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
+            assert placement is not None, "lay_out has made the layout"
+            config.pipeline_model_parallel_layout = PlacementLayout(_stages(config, placement, pattern), placement)
 
     def _take_chunks(self, ranks: int, chunks: int | None) -> None:
         """Plan for as many chunks as a model has, where the family leaves their number open and the request does not say one."""
@@ -322,14 +334,19 @@ class OwnLoop:
         return [replace(stage, weight=stage.weight * trained) for trained in self._trained]
 
 
-def _stages(config: TransformerConfig, placement: Placement) -> Sequence[Sequence[LayerType]]:
-    """Contents of every stage in the model's order, from a configuration that upstream has checked."""
-    if (layout := config.pipeline_model_parallel_layout) is not None:  # of as many stages, in this order
+def _stages(config: TransformerConfig, placement: Placement, pattern: str | None = None) -> Sequence[Sequence[LayerType]]:
+    """Contents of every stage in the model's order, from a configuration that upstream has checked.
+
+    Args:
+        pattern: with ``|``, which says them.
+    """
+    if pattern is None and (layout := config.pipeline_model_parallel_layout) is not None:  # of as many stages, in this order
         return [row[chunk] for chunk in range(placement.chunks) for row in layout.layout]
     flags = Settings(
         num_layers=config.num_layers,
         mtp_num_layers=config.mtp_num_layers,
         pipeline_model_parallel_layout=None,
+        hybrid_layer_pattern=pattern,
         decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
         decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
         account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,

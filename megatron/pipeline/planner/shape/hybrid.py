@@ -48,6 +48,11 @@ class Hybrid:
         return sum(symbol in layer for layer in self.layers) / len(self.layers)
 
 
+def segments(pattern: str | None) -> list[str]:
+    """The letters of the stages between which a pattern has ``|``, in the model's order; one string of all without any."""
+    return (pattern or "").partition("/")[0].split("|")
+
+
 def have_experts(model: ModelDescription) -> tuple[bool, ...]:
     """Tell of each layer if it has experts, from Megatron-LM's flags after ``validate``."""
     every, pattern = model.moe_layer_freq, model.hybrid_layer_pattern
