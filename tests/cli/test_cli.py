@@ -216,10 +216,7 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         ([], "required: plan|certify|compare|check|export|memory"),
         (["tell"], "unknown command 'tell'; commands are plan, certify, compare, check, export"),
         ([*PLAN, "--replicas", "8"], "--replicas 8 needs the bytes of a rank's gradients: give --grad-bytes, such as 4GiB"),
-        (
-            [*PLAN, "--param-bytes", "1GB"],
-            "--param-bytes 953.674MiB is of data-parallel replicas: give --replicas",
-        ),
+        ([*PLAN, "--param-bytes", "1GB"], "--param-bytes 953.674MiB is of data-parallel replicas: give --replicas"),
         (
             [*PLAN, "--cost", "F=1,RS=1", "--replicas", "8", "--grad-bytes", "4GB"],
             "--cost RS=.. and --replicas 8 say the same: leave out one of them",

@@ -93,12 +93,7 @@ def test_the_costs_of_a_plan_may_have_a_part_of_a_layer_on_a_chunk() -> None:
 
 @pytest.mark.parametrize(
     ("placement", "first", "last"),
-    [
-        (linear(3), [0], [2]),
-        (interleaved(2, 3), [0], [5]),
-        (v(3), [0], [5]),
-        (linear(1), [0], [0]),
-    ],
+    [(linear(3), [0], [2]), (interleaved(2, 3), [0], [5]), (v(3), [0], [5]), (linear(1), [0], [0])],
 )
 def test_extras_go_to_the_ends_of_the_model_wherever_they_live(placement: Placement, first: list[int], last: list[int]) -> None:
     base = costs_of(flags("--cost", "F=2,B=3,W=1,BW=3.5,comm=0.5", "--activation", "B=2,W=1,R=0.5"), placement)
@@ -238,10 +233,7 @@ def test_stages(text: str, stages: set[int]) -> None:
             "--cost F.attention=0.5",
             "unknown cost 'F.attention' (attention is what the other parts leave of F: give F); allowed are F,",
         ),
-        (
-            "--cost F.dispatch=0.1,layers=4",
-            "F.dispatch without F.experts, F.combine, B.combine, B.experts, B.dispatch, W.ex",
-        ),
+        ("--cost F.dispatch=0.1,layers=4", "F.dispatch without F.experts, F.combine, B.combine, B.experts, B.dispatch, W.ex"),
         ("--cost layers=1.5", "layers=1.5: give a whole number of layers per rank, from 1 to 1000"),
         ("--cost F.dispatch=0.9,F.combine=0.9", "F.dispatch + F.combine = 1.8 is more than F = 1, whose parts they are"),
         ("--cost B=2,B.experts=2.5", "B.experts = 2.5 is more than B = 2, whose part it is"),
