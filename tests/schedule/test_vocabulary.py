@@ -21,8 +21,17 @@ from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.lower.lower import lower
-from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.schedule.lower.program import Collective, Compute, Exchange, Join, Program, Send, Validate, Wait
+from megatron.pipeline.planner.schedule.lower.program import (
+    Collective,
+    Compute,
+    Exchange,
+    Join,
+    Posting,
+    Program,
+    Send,
+    Validate,
+    Wait,
+)
 from megatron.pipeline.planner.schedule.lower.traffic import of_programs
 from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
 from megatron.pipeline.planner.schedule.rules.deadlock import nothing_deadlocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -10,9 +11,14 @@ from megatron.pipeline.planner.costmodel import activations
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved, linear, v
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.planner.shape.stages import balanced_layers, heaviest
+from megatron.pipeline.planner.shape.stages import balanced_layers
 
 K = 1024
+
+
+def heaviest(counts: Sequence[int], placement: Placement, extra: Mapping[int, float]) -> float:
+    """Work of the heaviest rank, in layers."""
+    return max(sum(counts[stage] + extra.get(stage, 0.0) for stage in row) for row in placement.stages)
 
 
 def shape(seq: int = 2048, vocabulary: int = 32 * K) -> Shape:
@@ -28,8 +34,8 @@ def test_closed_forms(seq: int) -> None:
     layer = gpt.layer_work(given)
     assert layer == (seq * h * (24 * h + 4 * seq), seq * h * (24 * h + 8 * seq), seq * h * 24 * h)
     narayanan = 72 * length * seq * h * h * (1 + seq / (6 * h) + rows / (12 * length * h))
-    assert gpt.training_operations(given) == pytest.approx(narayanan)
-    assert gpt.output_in_layers(given) == pytest.approx(rows / (12 * h + 2 * seq))
+    assert given.training_operations() == pytest.approx(narayanan)
+    assert given.output_in_layers() == pytest.approx(rows / (12 * h + 2 * seq))
     assert activations.layer_activation(given) == 34 * seq * h
     assert given.layer_weights == 12 * h * h
 
@@ -45,7 +51,7 @@ def test_the_published_redistribution(seq: int) -> None:
     """
     for recompute in (True, False):
         for thousands, published in PUBLISHED.items():
-            extra = {7: gpt.output_in_layers(shape(seq, thousands * K), recompute)}
+            extra = {7: shape(seq, thousands * K).output_in_layers(recompute)}
             layers = balanced_layers(32, linear(8), extra)
             differs = not recompute and (thousands, seq) == (128, 2048)
             assert layers[-1] == (1 if differs else published)

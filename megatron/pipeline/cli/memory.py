@@ -22,7 +22,6 @@ from megatron.pipeline.flags.importers.upstream import settle
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel import ranges
-from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.planning.request import MOST_RANKS
@@ -75,7 +74,7 @@ class Prediction:
     @property
     def message_bytes(self) -> float | None:
         """Bytes of ``message_buffers``."""
-        size = hidden_bytes(shape_of(self.args)) / self.schedule.splits
+        size = shape_of(self.args).hidden_bytes / self.schedule.splits
         return None if self.message_buffers is None else self.message_buffers * size
 
     @property

@@ -20,7 +20,7 @@ from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.planner.combinations.needs import DETAILS, TRAINED, UPSTREAM
 from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
-from megatron.pipeline.planner.combinations.table import flag_of, refuse
+from megatron.pipeline.planner.combinations.table import flag_of
 from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.planner.shape.hybrid import segments
 
@@ -47,12 +47,12 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     settings = _of_batch(settings)
     if settings.recompute_activations:
         settings |= {"recompute_granularity": settings.recompute_granularity or "selective"}
-    refuse(of_flags(settings), UPSTREAM)
+    of_flags(settings).refuse(UPSTREAM)
     settings = of_new_flags(_of_precision(settings))
-    refuse(of_flags(settings), MODELS)
+    of_flags(settings).refuse(MODELS)
     if elsewhere:
         return settings
-    refuse(of_flags(settings), TRAINED)
+    of_flags(settings).refuse(TRAINED)
     settings = of_data(_of_learning_rate(settings))
     check_packages(settings)
     return settings
@@ -64,7 +64,7 @@ def of_new_flags(args: Settings) -> Settings:
     Raises:
         ValueError: they contradict each other, or some of its own.
     """
-    refuse(of_flags(args), GROUPS, SCHEDULES, FLAGS, QUANTIZED, DETAILS)
+    of_flags(args).refuse(GROUPS, SCHEDULES, FLAGS, QUANTIZED, DETAILS)
     steps = {"post_validation_when": args.steps.when or "measured", "post_validation_copy": args.steps.copy or "device"}
     costs = {"pipeline_costs": PROFILE} if args.offloading.profile else {}
     settings = _of_timeouts(of_rehearsal(args | steps | costs))

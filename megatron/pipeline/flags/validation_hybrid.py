@@ -5,8 +5,7 @@ from __future__ import annotations
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.planner.combinations.table import flag_of
-from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP
-from megatron.pipeline.planner.shape.latent import SPARSE
+from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP, SPARSE
 
 _KNOWN = (*KINDS, ATTENTION, MLP, EXPERTS)
 

@@ -34,14 +34,12 @@ from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.layout import EARLY_PREDICTION, PlacementLayout, stage_layers
 from megatron.pipeline.model.split_linear import split_chunks, trained_share
 from megatron.pipeline.planner.combinations.needs import EVERY_BATCH
-from megatron.pipeline.planner.combinations.table import Facts, of_config, refuse, sentences
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning.document import naming, read_costs
-from megatron.pipeline.planner.planning.plan_cache import FILE
 from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.planning.trained import check_name
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, StageCosts
-from megatron.pipeline.planner.schedule.core.names import STOCK, counted
+from megatron.pipeline.planner.schedule.core.names import FILE, STOCK, counted
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, Objective
@@ -80,18 +78,18 @@ class OwnLoop:
         # Ranks and microbatches are known with the first iteration.
         request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
         request = replace(request, keep=True)
-        check_name(request.schedule, [STOCK])
+        families.check(request.schedule, [STOCK])
         if request.schedule.startswith(FILE):
             naming(request.schedule.removeprefix(FILE), Schedule.from_json)
         if costs is not None:
             request = replace(request, costs=read_costs(str(costs)))
         if request.costs is not None and not options.get("every_batch"):  # with equal ones a search takes no longer than a pass
-            request = replace(request, quick=not sentences(request.facts, EVERY_BATCH))
+            request = replace(request, quick=not request.facts.sentences(EVERY_BATCH))
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(FILE):
             request = replace(request, equal=self._equal)
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
-            refuse(request.facts, EVERY_BATCH)
+            request.facts.refuse(EVERY_BATCH)
         self._request, self._options, self._watch = request, options, CallWatch(watchdog)
         self._said: set[str] = set()
         self._pipelines: dict[int, Pipeline] = {}
@@ -262,7 +260,7 @@ class OwnLoop:
     def _buckets(self) -> int | None:
         """Buckets of a chunk, planned for as many microbatches as ranks: their number is known with the first iteration."""
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        buckets = self.pipeline(ranks).buckets(ranks)
+        buckets = self.pipeline(ranks).plans.buckets(ranks)
         for line in buckets_in_words(buckets, "bucket_size") if torch.distributed.get_rank() == 0 else ():
             print(f" {line}", flush=True)
         return buckets
@@ -311,7 +309,7 @@ class OwnLoop:
         self._watch.start()  # of a loop that was installed when DDP had wrapped the chunks
         gathered = any(getattr(chunk, "parallel_output", True) is False for chunk in unwrap_model(list(call.chunks)))
         replicas = parallel_state.get_data_parallel_world_size()
-        self.warn(of_config(call.config, gathered_logits=gathered, replicas=replicas, chunks=len(call.chunks)))
+        self.warn(Facts.of_config(call.config, gathered_logits=gathered, replicas=replicas, chunks=len(call.chunks)))
         if placement is not None:
             _check_tied(call, self.boundary(placement))
         if self._trained is None:

@@ -19,7 +19,7 @@ from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.planner.combinations.rows import SCHEDULES, VOCABULARY
-from megatron.pipeline.planner.combinations.table import flag_of, refuse
+from megatron.pipeline.planner.combinations.table import flag_of
 from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.planning.choose import best as choose_best
 from megatron.pipeline.planner.planning.choose import least_limit
@@ -29,7 +29,6 @@ from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Variant
 from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Bytes, Unit, read_amount
 from megatron.pipeline.planner.planning.request import Request, variants
-from megatron.pipeline.planner.planning.trained import check_name, trained
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import (
@@ -42,8 +41,7 @@ from megatron.pipeline.planner.schedule.core.costs import (
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.families import AUTO
-from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.shape.gpt import attention_share
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, CopySettings
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -67,7 +65,7 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
             microbatches, costs or the memory limit.
     """
-    check_name(args.pipeline.schedule)
+    families.check(args.pipeline.schedule)
     asked = _request(args)
     try:
         request, notes = _chosen(args, asked)
@@ -165,8 +163,8 @@ def _check(args: Settings, request: Request, pipeline: Pipeline) -> None:
     if not (plans.has_family or plans.is_stock):  # what a file has is known by now
         if plans.vocabulary is not args.vocabulary.spread:
             args |= {"vocab_parallel": plans.vocabulary}
-            refuse(of_flags(args), VOCABULARY)
-        refuse(of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None), SCHEDULES)
+            of_flags(args).refuse(VOCABULARY)
+        of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None).refuse(SCHEDULES)
     if not isinstance(request.costs, Costs) or plans.costs is None:
         return
     if (count := len(request.costs.stages)) != placement.depth:
@@ -193,7 +191,7 @@ def as_planned(args: Settings, pipeline: Pipeline) -> Settings:
 def _every_batch(args: Settings) -> EveryBatch:
     """Costs are those of one sequence that fills a microbatch, as packed ones do."""
     shape = shape_of(args)
-    attention = attention_share(replace(shape, seq=shape.tokens, microbatch=1))
+    attention = replace(shape, seq=shape.tokens, microbatch=1).attention_share
     return EveryBatch(attention, shape.tokens, interval=args.log_interval, say=partial(print, flush=True))
 
 
@@ -279,7 +277,7 @@ def _best(args: Settings, request: Request) -> tuple[Variant, str]:
     """
     chunks, equal = args.chunks, request.costs is None
     tried = []
-    for variant in variants(request.ranks, trained(request.ranks), None if chunks is None else [chunks]):
+    for variant in variants(request.ranks, families.trained(request.ranks), None if chunks is None else [chunks]):
         family = families.named(variant.name)
         wanted = chunks or (family.chunks if equal else variant.chunks)
         # Slices change sums: seq-1f1b is asked for by name.
@@ -310,7 +308,7 @@ def _holding_less(args: Settings, request: Request) -> list[str]:
         except ValueError:
             return False  # memory is not all that is wrong
 
-    names = [name for name in trained(request.ranks) if families.FAMILIES[name].plans_for_limits]
+    names = [name for name in families.trained(request.ranks) if families.FAMILIES[name].plans_for_limits]
     return [name for name in names if name != args.pipeline.schedule and fits(name)]
 
 

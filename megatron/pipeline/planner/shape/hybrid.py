@@ -16,7 +16,7 @@ from megatron.pipeline.planner.shape.mixer import Mixer
 ATTENTION, MLP, EXPERTS = "*", "-", "E"
 FLAGS = "hybrid_layer_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"  # each makes a model hybrid
 KINDS: Mapping[str, Callable[[ModelDescription], Mixer]] = {"M": mamba.mixer, "G": gated_delta.mixer}
-LINEAR = "gated_delta_net"  # of --experimental-attention-variant
+LINEAR, SPARSE = "gated_delta_net", "dsa"  # of --experimental-attention-variant
 
 
 @dataclass(frozen=True)
