@@ -33,7 +33,7 @@ from megatron.pipeline.planner.schedule.core.placement import Placement, interle
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.planner.schedule.lower.torch_csv import from_csv
 from megatron.pipeline.planner.schedule.time.simulate import simulate
 from megatron.pipeline.runtime.every_batch import EveryBatch

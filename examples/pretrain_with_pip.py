@@ -1,4 +1,4 @@
-"""Train a GPT with the ``megatron.training`` that pip's megatron-core brings from 0.17 on: no checkout of Megatron-LM is needed.
+"""Train a GPT, or a pattern, with the ``megatron.training`` that pip's megatron-core brings from 0.17 on: no checkout is needed.
 
     mpipe launch --nproc-per-node 4 examples/pretrain_with_pip.py --pipeline-model-parallel-size 4 --pipeline-schedule zb-v \
         --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 \
@@ -147,9 +147,11 @@ if __name__ == "__main__":
         from megatron.training import argument_utils
 
         args = arguments.parse_and_validate_args()
-        gpt = getattr(argument_utils, "gpt_config_from_args", None)  # from 0.19 on the model is a configuration, too
-        settings = argument_utils.pretrain_cfg_container_from_args(args, *([gpt(args)] if gpt else []))
-        if gpt:
+        # From 0.19 on the model is a configuration, too, and one of letters from 0.18 on.
+        kind = "hybrid" if args.hybrid_layer_pattern else "gpt"
+        model = getattr(argument_utils, f"{kind}_config_from_args", None)
+        settings = argument_utils.pretrain_cfg_container_from_args(args, *([model(args)] if model else []))
+        if model:
             pretrain(settings, datasets, ModelType.encoder_or_decoder, forward_step)
         else:
             pretrain(settings, *training)

@@ -40,8 +40,7 @@ class Name(NamedTuple):
     Attributes:
         purpose: what this package uses it for.
         releases: the first and the last minor release that has it, of 0.16 to 0.19.
-        required: whether ``check`` refuses a release without it, up to the last that has it. ``older_releases.py`` has added what
-            older ones lack.
+        required: whether ``check`` refuses a release without it, from the first to the last that has it.
     """
 
     purpose: str
@@ -153,6 +152,20 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.models.gpt.gpt_model": {
         "GPTModel.build_schedule_plan": Name("a forward cut into parts of layers"),
         "GPTModel._preprocess": Name("seeding: comes first in a forward and in a plan"),
+    },
+    "megatron.core.models.hybrid.hybrid_model": {
+        "HybridModel": Name("models whose layers are letters", "0.18-0.19"),
+        "HybridModel.__init__": Name("the letters of a chunk: wrapped", "0.18-0.19"),
+    },
+    "megatron.core.models.hybrid.hybrid_block": {
+        "HybridStack.forward": Name("recomputation behind a frozen embedding: wrapped", "0.18-0.19"),
+    },
+    "megatron.core.models.hybrid.hybrid_layer_allocation": {
+        "select_pipeline_segment": Name("replaced while a model is built on a placement", "0.18-0.19"),
+        "parse_hybrid_pattern": Name("the letters that a release knows", "0.18-0.19"),
+    },
+    "megatron.core.models.hybrid.hybrid_layer_specs": {
+        "hybrid_stack_spec": Name("CPU backend: the modules of letters, imported late", "0.18-0.19"),
     },
     "megatron.core.transformer.transformer_layer": {
         "TransformerLayer._forward_attention": Name("seeding: comes first in a forward and in a plan"),
@@ -376,6 +389,11 @@ def is_from(release: str) -> bool:
     return minor(version()) >= minor(release)
 
 
+def has_patterns() -> bool:
+    """Tell whether megatron-core has ``HybridModel``, whose layers are letters of a pattern; up to 0.17 it is another class."""
+    return has_module("megatron.core.models.hybrid.hybrid_model")
+
+
 def has_local_grouped_experts() -> bool:
     """Tell whether experts in one grouped product work without Transformer Engine; the class for it was removed in 0.17."""
     return optional("megatron.core.transformer.moe.experts", "GroupedMLP") is not None
@@ -388,8 +406,8 @@ def ramps_up_by_steps() -> bool:
 
 def _required(row: Name) -> bool:
     """Tell whether the installed release must have a name; one that the newest tested release has, all later ones must have."""
-    last = row.releases.partition("-")[2]
-    return row.required and (last == RELEASES[-1] or minor(version()) <= minor(last))
+    first, _, last = row.releases.partition("-")
+    return row.required and minor(version()) >= minor(first) and (last == RELEASES[-1] or minor(version()) <= minor(last))
 
 
 def _has(loaded: ModuleType, symbol: str) -> bool:

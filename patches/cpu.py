@@ -62,7 +62,8 @@ def install() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo" in sys.modules:
         torch._dynamo.config.disable = True
-    for name in _LATE_MODULES:
+    patterns = ("megatron.core.models.hybrid.hybrid_layer_specs",) if compat.has_patterns() else ()
+    for name in (*_LATE_MODULES, *patterns):
         importlib.import_module(name)
     view = view_of_torch()
     give_view(view, "megatron.core")

@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.planner.combinations.rows import CALLS
-from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import interleaved
 
@@ -81,7 +81,7 @@ def _of_own_placement(forward_backward: Callable[..., Any]) -> Callable[..., Any
     def refusing(*given: Any, model: Any, **options: Any) -> Any:
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
-        refuse(Facts(vars(config), chunks=len(chunks)), CALLS)
+        Facts(vars(config), chunks=len(chunks)).refuse(CALLS)
         layout = getattr(config, "pipeline_model_parallel_layout", None)
         homes = getattr(layout, "homes", None)  # ``model/layout.py`` ``PlacementLayout``
         if homes and homes != interleaved(len(homes), len(homes[0])).stages:

@@ -33,10 +33,11 @@ class _NoLayer:
 def install() -> None:
     block = compat.module("megatron.core.transformer.transformer_block").TransformerBlock
     compat.wrap(block, "_get_layer", _get_layer)
-    compat.wrap(block, "forward", _forward)
+    compat.wrap(block, "forward", forward)
 
 
-def _forward(original: Any, block: Any, hidden_states: Any, *rest: Any, **options: Any) -> Any:
+def forward(original: Any, block: Any, hidden_states: Any, *rest: Any, **options: Any) -> Any:
+    """In place of the ``forward`` of a block of layers."""
     recomputes = block.config.recompute_granularity and block.training and torch.is_grad_enabled()
     frozen = recomputes and block.pre_process and not hidden_states.requires_grad
     if frozen and any(weight.requires_grad for weight in block.parameters()):

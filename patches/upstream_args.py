@@ -12,6 +12,7 @@ _REASONS = {
     "num_layers_per_virtual_pipeline_stage": _DIVIDES,
     "num_virtual_stages_per_pipeline_rank": _DIVIDES,
     "pipeline_model_parallel_layout": _DIVIDES,
+    "hybrid_layer_pattern": _DIVIDES,
     "dist_ckpt_optim_fully_reshardable": "a checkpoint of buckets is for one placement",
     "barrier_with_L1_time": "timers would make all ranks wait for each other, which step ahead",
     "exit_signal_handler": "without it SIGTERM loses what was trained since the last checkpoint",

@@ -10,7 +10,7 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.importers.upstream import table
 from megatron.pipeline.planner.combinations import rows
-from megatron.pipeline.planner.combinations.table import _WORDS, Combination, Facts, _parts, _several, found
+from megatron.pipeline.planner.combinations.table import _WORDS, Combination, Facts, _parts, _several
 
 TOPICS = {name: topic for name, topic in vars(rows).items() if name.isupper() and name[0] != "_" and name != "RECIPES"}
 # Of a planner's command or a call, and what upstream computes.
@@ -48,4 +48,4 @@ def test_a_row_is_said_where_both_features_are_given_and_nowhere_else(row: Combi
     release = {"core": f"{row.since or '0.16'}.0"} if row.since or row.mended else {}
     for one, other in ((True, True), (True, False), (False, True)):
         facts = Facts(given(row.one, one) | given(row.other, other) | release)
-        assert len(list(found(facts, [row]))) == (one and other)
+        assert len(list(facts.found([row]))) == (one and other)

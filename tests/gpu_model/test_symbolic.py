@@ -20,8 +20,7 @@ from megatron.pipeline.planner.schedule.core.costs import EQUAL_SHARDS, Costs, u
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.lower.lower import lower
-from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.schedule.lower.program import Program
+from megatron.pipeline.planner.schedule.lower.program import Posting, Program
 
 SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1]
 EXTRAS = [None, *Vocabulary, Offload.FULL]

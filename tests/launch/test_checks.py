@@ -24,7 +24,6 @@ from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.planner.combinations.rows import FLAGS, MODELS, QUANTIZED, WRONG
-from megatron.pipeline.planner.combinations.table import refuse, sentences
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 SIZES_OF_RANKS = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
@@ -62,15 +61,15 @@ def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
 def test_packing_needs_packed_sequences_that_are_read_batch_by_batch(given: dict[str, object], words: str | None) -> None:
     flags = {"sft": True, "micro_batch_size": 1, "pipeline_schedule": "zb-v", "pipeline_packing": True} | given
     with pytest.raises(ValueError, match=words) if words else nullcontext():
-        refuse(of_flags(as_read(**flags)), FLAGS)
+        of_flags(as_read(**flags)).refuse(FLAGS)
 
 
 def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:
     plans = "--overlap-moe-expert-parallel-comm --num-experts 2 --expert-model-parallel-size 2 --bf16 --num-layers 2"
     args = parse([*plans.split(), "--moe-token-dispatcher-type", "alltoall"]) | {"fp8": "e4m3"}  # Megatron-LM's
-    refuse(of_flags(args | {"fp8_recipe": "tensorwise"}), MODELS)
+    of_flags(args | {"fp8_recipe": "tensorwise"}).refuse(MODELS)
     with pytest.raises(ValueError, match="--fp8-recipe delayed enters it once: give another recipe"):
-        refuse(of_flags(args | {"fp8_recipe": "delayed"}), MODELS)
+        of_flags(args | {"fp8_recipe": "delayed"}).refuse(MODELS)
 
 
 def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:
@@ -270,10 +269,10 @@ def test_weights_that_mix_with_gradients_are_refused(
     monkeypatch.setattr(compat, "version", lambda: release)
     sizes = SIZES_OF_RANKS | {"expert_model_parallel_size": 2}
     args = as_read(**sizes | {"reuse_grad_buf_for_mxfp8_param_ag": True} | flags)
-    wrong = sentences(of_flags(args, launch=True), WRONG)
+    wrong = of_flags(args, launch=True).sentences(WRONG)
     assert wrong == [] if words is None else re.match(f"--reuse-grad-buf-for-mxfp8-param-ag {words}", "".join(wrong))
     args.reuse_grad_buf_for_mxfp8_param_ag = False
-    assert sentences(of_flags(args, launch=True), WRONG) == []
+    assert of_flags(args, launch=True).sentences(WRONG) == []
 
 
 @pytest.mark.parametrize(
@@ -296,9 +295,9 @@ def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: st
     fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param_gather": True, "transformer_impl": "transformer_engine"}
     gathered = {"use_distributed_optimizer": True, "reuse_grad_buf_for_mxfp8_param_ag": recipe == "mxfp8"}
     args = as_read(pipeline_schedule="zb-h1", hidden_dropout=0.0, attention_dropout=0.0, **fp8, **gathered, **SIZES_OF_RANKS)
-    refuse(of_flags(args), QUANTIZED)
+    of_flags(args).refuse(QUANTIZED)
     args.pipeline_costs = "profile"
-    refuse(of_flags(args), QUANTIZED)
+    of_flags(args).refuse(QUANTIZED)
     words = "^--fp8-recipe delayed with a schedule that runs forwards again .* give --fp8-recipe tensorwise"
     for again in (False, True):
         plan = Namespace(schedule=Namespace(reruns=again))

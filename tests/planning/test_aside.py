@@ -22,7 +22,7 @@ from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.loads import Extent, Load
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Objective
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.planner.schedule.rules.verify import verify
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
@@ -78,9 +78,8 @@ def test_no_plan_is_longer_than_the_order_for_equal_microbatches_where_that_fits
     assert len(gains) > 8 and min(gains) >= 0 and max(gains) > 0.02
 
 
-@pytest.mark.parametrize("schedule", ["zb-auto", "zb-v"])
 @pytest.mark.parametrize(
-    "lengths", [[5], [5, 1], [3, 100, 2], [1, 1, 1, 10_000, 1, 10_000], [7] * 8], ids=["1", "2", "3", "10,000 times", "equal"]
+    ("schedule", "lengths"), [("zb-auto", [5]), ("zb-v", [5, 1]), ("zb-auto", [1, 1, 1, 10_000, 1, 10_000]), ("zb-v", [7] * 8)]
 )
 def test_batches_of_few_or_very_unequal_or_equal_microbatches_are_planned(schedule: str, lengths: list[int]) -> None:
     loads = loads_of([[length] for length in lengths], attention=0.2)
@@ -147,7 +146,7 @@ import os, signal, time
 from megatron.pipeline.planner.planning import Request, loads_of
 from megatron.pipeline.planner.planning.aside import PlanningProcess
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 process, loads = PlanningProcess(), loads_of([[number % 7 + 1] for number in range(8)])
 request = PlanCache(Request("zb-auto", 4, 1)).of_batch(len(loads), loads)
 process.plan(request, Posting.SINGLE, False).result(timeout=100)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.planner.planning.choose import stock_at_its_best
-from megatron.pipeline.planner.planning.costs import with_whole_vocabulary
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.planner.schedule.core.cutting import with_whole_vocabulary
 from megatron.pipeline.planner.schedule.core.placement import interleaved, linear
 
 STAGES = st.lists(
@@ -22,7 +22,6 @@ STAGES = st.lists(
     min_size=1,
     max_size=8,
 )
-NAMES = ("forward", "backward", "weight", "activation", "retained")
 
 
 def total(costs: Costs, name: str) -> float:

@@ -11,8 +11,8 @@ from marked import rest, whole
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from megatron.pipeline.cli.certify import read_traffic
 from megatron.pipeline.planner.planning.costs import CostFlags
+from megatron.pipeline.planner.planning.traffic import read_traffic
 from megatron.pipeline.planner.schedule.certify.certificate import Certificate, certify
 from megatron.pipeline.planner.schedule.certify.torch_comms import from_comms_csv
 from megatron.pipeline.planner.schedule.core.costs import uniform

@@ -5,40 +5,28 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags, names, report_flags, size_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import positive_int
-from megatron.pipeline.planner.planning import plan
-from megatron.pipeline.planner.planning.costs import CostFlags, costs_of, with_shards
-from megatron.pipeline.planner.planning.document import is_csv, naming, schedule_of
-from megatron.pipeline.planner.schedule.certify.certificate import Certificate, TransportOutcome, certify
-from megatron.pipeline.planner.schedule.certify.megatron import megatron_interleaved
-from megatron.pipeline.planner.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
-from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.planning.traffic import (
+    TRANSPORTS,
+    Certificate,
+    Hang,
+    TrafficSource,
+    TransportModel,
+    TransportOutcome,
+    megatrons,
+    read_traffic,
+)
 from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.slack import SLACK
-from megatron.pipeline.planner.schedule.lower.lower import lower
-from megatron.pipeline.planner.schedule.lower.traffic import Traffic, of_programs
-from megatron.pipeline.planner.schedule.rules.boundary import verify_boundary
-from megatron.pipeline.planner.schedule.rules.deadlock import Hang
-from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS, TransportModel
-from megatron.pipeline.planner.schedule.rules.verify import verify_passes
 
 MEGATRON = "interleaved"  # in place of a file: megatron-core's own
 MOST_FORWARDS = 100_000  # of it, on all ranks: what takes a minute
 _ITS_FLAGS = ("--no-overlap-p2p-communication", "--variable-seq-lengths")
-
-
-class TrafficSource(NamedTuple):
-    """Traffic with its costs, and ``how`` its messages came to stand where they do, in words."""
-
-    traffic: Traffic
-    costs: Costs
-    how: str
 
 
 def add(commands: Commands) -> None:
@@ -76,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     check_output(options)
     transports = _transports(options.transport)
     source = _source(options)
-    certificate = certify(source.traffic, source.costs, transports, options.cold)
+    certificate = source.certify(transports, options.cold)
     write(_fields(source, certificate, options.cold), lambda: "\n".join(_text(source, certificate, options.cold)), options)
     return int(certificate.hangs)
 
@@ -100,30 +88,7 @@ def _source(options: argparse.Namespace) -> TrafficSource:
             f"--pp {options.pp}, --chunks {options.chunks or 2}, --microbatches {options.microbatches} are over {MOST_FORWARDS} "
             "forwards; take fewer: what hangs does so with few microbatches"
         )
-    traffic = megatron_interleaved(plan(MEGATRON, *sizes, chunks=options.chunks), overlap, shapes)
-    return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages where megatron-core has them")
-
-
-def read_traffic(path: str, flags: CostFlags) -> TrafficSource:
-    """The traffic of a schedule from a JSON or CSV file; passes alone are lowered as training does it.
-
-    Raises:
-        ValueError: the file cannot be read, is malformed, or lacks a pass that another needs, or passes wait for each other in a
-            circle; the message names the file.
-    """
-
-    def traffic_of(text: str) -> TrafficSource:
-        if is_csv(path) and has_messages(text):
-            traffic = from_comms_csv(text, Path(path).stem)
-            return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages as the file has them")
-        schedule, file = schedule_of(path, without_weights(text) if is_csv(path) else text)
-        verify_passes(schedule, forward_only=all(kind.is_forward for row in schedule.rows for kind in row.kinds))
-        verify_boundary(schedule)
-        costs = costs_of(flags, schedule.placement, file, copies=schedule.has_copies)
-        costs = with_shards(costs, schedule.vocabulary, schedule.ranks)
-        return TrafficSource(of_programs(schedule, lower(schedule, costs)), costs, "messages where training has them")
-
-    return naming(path, traffic_of)
+    return megatrons(flags, sizes, options.chunks, overlap, shapes)
 
 
 def _transports(asked: list[str] | None) -> list[TransportModel]:

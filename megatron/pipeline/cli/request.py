@@ -9,19 +9,19 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import REPLICA_LINK, StageList
 from megatron.pipeline.planner.combinations.needs import OPTIONS, PLANNED
-from megatron.pipeline.planner.combinations.table import Facts, refuse
-from megatron.pipeline.planner.planning.costs import COPIES, CostFlags, Numbers, costs_of, with_shards
+from megatron.pipeline.planner.combinations.table import Facts
+from megatron.pipeline.planner.planning.costs import COPIES, CostFlags, Numbers, costs_of
 from megatron.pipeline.planner.planning.document import GOAL, Changes
 from megatron.pipeline.planner.planning.refusals import check_limit, unit_of
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.costs import Costs, VocabularyCosts
+from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.loads import Load, loads_of
-from megatron.pipeline.planner.schedule.core.names import OFF
+from megatron.pipeline.planner.schedule.core.names import FILE, OFF
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.families import AUTO
 
-_FILE = "file:"
 _COSTS = {"bucket_costs": {"RS", "AG"}, "step_costs": {"OPT"}, "copy_costs": {*COPIES}, "norm_costs": {"latency", "norm"}}
 
 
@@ -39,11 +39,11 @@ def requested(options: Namespace) -> Request:
     if missing := [f"--{flag}" for flag in ("schedule", "pp", "microbatches") if given.get(flag, "") is None]:
         raise ValueError(f"required: {', '.join(missing)}; or the FILE of a schedule (see mpipe plan --help)")
     name = given.get("schedule", AUTO)
-    if name.startswith(_FILE):
-        path = name.removeprefix(_FILE)
+    if name.startswith(FILE):
+        path = name.removeprefix(FILE)
         raise ValueError(f"--schedule takes the name of a family; for a file: mpipe plan {path}")
     costs, vocabulary, offload = cost_flags_of(options), _vocabulary(options), _offload(options)
-    refuse(_facts(options), PLANNED)
+    _facts(options).refuse(PLANNED)
     loads = _loads(given)
     if options.balance and options.costs and len(options.costs.stages) < 3:
         raise ValueError(
@@ -108,7 +108,7 @@ def changes(options: Namespace) -> Changes:
 
 def cost_flags_of(options: Namespace) -> CostFlags:
     """Cost flags of options, once they go together; else a ValueError."""
-    refuse(_facts(options), OPTIONS)
+    _facts(options).refuse(OPTIONS)
     given = {field.name: getattr(options, field.name) for field in fields(CostFlags) if field.name != "boundary"}
     return CostFlags(**given, boundary=_boundary(options))
 

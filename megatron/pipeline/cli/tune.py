@@ -12,11 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, add_command, count, names, whole_numbers
-from megatron.pipeline.cli.gpu import add_gpu_flags, measured_gpu, named_gpu
+from megatron.pipeline.cli.arguments import Commands, add_command, names, whole_numbers
+from megatron.pipeline.cli.gpu import add_gpu_flags, measured_engine, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
+from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings
@@ -110,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     flags = options.flags + (["--seq-length", str(options.sequence_length)] if options.sequence_length else [])
     cluster = _cluster(options)
     with quietly():
-        base = base_flags(flags, options.gpu_from.of.get("transformer_impl") if options.gpu_from else None)
+        base = base_flags(flags, measured_engine(options))
         say_not_modelled(base)
         cluster = replace(cluster, device=measured_gpu(cluster.device, options, _model(base)))
         sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
@@ -235,19 +236,18 @@ def row(result: Result) -> dict[str, Any]:
     }
 
 
-def base_flags(flags: list[str], measured: str | None = None) -> Flags:
-    """The flags that a search begins with. Layers are those of GPUs, unless others of ``--transformer-impl`` were measured."""
+def base_flags(flags: list[str], engine: str | None = None) -> Flags:
+    """The flags that a search begins with. Layers whose flags name no engine have this one, by default that of GPUs."""
     import megatron.core  # noqa: F401 - if it is not installed, say that before anything about the flags
 
     from megatron.pipeline.session.tokenizer import vocabulary_size
 
-    base = read_flags(flags)
+    base = read_flags(flags, engine=engine or "transformer_engine")
     if not base.global_batch_size:
         raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
     if base.hybrid_layer_pattern:
         base |= {"hybrid_layer_pattern": base.hybrid_layer_pattern.replace("|", "")}  # stages are searched
-    engine = base.transformer_impl or measured or "transformer_engine"
-    return base | {"rampup_batch_size": None, "transformer_impl": engine, "vocab_size": vocabulary_size(base)}
+    return base | {"rampup_batch_size": None, "vocab_size": vocabulary_size(base)}
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:

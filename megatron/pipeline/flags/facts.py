@@ -11,7 +11,7 @@ from megatron.pipeline.patches import compat
 from megatron.pipeline.flags.settings import flat
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.planner.combinations.rows import CAUTIONS
-from megatron.pipeline.planner.combinations.table import Facts, Found, found
+from megatron.pipeline.planner.combinations.table import Facts, Found
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.names import STOCK
 
@@ -45,7 +45,7 @@ def cautions(args: Namespace) -> list[str]:
 
 def cautions_of(facts: Facts) -> list[str]:
     """The same of facts, as of a loop that has no flags."""
-    return [f"{one}{_release(one)}" for one in found(facts, CAUTIONS)]
+    return [f"{one}{_release(one)}" for one in facts.found(CAUTIONS)]
 
 
 def _balancing(to: Facts) -> str:

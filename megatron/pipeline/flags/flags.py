@@ -24,8 +24,7 @@ from megatron.pipeline.flags.settings import NEW, Role, add_flags, flat
 from megatron.pipeline.flags.settings import flag as add
 from megatron.pipeline.planner.combinations.rows import CHUNKS
 from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.hybrid import LINEAR
-from megatron.pipeline.planner.shape.latent import SPARSE
+from megatron.pipeline.planner.shape.hybrid import LINEAR, SPARSE
 
 # The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = CHUNKS[0].details

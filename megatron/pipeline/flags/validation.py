@@ -20,8 +20,9 @@ from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.planner.combinations.needs import DETAILS, TRAINED, UPSTREAM
 from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
-from megatron.pipeline.planner.combinations.table import flag_of, refuse
+from megatron.pipeline.planner.combinations.table import flag_of
 from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner.shape.hybrid import segments
 
 
 def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Settings:
@@ -46,12 +47,12 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     settings = _of_batch(settings)
     if settings.recompute_activations:
         settings |= {"recompute_granularity": settings.recompute_granularity or "selective"}
-    refuse(of_flags(settings), UPSTREAM)
+    of_flags(settings).refuse(UPSTREAM)
     settings = of_new_flags(_of_precision(settings))
-    refuse(of_flags(settings), MODELS)
+    of_flags(settings).refuse(MODELS)
     if elsewhere:
         return settings
-    refuse(of_flags(settings), TRAINED)
+    of_flags(settings).refuse(TRAINED)
     settings = of_data(_of_learning_rate(settings))
     check_packages(settings)
     return settings
@@ -63,7 +64,7 @@ def of_new_flags(args: Settings) -> Settings:
     Raises:
         ValueError: they contradict each other, or some of its own.
     """
-    refuse(of_flags(args), GROUPS, SCHEDULES, FLAGS, QUANTIZED, DETAILS)
+    of_flags(args).refuse(GROUPS, SCHEDULES, FLAGS, QUANTIZED, DETAILS)
     steps = {"post_validation_when": args.steps.when or "measured", "post_validation_copy": args.steps.copy or "device"}
     costs = {"pipeline_costs": PROFILE} if args.offloading.profile else {}
     settings = _of_timeouts(of_rehearsal(args | steps | costs))
@@ -158,13 +159,15 @@ def chunks_per_rank(args: Namespace) -> int | None:
         ValueError: they say different numbers, or the numbers do not divide.
     """
     layers, chunks, layout = (getattr(args, name) for name in CHUNK_FLAGS)
-    ranks = args.pipeline_model_parallel_size
+    ranks, pattern = args.pipeline_model_parallel_size, getattr(args, "hybrid_layer_pattern", None)
     said = [
         None if layers is None else _chunks_of_layers(args, layers, ranks),
         int(chunks) if chunks else None,
         _chunks_of_layout(layout, ranks) if layout else None,
+        _chunks(len(stages), ranks, f"--hybrid-layer-pattern {pattern}") if len(stages := segments(pattern)) > 1 else None,
     ]
-    numbers = {flag_of(name): number for name, number in zip(CHUNK_FLAGS, said, strict=True) if number is not None}
+    names = (*CHUNK_FLAGS, "hybrid_layer_pattern")
+    numbers = {flag_of(name): number for name, number in zip(names, said, strict=True) if number is not None}
     if len(set(numbers.values())) > 1:
         words = " and ".join(f"{flag} ({number})" for flag, number in numbers.items())
         raise ValueError(f"{words} each say how many chunks a rank has: give one")
@@ -189,10 +192,13 @@ def _chunks_of_layout(text: str, ranks: int) -> int:
         stages = len(PipelineParallelLayerLayout.parse_str_to_list(text))
     except AssertionError as error:
         raise ValueError(f"--pipeline-model-parallel-layout {text}: {error}") from None
+    return _chunks(stages, ranks, f"--pipeline-model-parallel-layout {text}")
+
+
+def _chunks(stages: int, ranks: int, given: str) -> int:
     if stages % ranks:
         raise ValueError(
-            f"--pipeline-model-parallel-layout {text} has {stages} stages, which {ranks} pipeline ranks cannot share evenly: "
-            f"give a multiple of {ranks} stages"
+            f"{given} has {stages} stages, which {ranks} pipeline ranks cannot share evenly: give a multiple of {ranks} stages"
         )
     return stages // ranks
 

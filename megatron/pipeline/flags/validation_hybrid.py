@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.planner.combinations.rows import HYBRID
-from megatron.pipeline.planner.combinations.table import flag_of, refuse
-from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP
-from megatron.pipeline.planner.shape.latent import SPARSE
+from megatron.pipeline.planner.combinations.table import flag_of
+from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP, SPARSE
 
 _KNOWN = (*KINDS, ATTENTION, MLP, EXPERTS)
 
@@ -26,7 +23,6 @@ def of_hybrid(args: Settings) -> Settings:
     if pattern is None:
         return args
     args |= {"hybrid_layer_pattern": pattern}
-    refuse(of_flags(args), HYBRID)
     main, *further = pattern.split("/")
     if unknown := sorted(set(pattern) - {*_KNOWN, "|", "/"}):
         raise ValueError(

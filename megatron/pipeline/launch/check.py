@@ -19,8 +19,7 @@ from megatron.pipeline.launch.adapt import exclusions, refusal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
 from megatron.pipeline.planner.combinations.rows import LAUNCHED, MODELS, QUANTIZED, SCHEDULES, STARTED, WRONG
-from megatron.pipeline.planner.combinations.table import refuse, sentences
-from megatron.pipeline.planner.planning.trained import check_name
+from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.runtime.pipeline import Pipeline
 
@@ -31,16 +30,18 @@ def check_flags(args: Namespace) -> None:
     Raises:
         ValueError: says which flag, and what to do without it.
     """
-    check_name(args.pipeline_schedule)
+    families.check(args.pipeline_schedule)
     facts = of_flags(args, launch=True, crowded=local_device(args.rehearse)[1])
-    wrong = sentences(facts, STARTED, LAUNCHED)
+    wrong = facts.sentences(STARTED, LAUNCHED)
     if args.pipeline_schedule != STOCK:
         excluded = exclusions(args)
-        wrong = [*sentences(facts, WRONG, QUANTIZED, SCHEDULES), *([refusal(excluded)] if excluded else []), *wrong]
+        wrong = [*facts.sentences(WRONG, QUANTIZED, SCHEDULES), *([refusal(excluded)] if excluded else []), *wrong]
     if wrong:
         raise ValueError(". ".join(wrong))
     if args.pipeline_schedule != STOCK:
         chunks_per_rank(args)  # which upstream's validation does not see: ``hidden``
+        if pattern := getattr(args, "hybrid_layer_pattern", None):
+            compat.get("megatron.core.models.hybrid.hybrid_layer_allocation", "parse_hybrid_pattern")(pattern)
 
 
 def separates_documents(args: Namespace) -> bool:
@@ -71,9 +72,11 @@ def untested(args: Namespace, unasked: Namespace | None = None) -> list[str]:
 
 
 def hidden(args: Namespace) -> AbstractContextManager[None]:
-    """Keep flags about chunks from upstream's validation."""
-    layout = "|".join(["t"] * args.pipeline_model_parallel_size)
-    return written(args, **dict.fromkeys(CHUNK_FLAGS) | {"pipeline_model_parallel_layout": layout})
+    """Keep flags about chunks, and ``|``, from upstream's validation."""
+    values: dict[str, object] = {"pipeline_model_parallel_layout": "|".join(["t"] * args.pipeline_model_parallel_size)}
+    if pattern := getattr(args, "hybrid_layer_pattern", None):
+        values = {"hybrid_layer_pattern": pattern.replace("|", "")}
+    return written(args, **dict.fromkeys(CHUNK_FLAGS) | values)
 
 
 def complete(args: Namespace) -> Settings:
@@ -94,7 +97,7 @@ def complete(args: Namespace) -> Settings:
         }
     )
     if not stock:
-        refuse(of_flags(ours), MODELS)
+        of_flags(ours).refuse(MODELS)
         if args.transformer_impl == "transformer_engine":
             te_linear.check_version()
         if not getattr(ours, "multi_latent_attention", False):
@@ -109,19 +112,19 @@ def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> 
         ValueError: the schedule cuts microbatches in a way that a flag forbids, or recomputes what draws at random.
     """
     reruns = any(pipeline.plans.plan(count).schedule.reruns for count in microbatches)
-    refuse(of_flags(args, launch=True, splits=pipeline.plans.splits, reruns=reruns), SCHEDULES, LAUNCHED)
+    of_flags(args, launch=True, splits=pipeline.plans.splits, reruns=reruns).refuse(SCHEDULES, LAUNCHED)
 
 
 def check_model(model: object, pipeline: Pipeline) -> None:
     """Refuse models that do not take their layers from the placement.
 
     Raises:
-        ValueError: the script has built a model that is no GPTModel and has no adapter.
+        ValueError: the script has built a model that is neither, and has no adapter.
     """
     if not has_adapter(model):
         raise ValueError(
-            f"--pipeline-schedule {pipeline.name} places the layers of megatron-core's GPTModel and its subclasses, and this "
-            f"script builds {type(model).__name__}: take --pipeline-schedule stock"
+            f"--pipeline-schedule {pipeline.name} places the layers of megatron-core's GPTModel and HybridModel and their "
+            f"subclasses, and this script builds {type(model).__name__}: take --pipeline-schedule stock"
         )
 
 

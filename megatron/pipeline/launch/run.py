@@ -42,7 +42,7 @@ from megatron.pipeline.launch.parser import extend, refusing
 from megatron.pipeline.launch.progress import LaunchProgress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.model.adapter import GPT, adapter_of
+from megatron.pipeline.model.adapter import GPTAdapter, adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.build import LowPrecision
 from megatron.pipeline.model.description import shape_of
@@ -52,9 +52,7 @@ from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.planner.combinations.rows import DOCUMENTS, WRONG
-from megatron.pipeline.planner.combinations.table import sentences
 from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.gpt import attention_share
 from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import save_lock
@@ -128,7 +126,7 @@ class Run:
         stock = args.pipeline_schedule == STOCK
         notes = untested(args, self.unasked)
         if stock:
-            notes += [f"WARNING: {wrong}" for wrong in sentences(of_flags(args, launch=True), WRONG)]
+            notes += [f"WARNING: {wrong}" for wrong in of_flags(args, launch=True).sentences(WRONG)]
         if not stock and checkpoint.save_by_parameter(args):
             notes.append("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
         if not stock and args.overlap_grad_reduce:
@@ -143,7 +141,7 @@ class Run:
         with nullcontext() if stock else hidden(args):
             result = original(args, *rest, **options)
         if stock:
-            self._say(f"WARNING: {wrong}" for wrong in sentences(of_flags(args), DOCUMENTS))
+            self._say(f"WARNING: {wrong}" for wrong in of_flags(args).sentences(DOCUMENTS))
         return result
 
     def plan(self, args: Namespace) -> None:
@@ -171,7 +169,7 @@ class Run:
         given = args.ddp_bucket_size or getattr(args, "ddp_num_buckets", None) or not args.overlap_grad_reduce
         if given or (args.use_distributed_optimizer and args.save and not args.dist_ckpt_optim_fully_reshardable):
             return None
-        buckets = pipeline.buckets(max(microbatch_counts(self._ours)))
+        buckets = pipeline.plans.buckets(max(microbatch_counts(self._ours)))
         self._say(buckets_in_words(buckets, "--ddp-bucket-size"))
         return buckets
 
@@ -287,7 +285,7 @@ class Run:
         if ours.pipeline_packing:
             batches, shape = pipeline.batches, shape_of(ours)
             announce = batches.announce if batches else None
-            self._packing = Packing(shape.tokens, pipeline.placement.ranks, attention_share(shape), announce)
+            self._packing = Packing(shape.tokens, pipeline.placement.ranks, shape.attention_share, announce)
         if ours.steps.ahead:
             self._ahead = StepsAhead(ours, training, pipeline, rest[2], measures=self._progress.measures)
         with guard, self._progress:
@@ -350,5 +348,5 @@ class Run:
 
 
 def _has_formulas(chunk: Any) -> bool:
-    """Tell whether the formulas of memory are for a chunk: of megatron-core's GPT, in 16 or 32 bits."""
-    return adapter_of(chunk) is GPT and not chunk.config.fp8
+    """Tell whether the formulas of memory are for a chunk: of megatron-core's models, in 16 or 32 bits."""
+    return isinstance(adapter_of(chunk), GPTAdapter) and not chunk.config.fp8

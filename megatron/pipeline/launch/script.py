@@ -20,8 +20,8 @@ from megatron.pipeline.distributed.processes import free_port
 from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.launch import install
 from megatron.pipeline.planner.combinations.rows import STARTED
-from megatron.pipeline.planner.combinations.table import Facts, refuse
-from megatron.pipeline.planner.planning.trained import check_name
+from megatron.pipeline.planner.combinations.table import Facts
+from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.planner.schedule.core.reading import content_of
 
@@ -139,8 +139,8 @@ def _refuse_early(flags: Sequence[str]) -> None:
     for name in ("pipeline-schedule", "save", "save-interval"):
         if given := _given(flags, f"--{name}"):
             values[name] = given[-1]
-    check_name(str(values.get("pipeline-schedule", STOCK)))
-    refuse(Facts(save=values.get("save"), save_interval=values.get("save-interval")), STARTED)
+    families.check(str(values.get("pipeline-schedule", STOCK)))
+    Facts(save=values.get("save"), save_interval=values.get("save-interval")).refuse(STARTED)
 
 
 def _find(folder: Path, core: str) -> None:

@@ -1,7 +1,7 @@
 """Facts about one kind of model that the pipeline needs: one adapter for each kind, and nothing anywhere else.
 
-``GPT`` is the adapter of megatron-core's GPTModel and its subclasses. A model of another kind names its own adapter in the
-attribute ``pipeline_adapter``; ``tests/model/test_adapter.py`` has one.
+``GPT`` is the adapter of megatron-core's GPTModel and its subclasses, and ``PATTERN`` that of HybridModel. One of another kind
+names its own adapter in the attribute ``pipeline_adapter``; ``tests/model/test_adapter.py`` has one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from megatron.pipeline.model import seeding
 from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.stage import Stage
-from megatron.pipeline.planner.shape.gpt import output_in_layers
 
 __all__ = ["GPT", "GPTAdapter", "ModelAdapter", "adapter_of"]
 
@@ -86,15 +85,21 @@ def adapter_of(model: Any) -> ModelAdapter:
         ValueError: it has none.
     """
     model = unwrap_model(model)
-    adapter = getattr(model, "pipeline_adapter", GPT if isinstance(model, GPTModel) else None)
-    if adapter is None:
-        raise ValueError(f"{type(model).__name__} is no GPTModel: give it an attribute pipeline_adapter (model/adapter.py)")
-    return adapter  # type: ignore[no-any-return]
+    if (adapter := _adapter(model)) is None:
+        raise ValueError(
+            f"{type(model).__name__} is no GPTModel or HybridModel: give it an attribute pipeline_adapter (model/adapter.py)"
+        )
+    return adapter
 
 
 def has_adapter(model: Any) -> bool:
     """Tell whether ``adapter_of`` finds one; a part of a model, such as a single linear, needs none."""
-    return isinstance(model, GPTModel) or hasattr(model, "pipeline_adapter")
+    return _adapter(model) is not None
+
+
+def _adapter(model: Any) -> ModelAdapter | None:
+    built_in = (each for each in (GPT, PATTERN) if each and isinstance(model, each.called_as))
+    return getattr(model, "pipeline_adapter", next(built_in, None))
 
 
 def signature(model: Any) -> inspect.Signature:
@@ -104,9 +109,15 @@ def signature(model: Any) -> inspect.Signature:
 
 
 class GPTAdapter:
-    """megatron-core's GPTModel."""
+    """megatron-core's GPTModel; and HybridModel, which has the same ends, and letters for layers.
 
-    called_as = GPTModel
+    Args:
+        called_as: which of the two. GPTModel alone can be built.
+    """
+
+    def __init__(self, called_as: type = GPTModel) -> None:
+        self.called_as = called_as
+
     by_token = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
     whole = ("runtime_gather_output",)
     positions = (RotaryEmbedding,)
@@ -151,7 +162,7 @@ class GPTAdapter:
 
         The embedding on the first stage only looks up. Transformer layers that differ count as their mean.
         """
-        output, further = output_in_layers(shape_of(args), args.recompute_granularity == "full"), args.mtp_num_layers or 0
+        output, further = shape_of(args).output_in_layers(args.recompute_granularity == "full"), args.mtp_num_layers or 0
         return output + further * (1 + output)
 
     def shared_weight(self, model: Any) -> torch.nn.Parameter | None:
@@ -177,7 +188,9 @@ class GPTAdapter:
         model.post_process = model.share_embeddings_and_output_weights = False
 
 
+_HYBRID = "megatron.core.models.hybrid.hybrid_model"
 GPT: ModelAdapter = GPTAdapter()
+PATTERN: ModelAdapter | None = GPTAdapter(compat.get(_HYBRID, "HybridModel")) if compat.has_patterns() else None
 
 
 def _initialize_output_layer(output_layer: Any, config: TransformerConfig, seed: int) -> None:

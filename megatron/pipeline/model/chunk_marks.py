@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.module import GraphableMegatronModule
 
 _LAYERS = "megatron_pipeline_layers"
 
@@ -20,7 +20,8 @@ def mark(chunk: torch.nn.Module) -> None:
 
 
 def _layers(chunk: torch.nn.Module) -> list[int]:
-    return [layer.layer_number for layer in chunk.modules() if isinstance(layer, TransformerLayer)]
+    layers = (module for module in chunk.modules() if isinstance(module, GraphableMegatronModule))  # of transformers, or Mamba's
+    return [layer.layer_number for layer in layers if hasattr(layer, "layer_number")]
 
 
 def _say(chunk: torch.nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:

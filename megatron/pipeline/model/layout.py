@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -13,7 +15,8 @@ from megatron.pipeline.model.adapter import GPT, ModelAdapter
 from megatron.pipeline.planner.combinations.table import flag_of
 from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.shape.stages import balanced_layers, even_layers
+from megatron.pipeline.planner.shape.hybrid import segments
+from megatron.pipeline.planner.shape.stages import balanced_layers
 
 __all__ = ["PlacementLayout", "stage_layers"]
 
@@ -45,6 +48,17 @@ class PlacementLayout(PipelineParallelLayerLayout):
         """Number of transformer layers."""
         return sum(stage.count(LayerType.decoder) for stage in self.stages)
 
+    def segment(self, pattern: str, pp_group: Any, vp_stage: int | None, *_: Any, **__: Any) -> tuple[list[str], int]:
+        """The letters of a chunk of ``HybridModel``, and how many are before it.
+
+        Args:
+            pattern: of the whole model, without what predicts further tokens.
+        """
+        rank = torch.distributed.get_rank(pp_group)
+        first = self.get_layer_offset(vp_stage=vp_stage, pp_rank=rank)
+        count = self.stages[self.homes[rank][vp_stage or 0]].count(LayerType.decoder)
+        return list(pattern.replace("|", "")[first : first + count]), first
+
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
@@ -62,7 +76,8 @@ def decoder_layers(args: Namespace, placement: Placement) -> list[int]:
 def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> tuple[tuple[LayerType, ...], ...]:
     """Contents of every stage of the model, in the model's order, from Megatron-LM's flags.
 
-    ``--pipeline-model-parallel-layout`` says it all. Otherwise layers are spread evenly; those left over go to the ranks that
+    ``--pipeline-model-parallel-layout`` says it all, and so does ``--hybrid-layer-pattern`` with ``|``, each letter of which is a
+    layer. Otherwise layers are spread evenly; those left over go to the ranks that
     have the fewest, and there to the stages in the middle, since the first has the embedding and the last the output layer.
     ``--num-layers-in-first-pipeline-stage``
     (``last``) fixes the first (last) stage of the model, or with an interleaved placement of several chunks all of the first
@@ -72,6 +87,8 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
     Raises:
         ValueError: the flags contradict each other or do not fit the number of layers and stages.
     """
+    if len(stages := segments(getattr(args, "hybrid_layer_pattern", None))) > 1:
+        return _given_segments(args, placement, stages, adapter)
     if args.pipeline_model_parallel_layout:
         return _given_layout(args, placement)
     fixed = _fixed_layers(args, placement)
@@ -86,13 +103,59 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
     else:
         embedding, loss = map(int, accounts)
         extra = {0: embedding} if placement.last_stage == 0 else {0: embedding, placement.last_stage: loss}
-        numbers = even_layers(args.num_layers, placement, fixed, extra)
+        numbers = _even_layers(args.num_layers, placement, fixed, extra)
     return tuple(map(tuple, adapter.layers(args, numbers)))
+
+
+def _even_layers(layers: int, placement: Placement, fixed: Mapping[int, int], extra: Mapping[int, int]) -> list[int]:
+    """Layers of every stage, in the model's order, as evenly as they can be spread.
+
+    Those left over go to the ranks that have the fewest, and there to the stages in the middle.
+
+    Args:
+        fixed: layers of the stages whose number is given.
+        extra: what else a stage has that counts as layers.
+
+    Raises:
+        ValueError: there are fewer layers than stages that need one, or some are left.
+    """
+    count = placement.last_stage + 1
+    free = [stage for stage in range(count) if stage not in fixed]
+    left = layers - sum(fixed.values()) + sum(extra.values())
+    each, over = divmod(left, len(free)) if free else (0, 0)
+    if left < len(free) or (not free and left):
+        raise ValueError(
+            f"--num-layers {layers} cannot be split over {placement.ranks} pipeline ranks x "
+            f"{counted(placement.chunks, 'chunk')} = {count} stages"
+            + (f" of which {len(fixed)} have {sum(fixed.values())} layers" if fixed else "")
+            + f": {left} are left for {len(free)} stages; change --num-layers or --pipeline-model-parallel-size"
+        )
+    numbers = {**fixed, **dict.fromkeys(free, each)}
+    roomy = sorted(free, key=lambda stage: -min(stage, count - 1 - stage))
+    for _ in range(over):
+        lightest = min(roomy, key=lambda stage: sum(numbers[other] for other in placement.stages[placement.home(stage)[0]]))
+        numbers[lightest] += 1
+        roomy.remove(lightest)
+    return [numbers[stage] - extra.get(stage, 0) for stage in range(count)]
 
 
 def last_stage_in_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> dict[int, float]:
     """Work of the last stage in addition to its transformer layers, in units of one such layer; by stage."""
     return {placement.last_stage: adapter.last_stage_in_layers(args)}
+
+
+def _given_segments(
+    args: Namespace, placement: Placement, stages: Sequence[str], adapter: ModelAdapter
+) -> tuple[tuple[LayerType, ...], ...]:
+    given = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
+    if others := [flag_of(name) for name in _OF_STAGES if getattr(args, name)]:
+        raise ValueError(f"{given} says with | where every layer goes: leave out {' and '.join(others)}")
+    if len(stages) != placement.depth:
+        raise ValueError(
+            f"{given} has {len(stages)} stages between |, but {placement.ranks} pipeline ranks with "
+            f"{counted(placement.chunks, 'chunk')} have {placement.depth}: give as many, or leave | out"
+        )
+    return tuple(map(tuple, adapter.layers(args, [len(stage) for stage in stages])))
 
 
 def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:

@@ -28,7 +28,7 @@ from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import stand_in
 from megatron.pipeline.distributed import sequence
 from megatron.pipeline.planner.combinations.rows import EXCLUDED
-from megatron.pipeline.planner.combinations.table import of_config, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 
 OLDEST = "2.8"
 _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names
@@ -70,7 +70,7 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
         ValueError: as ``check_version``, or ``combinations.rows.EXCLUDED`` has a setting, such as ``tp_comm_overlap``.
     """
     check_version()
-    refuse(of_config(config), EXCLUDED)
+    Facts.of_config(config).refuse(EXCLUDED)
     config.delay_wgrad_compute = True
 
 

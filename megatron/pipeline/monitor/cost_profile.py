@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.pipeline.monitor.report import Report
-from megatron.pipeline.planner.planning.costs import with_parts
 from megatron.pipeline.planner.schedule.core.costs import Costs, MemoryUnit, StageCosts, VocabularyCosts
+from megatron.pipeline.planner.schedule.core.cutting import with_parts
 from megatron.pipeline.planner.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
 
 _SHARDS = -1  # in place of a stage: the vocabulary shards of all ranks, which are equal

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.planner.combinations.rows import CALLS, EXCLUDED, SCHEDULES, SLICES
-from megatron.pipeline.planner.combinations.table import of_config, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.lower.program import Flow
@@ -144,7 +144,7 @@ class Call:
         plans = self.config.overlap_moe_expert_parallel_comm and not self.forward_only
         if plans:
             self._check_layer_plans()
-        facts = of_config(
+        facts = Facts.of_config(
             self.config,
             adjust_tensor_shapes_fn=self.adjust_tensor_shapes_fn is not None,
             chunks=chunks,
@@ -157,7 +157,7 @@ class Call:
             splits=schedule.splits,
             vocab_parallel=schedule.vocabulary,
         )
-        refuse(facts, EXCLUDED, SCHEDULES, CALLS, SLICES)
+        facts.refuse(EXCLUDED, SCHEDULES, CALLS, SLICES)
 
     def _check_layer_plans(self) -> None:
         parameters = inspect.signature(self.forward_step_func).parameters.values()

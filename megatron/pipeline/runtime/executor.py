@@ -13,7 +13,6 @@ from megatron.pipeline.monitor.device_progress import DeviceProgress
 from megatron.pipeline.monitor.recorder import NullRecorder
 from megatron.pipeline.planner.schedule.core.kinds import Exchange, Flow
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.lower.posting import starts_posted
 from megatron.pipeline.planner.schedule.lower.program import (
     Collective,
     Compute,
@@ -27,6 +26,7 @@ from megatron.pipeline.planner.schedule.lower.program import (
     Validate,
     Wait,
     pass_of,
+    starts_posted,
 )
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import Wiring

@@ -24,8 +24,7 @@ from megatron.pipeline.monitor.device_progress import DeviceProgress
 from megatron.pipeline.monitor.progress import Situation
 from megatron.pipeline.monitor.recorder import NullRecorder
 from megatron.pipeline.planner.planning.planned import Planned
-from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.schedule.lower.program import Program
+from megatron.pipeline.planner.schedule.lower.program import Posting, Program
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync

@@ -16,8 +16,7 @@ import torch
 
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.distributed.groups import connect, like, memory_noted, new_group, warn_of_eager_groups
-from megatron.pipeline.planner.schedule.lower.posting import UNFINISHED_SENDS, Posting
-from megatron.pipeline.planner.schedule.lower.program import Flow, Message, Send
+from megatron.pipeline.planner.schedule.lower.program import UNFINISHED_SENDS, Flow, Message, Posting, Send
 
 Tensors = list[torch.Tensor | None]
 Shape = Sequence[int]

@@ -18,7 +18,7 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.problem import HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.runtime.offload import describe
+from megatron.pipeline.planner.view.copies import copies_in_words
 from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import TIMED, Steps, in_words, profiled
@@ -75,7 +75,7 @@ def replan(
     lines += [
         f" {pipeline.name} planned again in {plan.seconds or 0:.2g} s for {m} microbatches: "
         + _change(before[m], plan.schedule, costs, limit, pipeline.plans.objective)
-        + (f"; {describe.in_words(plan.schedule, costs, in_bytes=True, limited=limited)}" if pipeline.plans.offload else "")
+        + (f"; {copies_in_words(plan.schedule, costs, in_bytes=True, limited=limited)}" if pipeline.plans.offload else "")
         for m, plan in after.items()
     ]
     fresh: list[Report] = []

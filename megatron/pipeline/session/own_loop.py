@@ -34,18 +34,17 @@ from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.layout import EARLY_PREDICTION, PlacementLayout, stage_layers
 from megatron.pipeline.model.split_linear import split_chunks, trained_share
 from megatron.pipeline.planner.combinations.needs import EVERY_BATCH
-from megatron.pipeline.planner.combinations.table import Facts, of_config, refuse, sentences
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning.document import naming, read_costs
-from megatron.pipeline.planner.planning.plan_cache import FILE
 from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.planning.trained import check_name
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, StageCosts
-from megatron.pipeline.planner.schedule.core.names import STOCK, counted
+from megatron.pipeline.planner.schedule.core.names import FILE, STOCK, counted
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.shape.hybrid import segments
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import checkpoint_failures
@@ -79,18 +78,18 @@ class OwnLoop:
         # Ranks and microbatches are known with the first iteration.
         request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
         request = replace(request, keep=True)
-        check_name(request.schedule, [STOCK])
+        families.check(request.schedule, [STOCK])
         if request.schedule.startswith(FILE):
             naming(request.schedule.removeprefix(FILE), Schedule.from_json)
         if costs is not None:
             request = replace(request, costs=read_costs(str(costs)))
         if request.costs is not None and not options.get("every_batch"):  # with equal ones a search takes no longer than a pass
-            request = replace(request, quick=not sentences(request.facts, EVERY_BATCH))
+            request = replace(request, quick=not request.facts.sentences(EVERY_BATCH))
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(FILE):
             request = replace(request, equal=self._equal)
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
-            refuse(request.facts, EVERY_BATCH)
+            request.facts.refuse(EVERY_BATCH)
         self._request, self._options, self._watch = request, options, CallWatch(watchdog)
         self._said: set[str] = set()
         self._pipelines: dict[int, Pipeline] = {}
@@ -163,6 +162,17 @@ class OwnLoop:
         if not isinstance(before, PlacementLayout) or config.num_layers != before.layers:
             before = PlacementLayout(_stages(config, placement), placement)
         config.pipeline_model_parallel_layout = before
+
+    def lay_out_pattern(self, config: TransformerConfig, pattern: str) -> None:
+        """Have the stages of a model of letters end where its pattern has ``|``, on a placement of this loop's own.
+
+        Raises:
+            ValueError: the pattern has another number of stages.
+        """
+        if isinstance(config.pipeline_model_parallel_layout, PlacementLayout) and len(segments(pattern)) > 1:
+            placement = self.placement(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
+            assert placement is not None, "lay_out has made the layout"
+            config.pipeline_model_parallel_layout = PlacementLayout(_stages(config, placement, pattern), placement)
 
     def _take_chunks(self, ranks: int, chunks: int | None) -> None:
         """Plan for as many chunks as a model has, where the family leaves their number open and the request does not say one."""
@@ -250,7 +260,7 @@ class OwnLoop:
     def _buckets(self) -> int | None:
         """Buckets of a chunk, planned for as many microbatches as ranks: their number is known with the first iteration."""
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        buckets = self.pipeline(ranks).buckets(ranks)
+        buckets = self.pipeline(ranks).plans.buckets(ranks)
         for line in buckets_in_words(buckets, "bucket_size") if torch.distributed.get_rank() == 0 else ():
             print(f" {line}", flush=True)
         return buckets
@@ -299,7 +309,7 @@ class OwnLoop:
         self._watch.start()  # of a loop that was installed when DDP had wrapped the chunks
         gathered = any(getattr(chunk, "parallel_output", True) is False for chunk in unwrap_model(list(call.chunks)))
         replicas = parallel_state.get_data_parallel_world_size()
-        self.warn(of_config(call.config, gathered_logits=gathered, replicas=replicas, chunks=len(call.chunks)))
+        self.warn(Facts.of_config(call.config, gathered_logits=gathered, replicas=replicas, chunks=len(call.chunks)))
         if placement is not None:
             _check_tied(call, self.boundary(placement))
         if self._trained is None:
@@ -322,14 +332,19 @@ class OwnLoop:
         return [replace(stage, weight=stage.weight * trained) for trained in self._trained]
 
 
-def _stages(config: TransformerConfig, placement: Placement) -> Sequence[Sequence[LayerType]]:
-    """Contents of every stage in the model's order, from a configuration that upstream has checked."""
-    if (layout := config.pipeline_model_parallel_layout) is not None:  # of as many stages, in this order
+def _stages(config: TransformerConfig, placement: Placement, pattern: str | None = None) -> Sequence[Sequence[LayerType]]:
+    """Contents of every stage in the model's order, from a configuration that upstream has checked.
+
+    Args:
+        pattern: with ``|``, which says them.
+    """
+    if pattern is None and (layout := config.pipeline_model_parallel_layout) is not None:  # of as many stages, in this order
         return [row[chunk] for chunk in range(placement.chunks) for row in layout.layout]
     flags = Settings(
         num_layers=config.num_layers,
         mtp_num_layers=config.mtp_num_layers,
         pipeline_model_parallel_layout=None,
+        hybrid_layer_pattern=pattern,
         decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
         decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
         account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,

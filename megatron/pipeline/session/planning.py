@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -14,14 +13,13 @@ from textwrap import indent
 from megatron.pipeline.distributed.device import gpu_name
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.facts import of_flags
-from megatron.pipeline.flags.flag_types import MEMORY_UNITS
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import EVERY_BATCH, PROFILE, Settings
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.planner.combinations.rows import SCHEDULES, VOCABULARY
-from megatron.pipeline.planner.combinations.table import flag_of, refuse
+from megatron.pipeline.planner.combinations.table import flag_of
 from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.planning.choose import best as choose_best
 from megatron.pipeline.planner.planning.choose import least_limit
@@ -29,9 +27,8 @@ from megatron.pipeline.planner.planning.document import read_costs
 from megatron.pipeline.planner.planning.limits import peak_of_1f1b
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Variant
-from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
+from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Bytes, Unit, read_amount
 from megatron.pipeline.planner.planning.request import Request, variants
-from megatron.pipeline.planner.planning.trained import check_name, trained
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import (
@@ -44,8 +41,7 @@ from megatron.pipeline.planner.schedule.core.costs import (
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.families import AUTO
-from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.shape.gpt import attention_share
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, CopySettings
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -69,7 +65,7 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
             microbatches, costs or the memory limit.
     """
-    check_name(args.pipeline.schedule)
+    families.check(args.pipeline.schedule)
     asked = _request(args)
     try:
         request, notes = _chosen(args, asked)
@@ -86,14 +82,15 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
             f"{HOST_MIB.at_least(error.least)} or more, as sizes are rounded up: raise it, or leave --offload out"
         ) from None
     except ChunksDoNotFit as error:
-        name = next(name for name in CHUNK_FLAGS if getattr(args, name))
-        raise ValueError(f"{error} by {flag_of(name)} {getattr(args, name)}: leave that flag out") from None
+        name = next((name for name in CHUNK_FLAGS if getattr(args, name)), "hybrid_layer_pattern")
+        leave = "leave that flag out" if name in CHUNK_FLAGS else "leave | out of it"
+        raise ValueError(f"{error} by {flag_of(name)} {getattr(args, name)}: {leave}") from None
     except LimitTooLow as error:
         text, name = args.pipeline.memory_limit, args.pipeline.schedule
         if text is None:
             raise  # a family exceeds the memory that its own name stands for, and its message is complete
-        suffix = text.lstrip("0123456789.")
-        unit = Unit(suffix, MEMORY_UNITS[suffix] if suffix else _peak_of_1f1b(asked))
+        amount = read_amount(text)
+        unit = amount.unit if isinstance(amount, Bytes) else Unit("", _peak_of_1f1b(asked))
         raise unit.too_little(f"--pipeline-memory-limit {text}", name, error.least, _holding_less(args, asked)) from None
 
 
@@ -158,15 +155,16 @@ def _pipeline(args: Settings, request: Request, measure: bool | None) -> Pipelin
 def _check(args: Settings, request: Request, pipeline: Pipeline) -> None:
     """Refuse what the flags say beside a schedule that has been chosen, and does not go with it; note where costs are cut."""
     plans, placement = pipeline.plans, pipeline.placement
-    if plans.vocabulary is not args.vocabulary.spread:  # the file spreads the vocabulary itself
-        args |= {"vocab_parallel": plans.vocabulary}
-        refuse(of_flags(args), VOCABULARY)
     if placement.chunks > 1 and placement.ranks == 1:
         raise ValueError(
             f"--pipeline-schedule {pipeline.name} with {placement.chunks} chunks per rank needs at least 2 pipeline "
             "ranks (megatron-core has no virtual pipeline on one): raise --pipeline-model-parallel-size, or take 1f1b or zb-h1"
         )
-    refuse(of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None), SCHEDULES)
+    if not (plans.has_family or plans.is_stock):  # what a file has is known by now
+        if plans.vocabulary is not args.vocabulary.spread:
+            args |= {"vocab_parallel": plans.vocabulary}
+            of_flags(args).refuse(VOCABULARY)
+        of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None).refuse(SCHEDULES)
     if not isinstance(request.costs, Costs) or plans.costs is None:
         return
     if (count := len(request.costs.stages)) != placement.depth:
@@ -193,7 +191,7 @@ def as_planned(args: Settings, pipeline: Pipeline) -> Settings:
 def _every_batch(args: Settings) -> EveryBatch:
     """Costs are those of one sequence that fills a microbatch, as packed ones do."""
     shape = shape_of(args)
-    attention = attention_share(replace(shape, seq=shape.tokens, microbatch=1))
+    attention = replace(shape, seq=shape.tokens, microbatch=1).attention_share
     return EveryBatch(attention, shape.tokens, interval=args.log_interval, say=partial(print, flush=True))
 
 
@@ -279,7 +277,7 @@ def _best(args: Settings, request: Request) -> tuple[Variant, str]:
     """
     chunks, equal = args.chunks, request.costs is None
     tried = []
-    for variant in variants(request.ranks, trained(request.ranks), None if chunks is None else [chunks]):
+    for variant in variants(request.ranks, families.trained(request.ranks), None if chunks is None else [chunks]):
         family = families.named(variant.name)
         wanted = chunks or (family.chunks if equal else variant.chunks)
         # Slices change sums: seq-1f1b is asked for by name.
@@ -291,8 +289,7 @@ def _best(args: Settings, request: Request) -> tuple[Variant, str]:
     if equal:
         at, table = "equal costs: a pass takes 1, memory is in microbatches", choice.table(COSTS_UNIT, request.lowest_limit)
     else:
-        mib = MEMORY_UNITS["MiB"]
-        at = f"the costs in {args.pipeline.costs}"
+        at, mib = f"the costs in {args.pipeline.costs}", MIB.size
         table = choice.table(
             Unit(" MiB", mib), request.lowest_limit, lambda time: f"{1e3 * time:.4g} ms", lambda memory: f"{memory / mib:.4g} MiB"
         )
@@ -311,7 +308,7 @@ def _holding_less(args: Settings, request: Request) -> list[str]:
         except ValueError:
             return False  # memory is not all that is wrong
 
-    names = [name for name in trained(request.ranks) if families.FAMILIES[name].plans_for_limits]
+    names = [name for name in families.trained(request.ranks) if families.FAMILIES[name].plans_for_limits]
     return [name for name in names if name != args.pipeline.schedule and fits(name)]
 
 
@@ -319,14 +316,16 @@ def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> fl
     """The limit in the costs' unit of memory; without costs that is a microbatch of a rank's activations, and bytes are None."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
-    if match is None or (match[2] and match[2] not in MEMORY_UNITS):
-        raise ValueError(f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB")
-    if match[2] and costs and costs.unit is not MemoryUnit.BYTES:
+    try:
+        amount = read_amount(text)
+    except ValueError:
+        wanted = "a share of 1F1B's peak such as 0.5, or bytes such as 12GiB"
+        raise ValueError(f"--pipeline-memory-limit {text}: expected {wanted}") from None
+    if not isinstance(amount, Bytes):
+        return amount * _peak_of_1f1b(replace(request, costs=costs))
+    if costs and costs.unit is not MemoryUnit.BYTES:
         raise ValueError(
             f"--pipeline-memory-limit {text} is in bytes, and --pipeline-costs counts memory in microbatches: give a share of "
             '1F1B\'s peak such as 0.5, or a file of which "unit" is "bytes"'
         )
-    if match[2]:
-        return None if costs is None else float(match[1]) * MEMORY_UNITS[match[2]]
-    return float(match[1]) * _peak_of_1f1b(replace(request, costs=costs))
+    return None if costs is None else float(amount)

@@ -16,8 +16,6 @@ from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
 from megatron.pipeline.planner.combinations.rows import AT_ONCE
-from megatron.pipeline.planner.combinations.table import sentences
-from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.schedule.core.costs import uniform
@@ -27,8 +25,7 @@ from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.shape.shards import Shards
-from megatron.pipeline.planner.shape.stages import heaviest
-from megatron.pipeline.runtime.offload.describe import in_words
+from megatron.pipeline.planner.view.copies import copies_in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory
 
@@ -90,7 +87,7 @@ def plan_in_words(args: Settings, pipeline: Pipeline, knows_memory: bool = True)
     if pipeline.plans.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
         lines.append(_ONE_QUEUE)
     lines += [f" WARNING: --post-validation: {obstacle}" for obstacle in obstacles(args, pipeline.placement)]
-    lines += [] if pipeline.is_stock else [f" {one}" for one in sentences(of_flags(args), AT_ONCE)]
+    lines += [] if pipeline.is_stock else [f" {one}" for one in of_flags(args).sentences(AT_ONCE)]
     return lines + [f" WARNING: {caution}" for caution in cautions(args)]
 
 
@@ -158,7 +155,7 @@ def _memory(args: Settings, pipeline: Pipeline) -> list[str]:
 
 
 def _messages(args: Settings, pipeline: Pipeline) -> str:
-    size = hidden_bytes(shape_of(args)) / pipeline.plans.splits / 2**20
+    size = shape_of(args).hidden_bytes / pipeline.plans.splits / 2**20
     count = pipeline.plans.plan(max(microbatch_counts(args))).message_buffers
     return f" messages take at most {count} x {size:.4g} MiB on a rank in addition"
 
@@ -166,10 +163,11 @@ def _messages(args: Settings, pipeline: Pipeline) -> str:
 def _redistribution(args: Settings, placement: Placement, layers: list[int]) -> str:
     """Why --layer-redistribution chose these numbers of layers."""
     extra = last_stage_in_layers(args, placement)
+    most = max(sum(layers[stage] + extra.get(stage, 0.0) for stage in row) for row in placement.stages)
     mean = (sum(layers) + sum(extra.values())) / placement.ranks
     return (
         f"by its operations the output layer takes as long as {extra[placement.last_stage]:.3g} layers: the heaviest rank "
-        f"has the work of {heaviest(layers, placement, extra):.3g}, the mean is {mean:.3g}"
+        f"has the work of {most:.3g}, the mean is {mean:.3g}"
     )
 
 
@@ -193,7 +191,7 @@ def offload_in_words(args: Settings, plans: PlanCache) -> str:
             return f"{words} nothing until bytes have been measured, to know what fits into host memory"
         words += f" copies are taken to last as long as passes (k = 1){later};"
     limited = args.offloading.host_memory is not None
-    return f"{words} {in_words(schedule, costs, plans.costs is not None, limited)}"
+    return f"{words} {copies_in_words(schedule, costs, plans.costs is not None, limited)}"
 
 
 def obstacles(args: Settings, placement: Placement) -> list[str]:

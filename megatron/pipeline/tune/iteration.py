@@ -27,7 +27,6 @@ from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
 from megatron.pipeline.planner.schedule.optimum.period import least_between
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.braid import combined
-from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 from megatron.pipeline.tune.costs import CandidateCosts
 
@@ -186,7 +185,7 @@ def _result(one: CandidateCosts, planned: _PlannedIteration, ranks: list[RankMem
     """The outcome of a candidate that fits."""
     candidate, device, quantized = one.candidate, one.cluster.device, one.shape.quantized
     parts = _parts(one, planned)
-    operations = gpt.training_operations(one.shape) * candidate.microbatches * one.model.data_parallel_size
+    operations = one.shape.training_operations() * candidate.microbatches * one.model.data_parallel_size
     peak = device.products(quantized.recipe.peak if quantized else "").peak
     mfu = operations / (parts.total * one.cluster.gpus * peak)
     return Result(candidate, parts.total, parts, ranks, one.trained, limit, planned.memory_bound, mfu, device)

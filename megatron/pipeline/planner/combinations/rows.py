@@ -13,7 +13,6 @@ from megatron.pipeline.planner.combinations.table import Facts
 
 _ORDER = "relies on the order of megatron-core's own schedules"
 _FUSED = "runs modules of Transformer Engine without the inputs from which W computes their weight gradients"
-_HYBRID = "lists the layers of a hybrid model, and our schedules place those of a GPTModel"
 _WEIGHTS = "shards parameters in a way that does not support delayed weight gradients"
 _GRAPHS = f"(CUDA graphs) {_ORDER}"
 _KERNELS = "layers launch more kernels"
@@ -26,7 +25,16 @@ def _shards(to: Facts) -> int:
 
 _excluded = partial(Row, other="ours", instead="leave it out, or take --pipeline-schedule stock")
 YAML = (_excluded("yaml_cfg", reason="replaces all flags, ours too", instead="give flags, or a --config file of flags"),)
-HYBRID = tuple(_excluded(f"hybrid_{name}", reason=_HYBRID) for name in ("layer_pattern", "override_pattern"))
+# Models whose layers are letters: HybridModel has them from 0.18 on, and another class before.
+HYBRID = (
+    _excluded("hybrid_layer_pattern | hybrid_override_pattern", reason="is of a class that our schedules do not place before "
+        "megatron-core 0.18", when=lambda to: not to.is_from("0.18")),
+    _excluded("hybrid_override_pattern", reason="is the old name of --hybrid-layer-pattern", when=lambda to: to.is_from("0.18")),
+    _excluded("mtp_hybrid_override_pattern",
+        reason="is the old way to say what predicts further tokens: write it behind / in --hybrid-layer-pattern, once a token"),
+    _excluded("hybrid_layer_pattern", reason="with D uses the weight of a linear without its forward, and W would never compute "
+        "that weight's gradient", when=lambda to: "D" in to.hybrid_layer_pattern),
+)  # fmt: skip
 # Settings of megatron-core and Megatron-LM that every schedule of ours excludes.
 EXCLUDED = (
     _excluded("use_torch_fsdp2", reason=_WEIGHTS),
@@ -151,6 +159,7 @@ SLICES = (
     _whole("moe_expert_capacity_factor"),
     _whole("moe_router_load_balancing_type=sinkhorn"),
     _whole("experimental_attention_variant"),  # linear attention has a state that each token leaves to the next
+    _whole("hybrid_layer_pattern"),
 )
 
 _ENDS = "decoder_first_pipeline_num_layers | decoder_last_pipeline_num_layers"
@@ -223,6 +232,7 @@ MODELS = (
     _overlap("fp4", "runs megatron-core's plans of layers, which do not enter FP4 and would train in --bf16",
              "give --fp8-format, or leave --fp4-format out"),
     _overlap("sft | dataloader_inter_document_masking", "does not hand packed sequences on", "leave {other} out"),
+    _overlap("hybrid_layer_pattern", "runs megatron-core's plans of layers, which it has for GPTModel alone"),
     _overlap("no ours", "under --pipeline-schedule stock needs several chunks per rank",
              "give --num-virtual-stages-per-pipeline-rank, or take another schedule",
              lambda to: to.pipeline_model_parallel_size > 1 and not to.chunks),

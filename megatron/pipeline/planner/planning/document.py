@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from megatron.pipeline.planner.planning.balance import layout
 from megatron.pipeline.planner.planning.choose import Choice
 from megatron.pipeline.planner.planning.compose import adapted
-from megatron.pipeline.planner.planning.costs import CostFlags, cost_fields, costs_of, taking_time, with_shards
+from megatron.pipeline.planner.planning.costs import CostFlags, cost_fields, costs_of, taking_time
 from megatron.pipeline.planner.planning.planned import Planned, Variant, above
 from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, Unit, check_limit, in_unit, unit_of
 from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.names import OFF
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem, TooLow, per_rank

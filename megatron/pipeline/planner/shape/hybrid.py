@@ -16,7 +16,7 @@ from megatron.pipeline.planner.shape.mixer import Mixer
 ATTENTION, MLP, EXPERTS = "*", "-", "E"
 FLAGS = "hybrid_layer_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"  # each makes a model hybrid
 KINDS: Mapping[str, Callable[[ModelDescription], Mixer]] = {"M": mamba.mixer, "G": gated_delta.mixer}
-LINEAR = "gated_delta_net"  # of --experimental-attention-variant
+LINEAR, SPARSE = "gated_delta_net", "dsa"  # of --experimental-attention-variant
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Hybrid:
     def share(self, symbol: str) -> float:
         """Share of the layers that are of a kind."""
         return sum(symbol in layer for layer in self.layers) / len(self.layers)
+
+
+def segments(pattern: str | None) -> list[str]:
+    """The letters of the stages between which a pattern has ``|``, in the model's order; one string of all without any."""
+    return (pattern or "").partition("/")[0].split("|")
 
 
 def have_experts(model: ModelDescription) -> tuple[bool, ...]:

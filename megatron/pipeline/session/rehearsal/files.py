@@ -16,7 +16,6 @@ from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.model.layout import decoder_layers
-from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
 from megatron.pipeline.planner.planning.choose import stock_at_its_best
@@ -78,7 +77,7 @@ def _exchange(args: Settings) -> float | None:
     links = args.rehearsal.links
     if links is None or args.vocabulary.spread is None:
         return None
-    return links.hop.all_gather(hidden_bytes(shape_of(args)), args.pipeline_model_parallel_size)
+    return links.hop.all_gather(shape_of(args).hidden_bytes, args.pipeline_model_parallel_size)
 
 
 def _replicas(args: Settings, schedule: Schedule, costs: Costs, alone: float) -> float | None:

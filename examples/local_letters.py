@@ -1,0 +1,109 @@
+"""The letters of ``HybridModel`` without Transformer Engine, as on a CPU: ``--spec local_letters STACK``.
+
+megatron-core's own specification has modules of Transformer Engine. This one has its local ones: attention (``*``), latent
+attention (``+``), MLP (``-``), experts (``E``), Mamba-2 (``M``), gated delta net (``G``), and layers behind ``/``.
+The first four are halves of a GPT's layer. In checkpoints names are those that Transformer Engine's modules have. Mamba-2 and the
+gated delta net need packages with GPU kernels, as upstream.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+from megatron.pipeline.model.layer_spec import SequenceParallelTorchNorm
+
+
+class Norm:
+    """torch's LayerNorm or RMSNorm, also under sequence parallelism."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore[misc]
+        kind: Any = SequenceParallelTorchNorm if config.sequence_parallel else WrappedTorchNorm
+        norm: torch.nn.Module = kind(config, hidden_size, eps)
+        return norm
+
+
+class LocalStack(HybridStack):
+    """megatron-core's stack of layers, whose last norm is Transformer Engine's otherwise."""
+
+    def __init__(self, config: TransformerConfig, *given: Any, post_layer_norm: bool = True, **options: Any) -> None:
+        super().__init__(config, *given, post_layer_norm=False, **options)
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
+            self.final_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+def _first_half(**options: Any) -> ModuleSpec:
+    """Attention, as a GPT's layer has it."""
+    layer = get_gpt_layer_local_spec(**options).submodules
+    half = TransformerLayerSubmodules(
+        input_layernorm=Norm, self_attention=layer.self_attention, self_attn_bda=layer.self_attn_bda
+    )
+    half.sharded_state_dict_keys_map = layer.sharded_state_dict_keys_map
+    return ModuleSpec(TransformerLayer, submodules=half)
+
+
+def _second_half(kind: type[TransformerLayer], **options: Any) -> ModuleSpec:
+    """An MLP or experts, as a GPT's layer has them."""
+    layer = get_gpt_layer_local_spec(**options).submodules
+    half = TransformerLayerSubmodules(pre_mlp_layernorm=Norm, mlp=layer.mlp, mlp_bda=layer.mlp_bda)
+    half.sharded_state_dict_keys_map = layer.sharded_state_dict_keys_map
+    return ModuleSpec(kind, submodules=half)
+
+
+_MIXER = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear))
+_DELTA = ModuleSpec(
+    GatedDeltaNet,
+    submodules=GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear),
+)
+_FURTHER = MultiTokenPredictionLayerSubmodules(
+    enorm=Norm, hnorm=Norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=Norm
+)
+STACK = ModuleSpec(
+    LocalStack,
+    submodules=HybridStackSubmodules(
+        attention_layer=_first_half(),
+        mla_layer=_first_half(multi_latent_attention=True),
+        mlp_layer=_second_half(MLPLayer),
+        moe_layer=_second_half(MoETransformerLayer, num_experts=8),  # any number: the flags say it
+        mamba_layer=ModuleSpec(
+            MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=Norm,
+                mixer=_MIXER,
+                mamba_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+            ),
+        ),
+        gdn_layer=ModuleSpec(
+            TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=Norm,
+                self_attention=_DELTA,
+                self_attn_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={"input_layernorm.": "self_attention.in_proj.layer_norm_"},
+            ),
+        ),
+        mtp_block_spec=ModuleSpec(
+            MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules([ModuleSpec(MultiTokenPredictionLayer, submodules=_FURTHER)]),
+        ),
+    ),
+)

@@ -1,0 +1,40 @@
+"""megatron.core.models.hybrid.hybrid_model (0.18 and later): a model whose layers are the letters of a pattern, on any placement.
+
+``HybridModel.__init__``: upstream takes the segment that a looped placement has, or without ``|`` an even share. Where the layout
+in its configuration is of a placement, a chunk has the letters of its stage: ``hybrid_layer_allocation.select_pipeline_segment``,
+which is looked up while the model is built, is replaced meanwhile. In a loop that has called ``megatron.pipeline.install``
+(``loops``) the layout then follows ``|``, of which a configuration does not know.
+``HybridStack.forward``: as ``TransformerBlock.forward`` (``transformer_block.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from megatron.pipeline.patches import compat, loops, transformer_block
+
+_PATH = "megatron.core.models.hybrid"
+
+
+def install() -> None:
+    if compat.has_patterns():
+        compat.wrap(compat.module(f"{_PATH}.hybrid_model").HybridModel, "__init__", _build)
+        compat.wrap(compat.module(f"{_PATH}.hybrid_block").HybridStack, "forward", transformer_block.forward)
+
+
+def _build(original: Any, model: Any, *given: Any, **options: Any) -> None:
+    call = inspect.signature(original).bind(model, *given, **options).arguments
+    config, pattern = call["config"], call.get("hybrid_layer_pattern")
+    if loops.current is not None and pattern:
+        loops.current.lay_out_pattern(config, pattern)
+    segment = getattr(config.pipeline_model_parallel_layout, "segment", None)  # ``model/layout.py`` ``PlacementLayout``
+    if segment is None:
+        original(model, *given, **options)
+        return
+    module = compat.module(f"{_PATH}.hybrid_layer_allocation")
+    looped, module.select_pipeline_segment = module.select_pipeline_segment, segment
+    try:
+        original(model, *given, **options)
+    finally:
+        module.select_pipeline_segment = looped
