@@ -108,12 +108,6 @@ def test_an_even_split_that_does_not_fit_is_said() -> None:
     assert found.peak <= 3.6
 
 
-def test_costs_of_stages_from_a_file_are_cut_into_layers() -> None:
-    plain, last = StageCosts(4.0, 4.0, 4.0), StageCosts(6.0, 6.0, 4.0)
-    found = Request("1f1b", 4, 8, Costs((plain, plain, plain, last)), layers=16).plan()
-    assert found.split and found.split.layers[-1] == 3
-
-
 @pytest.mark.parametrize("counts", [(7, 8, 8, 1), (0, 3, 1, 0), (1, 1, 1, 1, 1, 1, 1, 1)])
 def test_megatron_reads_the_layout(counts: tuple[int, ...]) -> None:
     args = Namespace(

@@ -229,8 +229,9 @@ def test_post_validation_takes_the_span(four: Layouts) -> None:
 # Memory.
 
 
-@pytest.mark.parametrize("changes", [{}, {"vocab_parallel": "1"}, RECOMPUTE], ids=str)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-auto"])
+@pytest.mark.parametrize(
+    ("schedule", "changes"), [("1f1b", {}), ("zb-h1", {"vocab_parallel": "1"}), ("zb-h1", RECOMPUTE), ("v-auto", {})], ids=str
+)
 def test_what_a_misfit_needs_at_least_leads_to_what_fits(two: Layouts, schedule: str, changes: dict[str, Any]) -> None:
     """What does not get as far as its activations is told without them; what needs are told last is just what fits."""
     one = candidate(two, schedule, **changes)
