@@ -27,18 +27,12 @@ from megatron.pipeline.planner.planning.document import read_costs
 from megatron.pipeline.planner.planning.limits import peak_of_1f1b
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Variant
-from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Bytes, Unit, read_amount
+from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Bytes, Unit, check_limit, read_amount, unit_of
 from megatron.pipeline.planner.planning.request import Request, variants
 from megatron.pipeline.planner.planning.trained import check_name, trained
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
-from megatron.pipeline.planner.schedule.core.costs import (
-    EQUAL_PASSES,
-    Costs,
-    MemoryUnit,
-    StageCosts,
-    VocabularyCosts,
-)
+from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.families import AUTO
@@ -79,10 +73,7 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
         return pipeline
     except HostLimitTooLow as error:
         limit = MIB.amount(args.offloading.host_memory or 0)
-        raise ValueError(
-            f"--offload-host-memory {limit} is too little: one microbatch of a chunk takes "
-            f"{HOST_MIB.at_least(error.least)} or more, as sizes are rounded up: raise it, or leave --offload out"
-        ) from None
+        raise HOST_MIB.no_room(f"--offload-host-memory {limit}", error.least) from None
     except ChunksDoNotFit as error:
         name = next((name for name in CHUNK_FLAGS if getattr(args, name)), "hybrid_layer_pattern")
         leave = "leave that flag out" if name in CHUNK_FLAGS else "leave | out of it"
@@ -325,9 +316,7 @@ def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> fl
         raise ValueError(f"--pipeline-memory-limit {text}: expected {wanted}") from None
     if not isinstance(amount, Bytes):
         return amount * _peak_of_1f1b(replace(request, costs=costs))
-    if costs and costs.unit is not MemoryUnit.BYTES:
-        raise ValueError(
-            f"--pipeline-memory-limit {text} is in bytes, and --pipeline-costs counts memory in microbatches: give a share of "
-            '1F1B\'s peak such as 0.5, or a file of which "unit" is "bytes"'
-        )
-    return None if costs is None else float(amount)
+    if costs is None:
+        return None
+    check_limit(amount, unit_of(costs), "--pipeline-memory-limit", "--pipeline-costs FILE with bytes, or a share of 1F1B's peak")
+    return float(amount)
