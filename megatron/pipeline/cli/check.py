@@ -195,7 +195,7 @@ def _run(job: Job, side: Side) -> None:
     from megatron.pipeline.tune import processes
 
     try:
-        processes.run(rank, job, side.ranks, lambda _: None, _SILENCE)
+        processes.run(rank, job, side.ranks, _SILENCE)
     except processes.RankFailed as error:
         raise RuntimeError(f"{side.name} ({side.sizes}): {error}") from None
 

@@ -23,7 +23,6 @@ from megatron.pipeline.planner import (
     Costs,
     HostLimitTooLow,
     LimitTooLow,
-    MemoryUnit,
     Objective,
     Placement,
     PlanCache,
@@ -78,10 +77,7 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
         return pipeline
     except HostLimitTooLow as error:
         limit = refusals.MIB.amount(args.offloading.host_memory or 0)
-        raise ValueError(
-            f"--offload-host-memory {limit} is too little: one microbatch of a chunk takes "
-            f"{refusals.HOST_MIB.at_least(error.least)} or more, as sizes are rounded up: raise it, or leave --offload out"
-        ) from None
+        raise refusals.HOST_MIB.no_room(f"--offload-host-memory {limit}", error.least) from None
     except families.ChunksDoNotFit as error:
         name = next((name for name in CHUNK_FLAGS if getattr(args, name)), "hybrid_layer_pattern")
         leave = "leave that flag out" if name in CHUNK_FLAGS else "leave | out of it"
@@ -330,9 +326,8 @@ def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> fl
         raise ValueError(f"--pipeline-memory-limit {text}: expected {wanted}") from None
     if not isinstance(amount, refusals.Bytes):
         return amount * _peak_of_1f1b(replace(request, costs=costs))
-    if costs and costs.unit is not MemoryUnit.BYTES:
-        raise ValueError(
-            f"--pipeline-memory-limit {text} is in bytes, and --pipeline-costs counts memory in microbatches: give a share of "
-            '1F1B\'s peak such as 0.5, or a file of which "unit" is "bytes"'
-        )
-    return None if costs is None else float(amount)
+    if costs is None:
+        return None
+    instead = "--pipeline-costs FILE with bytes, or a share of 1F1B's peak"
+    refusals.check_limit(amount, refusals.unit_of(costs), "--pipeline-memory-limit", instead)
+    return float(amount)
