@@ -35,10 +35,10 @@ from megatron.pipeline.planner.schedule.core.placement import Placement, interle
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.planner.schedule.lower.torch_csv import from_csv
 from megatron.pipeline.planner.schedule.time.simulate import simulate
-from megatron.pipeline.planner.shape.stages import balanced_by_weight, even_layers
+from megatron.pipeline.planner.shape.stages import balanced_by_weight, balanced_layers
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.pipeline import Pipeline
 
@@ -112,7 +112,7 @@ class Megatron:
 
         def cut(placement: Placement) -> Costs:
             balanced = balanced_by_weight(weights, placement, model.extra(placement))
-            costs = model.cut(even_layers(len(weights), placement, {}, {}) if even else balanced)
+            costs = model.cut(balanced_layers(len(weights), placement, {}) if even else balanced)
             stages = ([each / faster for each in (one.forward, one.backward, one.weight)] for one in costs.stages)
             return Costs(tuple(StageCosts(*seconds) for seconds in stages))
 

@@ -23,7 +23,7 @@ from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.monitor.memory import ActivationMeter, hold
 from megatron.pipeline.planner.combinations.rows import SCHEDULES
-from megatron.pipeline.planner.combinations.table import of_config, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 
 SIZE, MICROBATCHES = 8, 3
 OUTSIDE, IN_W, IN_B = "added outside of the module", "its gradient by W", "its gradient by B, as with FP8"
@@ -246,11 +246,11 @@ def test_settings_that_exclude_each_other_are_refused(monkeypatch: pytest.Monkey
 
 def test_what_needs_plain_tensors_is_refused_with_quantized_ones() -> None:
     quantized, plain = SimpleNamespace(fp8="e4m3"), SimpleNamespace(fp8=None)
-    refuse(of_config(quantized, reruns=True), SCHEDULES)
+    Facts.of_config(quantized, reruns=True).refuse(SCHEDULES)
     for known, flag in (({"offload": "full"}, "--offload full"), ({"post_validation": True}, "--post-validation")):
-        refuse(of_config(plain, **known), SCHEDULES)
+        Facts.of_config(plain, **known).refuse(SCHEDULES)
         with pytest.raises(ValueError, match=f"^{flag}.* with FP8.*train in --bf16"):
-            refuse(of_config(quantized, **known), SCHEDULES)
+            Facts.of_config(quantized, **known).refuse(SCHEDULES)
 
 
 def engine_gradients(order: str | None, bias: bool) -> list[list[float]]:

@@ -19,7 +19,7 @@ import torch
 from pool import Pool, forked
 
 from megatron.pipeline.planner.combinations.rows import EXCLUDED
-from megatron.pipeline.planner.combinations.table import of_config, refuse, sentences
+from megatron.pipeline.planner.combinations.table import Facts
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -122,15 +122,15 @@ def test_private_names_of_upstream_come_from_the_table() -> None:
 
 
 def test_settings_without_support_are_refused_in_configurations() -> None:
-    assert sentences(of_config(Namespace(cuda_graph_impl="none", delay_wgrad_compute=True)), EXCLUDED) == []
-    [found] = sentences(of_config(Namespace(cuda_graph_impl="local")), EXCLUDED)
+    assert Facts.of_config(Namespace(cuda_graph_impl="none", delay_wgrad_compute=True)).sentences(EXCLUDED) == []
+    [found] = Facts.of_config(Namespace(cuda_graph_impl="local")).sentences(EXCLUDED)
     assert "--cuda-graph-impl local" in found and "relies on the order of megatron-core's own schedules" in found
 
 
 def test_one_attention_variant_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match="--experimental-attention-variant dsa uses the weight of a linear without its forward"):
-        refuse(of_config(SimpleNamespace(experimental_attention_variant="dsa")), EXCLUDED)
-    refuse(of_config(SimpleNamespace(experimental_attention_variant="gated_delta_net")), EXCLUDED)
+        Facts.of_config(SimpleNamespace(experimental_attention_variant="dsa")).refuse(EXCLUDED)
+    Facts.of_config(SimpleNamespace(experimental_attention_variant="gated_delta_net")).refuse(EXCLUDED)
 
 
 def refused_release(version: str) -> str:

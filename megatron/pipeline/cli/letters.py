@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.pipeline.planner.costmodel.parameters import layer_parameters
-from megatron.pipeline.planner.planning.refusals import MIB
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.shape.description import ModelDescription
-from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.planner.shape.hybrid import Pattern
-from megatron.pipeline.planner.view.table import plain_table
+from megatron.pipeline.planner import Costs, ModelDescription, Shape, hybrid, layer_parameters, refusals, view
 
 
 def by_letter(model: ModelDescription, costs: Costs, timed: bool) -> str:
@@ -20,7 +14,7 @@ def by_letter(model: ModelDescription, costs: Costs, timed: bool) -> str:
     """
     if not model.hybrid_layer_pattern:
         return ""
-    shape, letters = Shape.of(model), Pattern.of(model.hybrid_layer_pattern).letters
+    shape, letters = Shape.of(model), hybrid.Pattern.of(model.hybrid_layer_pattern).letters
     heads = ["letter", "layers", "parameters", "F ms", "B ms", "W ms", "activations, MiB", "held until W, MiB"]
     rows = []
     for letter in dict.fromkeys(letters):
@@ -28,6 +22,8 @@ def by_letter(model: ModelDescription, costs: Costs, timed: bool) -> str:
         layer = costs.stages[1 + first]
         times = [f"{1e3 * seconds:.4g}" for seconds in (layer.forward, layer.backward, layer.weight)]
         count = f"{layer_parameters(shape, first).total / 1e6:.1f}M"
-        rows.append([letter, str(letters.count(letter)), count, *times, *map(MIB.number, (layer.activation, layer.retained))])
+        rows.append(
+            [letter, str(letters.count(letter)), count, *times, *map(refusals.MIB.number, (layer.activation, layer.retained))]
+        )
     kept = [index for index in range(len(heads)) if timed or index not in (3, 4, 5)]
-    return plain_table([heads[index] for index in kept], [[row[index] for index in kept] for row in rows])
+    return view.plain_table([heads[index] for index in kept], [[row[index] for index in kept] for row in rows])
