@@ -133,7 +133,8 @@ def test_patterns_of_all_releases() -> None:
             "--linear-num-value-heads 24 is not a multiple of --linear-num-key-heads 16",
         ),
         ("--moe-load-factor 0.5", "--moe-load-factor: expected a number of at least 1, got 0.5"),
-        ("--hybrid-layer-pattern MM*- --pipeline-schedule zb-v", "our schedules place those of a GPTModel"),
+        ("--hybrid-layer-pattern M|M|*- --pipeline-schedule zb-v", "*- has 3 stages, which 4 pipeline ranks cannot share evenly"),
+        ("--hybrid-layer-pattern MMM- --pipeline-schedule seq-1f1b", "needs whole sequences"),
     ],
 )
 def test_refusals(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
