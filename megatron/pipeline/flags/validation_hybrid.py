@@ -12,13 +12,13 @@ _KNOWN = (*KINDS, ATTENTION, MLP, EXPERTS)
 
 
 def of_hybrid(args: Settings) -> Settings:
-    """Settings with what the pattern of layers says: layers, stages, and layers that predict further.
+    """Settings with what the pattern of layers says: layers, and layers that predict further.
 
     Megatron-LM's patterns have a symbol for every layer, ``|`` between stages, and behind each ``/`` the layers that predict one
     token further. Up to release 0.16 shares of attention and of MLPs may stand in the place of a pattern.
 
     Raises:
-        ValueError: a symbol is unknown, the pattern is of another number of layers, or the schedule is ours; says what to change.
+        ValueError: a symbol is unknown, the pattern or is of another number of layers; says what to change.
     """
     pattern = _pattern(args)
     if pattern is None:
@@ -34,8 +34,7 @@ def of_hybrid(args: Settings) -> Settings:
         raise ValueError(
             f"--hybrid-layer-pattern {pattern} predicts further by {' and '.join(further)}: give the same symbols behind every /"
         )
-    stages = main.split("|")
-    layers = sum(map(len, stages))
+    layers = len(main.replace("|", ""))
     if not layers:
         raise ValueError(f"--hybrid-layer-pattern {pattern} has no layers: give some of {' '.join(_KNOWN)} before the first /")
     if "M" in pattern:
@@ -46,13 +45,7 @@ def of_hybrid(args: Settings) -> Settings:
         )
     if EXPERTS in pattern and not args.num_experts:
         raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts ({EXPERTS}): give --num-experts")
-    predicting = len(further) or args.mtp_num_layers
-    args |= {"num_layers": layers, "mtp_num_layers": predicting}
-    if len(stages) > 1:
-        rows = ["t" * len(stage) for stage in stages]
-        rows[0], rows[-1] = "E" + rows[0], rows[-1] + "m" * (predicting or 0) + "L"
-        args |= {"pipeline_model_parallel_layout": "|".join(rows)}
-    return args
+    return args | {"num_layers": layers, "mtp_num_layers": len(further) or args.mtp_num_layers}
 
 
 def check_latent(args: Settings) -> None:

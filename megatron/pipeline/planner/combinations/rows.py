@@ -198,7 +198,7 @@ FLAGS = (
     Row("layer_redistribution", "num_layers_per_virtual_pipeline_stage",
         "chooses the number of layers of every stage, and {other} would fix it",
         "leave one of the two out; --num-virtual-stages-per-pipeline-rank gives the number of chunks"),
-    Row("layer_redistribution", f"pipeline_model_parallel_layout | {_ENDS} | {_COUNTED}",
+    Row("layer_redistribution", f"pipeline_model_parallel_layout | hybrid_layer_pattern | {_ENDS} | {_COUNTED}",
         "chooses the number of layers of every stage, and {other} would fix some"),
     Row("offload_profile", "pipeline_costs",
         "measures what passes and copies cost, and {other} says it", when=lambda to: to.pipeline_costs != "profile"),
