@@ -105,6 +105,6 @@ data/own/%_text_document.idx: $(if $(TEXT),$(shell find $(TEXT) -type f)) | $(re
 
 $(ready): .venv/.torch setup.py constraints.txt
 	$(venv) -m pip install -e '.[train,pictures,dev]' -c constraints.txt
-	$(venv) -m megatron.pipeline.cli plan --schedule v-auto --pp 3 --microbatches 7 --cost F=1,B=1.3,W=0.9,comm=0.1,RS=3,AG=2,OPT=0.1 > /dev/null
-	$(venv) -m megatron.pipeline.cli plan --schedule zb-auto --pp 3 --microbatches 7 --cost F=1,B=1.3,W=0.9,comm=0.1,RS=3,AG=2,OPT=0.1 > /dev/null
+	$(venv) -m megatron.pipeline.cli plan --schedule v-auto --pp 4 --microbatches 9 --memory-limit 2.5 --cost F=1,B=1.3,W=0.9,comm=0.1,RS=3,AG=2,OPT=0.1 > /dev/null
+	$(venv) -m megatron.pipeline.cli plan --schedule zb-auto --pp 4 --microbatches 9 --memory-limit 2.5 --cost F=1,B=1.3,W=0.9,comm=0.1,RS=3,AG=2,OPT=0.1 > /dev/null
 	touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import runpy
 import sys
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from megatron.pipeline.runtime import stage_passes
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 Steps = list[tuple[list[list[list[float]]], float]]  # of each iteration: losses by microbatch and token, and the gradients' norm
@@ -18,8 +22,6 @@ Steps = list[tuple[list[list[list[float]]], float]]  # of each iteration: losses
 
 def example(name: str) -> Any:
     """One of the examples, as a module."""
-    import importlib
-
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
     return importlib.import_module(name)
@@ -40,8 +42,6 @@ def printed(script: str, *arguments: str) -> tuple[int, str, str]:
 
 def optimizer_of(chunks: list[Any]) -> Any:
     """Adam that does not clip: norms have last digits of their own on a V, which clipping would carry into the weights."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
     return get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0), chunks)
 
 
@@ -93,8 +93,6 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
     Args:
         trains: "adapters", or in their place all weights with this in their names.
     """
-    from megatron.pipeline.runtime import stage_passes
-
     own, low_rank = example("own_training_loop"), example("lora")
     pipeline = own.plan(schedule)
     models = own.build()

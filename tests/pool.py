@@ -208,6 +208,8 @@ def serve(connection: Connection, stacks: str, backend: str = "gloo") -> None:
     """Run the functions that come over a connection, in worlds of a backend, until it is closed."""
     from megatron.pipeline.patches import older_releases, torch_gloo
 
+    from megatron.pipeline import patches
+
     torch_gloo.install()  # before there is a world
     older_releases.install()  # before a test's module imports what only newer releases have
     with open(stacks, "w") as file:
@@ -222,6 +224,7 @@ def serve(connection: Connection, stacks: str, backend: str = "gloo") -> None:
                 function: Any = importlib.import_module(module)
                 for part in name.split("."):
                     function = getattr(function, part)
+                patches.install()  # also of what this module has imported as the first
                 answer = (True, _in_world(function, args, kwargs, rank, ranks, port, backend))
             except BaseException:  # a test function may raise SystemExit
                 answer = (False, traceback.format_exc())

@@ -8,8 +8,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
+from megatron.core.distributed import param_and_grad_buffer as module
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
+from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.iteration import Iteration
 
 
 class Buckets(NamedTuple):
@@ -40,11 +46,6 @@ def costs(name: str, ranks: int) -> Costs:
 @contextmanager
 def noted() -> Iterator[list[Buckets]]:
     """The training iterations that run within."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
-
-    from megatron.pipeline.runtime.executor import Executor
-    from megatron.pipeline.runtime.iteration import Iteration
-
     found: list[Buckets] = []
     events: list[tuple[str, Any]] = []
 
@@ -84,9 +85,6 @@ def noted() -> Iterator[list[Buckets]]:
 def summed_in_order() -> Iterator[None]:
     """Gradients of distributed optimizers are added up in the order of replicas while it lasts: gloo's order depends on where in
     a bucket a gradient is, and placements have other buckets."""
-    import torch
-    from megatron.core.distributed import param_and_grad_buffer as module
-
     original = module.dist_reduce_scatter_func
 
     def reduce_scatter(own: torch.Tensor, bucket: torch.Tensor, *, group: Any, **options: Any) -> Any:

@@ -15,6 +15,7 @@ from megatron.pipeline.planner.schedule.core.kinds import BRAIDED
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement, from_rows, interleaved, linear, wave
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.program import Operation, Program
 
 
 def exact(numerator: int, denominator: int = 1) -> Any:
@@ -103,6 +104,22 @@ def one_rank(row: str, copies: CopyCosts = CopyCosts(1, 1), **stage: Any) -> tup
     passes = parse(row)
     costs = Costs((StageCosts(**{"forward": 1.0, "backward": 1.0, "weight": 1.0} | stage),), copies=copies)
     return Schedule("own", linear(1), 1 + max(work.microbatch for work in passes[0]), passes), costs
+
+
+def same(one: object, other: object) -> bool:
+    """Operations are tuples: a Join and a Wait of one collective are equal."""
+    return type(one) is type(other) and one == other
+
+
+def without(program: Program, what: Operation) -> Program:
+    return tuple(one for one in program if not same(one, what))
+
+
+def moved(program: Program, what: Operation, to: Operation, after: bool = False) -> Program:
+    """A program with one operation before (after) another."""
+    rest = without(program, what)
+    place = next(place for place, one in enumerate(rest) if same(one, to)) + after
+    return (*rest[:place], what, *rest[place:])
 
 
 def unbraided(schedule: Schedule) -> Schedule:

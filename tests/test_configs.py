@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from marked import rest, whole
+from megatron.pipeline.patches import schedules
 from pool import Pool
 
 from megatron.pipeline.cli.memory import Prediction, predicted, report
@@ -24,6 +25,7 @@ from megatron.pipeline.flags.flags import STOCK_1F1B
 from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel.memory import GIB
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
+from megatron.pipeline.trainer import program
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name, len(path.name), path.name))
@@ -142,13 +144,6 @@ def test_tiny_models_train(pool: Pool, data: str, name: str, tmp_path: Path) -> 
 
 def train(flags: str) -> None:
     """Train on this rank of the pool."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.pipeline.patches import schedules
-
-    from megatron.pipeline.trainer import program
-
     schedules.restore()
     args, tokenizer, pipeline = program.prepare(flags.split(), 4)
     program.run(args, tokenizer, pipeline, guard=lambda *_, **__: nullcontext())

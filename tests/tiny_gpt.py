@@ -7,6 +7,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.pipeline.patches import schedules
+
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.model import seeding
+from megatron.pipeline.session.groups import initialize_model_parallel
+from megatron.pipeline.session.planning import as_planned, plan_pipeline
+from megatron.pipeline.trainer.data import cut_for_context_parallelism
+from megatron.pipeline.trainer.state import build_training
 
 Step = tuple[float | None, float]  # loss on the rank that has it, and the gradient norm
 
@@ -47,17 +58,6 @@ class Run:
         flags: tuple[str, ...] = (),
         measure: bool = True,
     ) -> None:
-        from megatron.pipeline import patches
-
-        patches.install()
-        from megatron.pipeline.patches import schedules
-
-        from megatron.pipeline.flags.arguments import parse
-        from megatron.pipeline.flags.validation import validate
-        from megatron.pipeline.session.groups import initialize_model_parallel
-        from megatron.pipeline.session.planning import as_planned, plan_pipeline
-        from megatron.pipeline.trainer.state import build_training
-
         world = torch.distributed.get_world_size()
         dp = world // (pp * tp * cp)
         args = parse(
@@ -84,8 +84,6 @@ class Run:
 
     def step(self, iteration: int, forward_only: bool = False, **options: Any) -> Step:
         """One training (or evaluation) step on tokens that depend on the iteration and the data-parallel rank alone."""
-        from megatron.pipeline.model import seeding
-
         seeding.set_iteration(self.chunks, iteration)
         if not forward_only:
             for chunk in self.chunks:
@@ -101,8 +99,6 @@ class Run:
 
     def forward_backward(self, iteration: int, forward_only: bool = False, **options: Any) -> list[Any]:
         """megatron-core's own call, whoever answers it."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         iterators = [self._tokens(iteration) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -116,8 +112,6 @@ class Run:
         )
 
     def _tokens(self, iteration: int) -> Iterator[torch.Tensor]:
-        from megatron.core import parallel_state
-
         generator = torch.Generator().manual_seed(1000 * iteration + parallel_state.get_data_parallel_rank())
         device = "cuda" if torch.cuda.is_available() else "cpu"
         for _ in range(self.microbatches):
@@ -128,8 +122,6 @@ def forward_step(
     data_iterator: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
 ) -> tuple[torch.Tensor, Any]:
     """What Megatron-LM's pretrain_gpt.py does, on tokens without a mask."""
-    from megatron.pipeline.trainer.data import cut_for_context_parallelism
-
     tokens = next(data_iterator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)

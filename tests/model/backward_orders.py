@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
+
 
 def run_backwards(order: str, losses: Sequence[torch.Tensor], tasks_of_b: int) -> None:
     """Run B, W or BW of the losses, one after another.
@@ -13,8 +15,6 @@ def run_backwards(order: str, losses: Sequence[torch.Tensor], tasks_of_b: int) -
     Args:
         tasks_of_b: how many weight tasks every B is to leave.
     """
-    from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
-
     tasks: dict[int, list[WeightTask]] = {number: [] for number in range(len(losses))}
     for step in order.split():
         kind, number = step.rstrip("0123456789"), int(step.lstrip("BW"))

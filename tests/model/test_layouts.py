@@ -9,9 +9,16 @@ import pytest
 import tiny_gpt
 import torch
 from marked import rest
+from megatron.core.utils import get_batch_on_this_cp_rank, unwrap_model
 from model.test_random import sums
 from pool import Pool
 from releases import needs_local_grouped_experts
+
+from megatron.pipeline.backward.weight_tasks import deferring
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.model.context_parallel import causal_mask
+from megatron.pipeline.model.split_linear import split_weights
 
 PLAIN = "--untie-embeddings-and-output-weights --disable-bias-linear "
 EXPERTS = PLAIN + "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 "
@@ -84,13 +91,6 @@ def test_context_parallel_ranks_add_up_to_the_whole(pool: Pool) -> None:
 
 def masks() -> tuple[torch.Tensor, torch.Tensor]:
     """The causal mask of this rank's queries: as the attention makes it, and cut from the whole as Megatron cuts batches."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    from megatron.pipeline.model.context_parallel import causal_mask
-
     group: Any = torch.distributed.group.WORLD
     whole = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
     cut = get_batch_on_this_cp_rank({"attention_mask": whole}, is_hybrid_cp=False, cp_group=group)["attention_mask"]
@@ -120,11 +120,6 @@ def deferred(flags: str) -> tuple[list[str], int, int, list[float]]:
     """What runs fused, how many tasks a B of one microbatch leaves to W and how many matrices the experts have, and
     the sums of the experts' gradients before and after W."""
     run = tiny_gpt.Run("zb-h1", pp=1, flags=tuple(flags.split()), microbatches=1)
-    from megatron.core.utils import unwrap_model
-
-    from megatron.pipeline.backward.weight_tasks import deferring
-    from megatron.pipeline.model.split_linear import split_weights
-
     (model,) = run.chunks
     matrices = [weight for name, weight in model.named_parameters() if ".experts." in name]
     model.zero_grad_buffer()
@@ -153,8 +148,6 @@ def test_weight_gradients_of_experts_are_left_to_w(pool: Pool, kind: str) -> Non
 def without_tokens() -> list[Any]:
     """What a microbatch without tokens for this rank's experts leaves to W, and their gradients."""
     run = tiny_gpt.Run("zb-h1", pp=1, flags=tuple((EXPERTS + "--moe-grouped-gemm --bf16").split()))
-    from megatron.pipeline.backward.weight_tasks import deferring
-
     experts = next(module for module in run.chunks[0].modules() if type(module).__name__ == "SeededGroupedExperts")
     run.chunks[0].zero_grad_buffer()
     tokens = torch.zeros(0, 32, dtype=torch.bfloat16, requires_grad=True)
@@ -201,9 +194,6 @@ def test_experts_without_tokens_are_heard_of(pool: Pool) -> None:
     ],
 )
 def test_flags_that_do_not_fit(flags: str, message: str) -> None:
-    from megatron.pipeline.flags.arguments import parse
-    from megatron.pipeline.flags.validation import validate
-
     required = (
         "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 1 --lr 1 "
         "--mock-data --tokenizer-type NullTokenizer --vocab-size 64 --pipeline-model-parallel-size 2 "

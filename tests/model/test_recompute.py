@@ -8,7 +8,10 @@ import pytest
 import tiny_gpt
 import torch
 from marked import rest
+from megatron.core.utils import unwrap_model
 from pool import Pool
+
+from megatron.pipeline.backward.linear import WeightGradient
 
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 UNEVEN = "--recompute-granularity full --recompute-num-layers 2 --recompute-method uniform"
@@ -33,10 +36,6 @@ def test_equals_stock(pool: Pool, ranks: int, flags: str) -> None:
 def what_ran(flags: tuple[str, ...]) -> tuple[set[int], set[int], int, int]:
     """How often each layer ran forwards outside and inside of backwards, and how many weight gradients there and in W."""
     run: Any = tiny_gpt.Run("zb-h1", pp=2, microbatches=MICROBATCHES, flags=flags)
-    from megatron.core.utils import unwrap_model
-
-    from megatron.pipeline.backward.linear import WeightGradient
-
     forwards: dict[tuple[bool, int], int] = {}
     gradients = {False: 0, True: 0}
     tasks: Any = WeightGradient

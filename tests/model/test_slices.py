@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import tiny_gpt
 import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.pipeline.patches import schedules as schedules_patch
 from pool import Pool
 
+from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.model import seeding
+from megatron.pipeline.model.slices import Slices, check_slices
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.session.planning import as_planned
+from megatron.pipeline.trainer.data import forward_step
 
 MICROBATCHES = 3
 LEARNED = "--attention-dropout 0"
@@ -50,13 +57,6 @@ def iteration(
     run: Any, splits: int, documents: bool = False, slices: Any = None, train: bool = True
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Reports with the number of tokens that count, and all gradients, of one iteration that runs passes as a runtime would."""
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.pipeline.patches import schedules as schedules_patch
-
-    from megatron.pipeline.model import seeding
-    from megatron.pipeline.model.slices import Slices
-    from megatron.pipeline.trainer.data import forward_step
-
     chunk, config = run.chunks[0], run.config
     seeding.set_iteration(run.chunks, 0)
     chunk.zero_grad_buffer()
@@ -139,8 +139,6 @@ def test_recomputed_slices_draw_the_same_masks(pool: Pool, recompute: str) -> No
 
 def tensors_left(recompute: str) -> tuple[int, int]:
     """Tensors alive after an iteration, and after an evaluation, in slices, less those before; what runs slices lives on."""
-    from megatron.pipeline.model.slices import Slices
-
     run = tiny_gpt.Run("1f1b", pp=1, microbatches=MICROBATCHES, flags=tuple(recompute.split()))
     iteration(run, 4)
     before = _tensors()
@@ -203,8 +201,6 @@ FLAGS = {
     ],
 )
 def test_what_needs_whole_sequences_is_refused(splits: int, flags: dict[str, Any], message: str) -> None:
-    from megatron.pipeline.model.slices import check_slices
-
     args = Namespace(**FLAGS | flags)
     check_slices(args, 1)
     with pytest.raises(ValueError, match=message):
@@ -212,9 +208,6 @@ def test_what_needs_whole_sequences_is_refused(splits: int, flags: dict[str, Any
 
 
 def test_the_fused_softmax_is_switched_off() -> None:
-    from megatron.pipeline.flags.settings import Settings
-    from megatron.pipeline.session.planning import as_planned
-
     for splits in (1, 2):
         planned: Any = Namespace(plans=Namespace(splits=splits, vocabulary=None))
         assert as_planned(Settings.of(Namespace(**FLAGS)), planned).masked_softmax_fusion == (splits == 1)
@@ -222,8 +215,6 @@ def test_the_fused_softmax_is_switched_off() -> None:
 
 def what_is_refused() -> list[str]:
     """Messages for: slices that would differ in length, a model that is to return logits, an input of whole sequences."""
-    from megatron.pipeline.model.slices import Slices
-
     run = tiny_gpt.Run("1f1b", pp=1)
     tokens = torch.zeros(1, 16, dtype=torch.long)
     messages = []

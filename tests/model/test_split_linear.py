@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import tiny_gpt
 import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.utils import unwrap_model
 from model.backward_orders import run_backwards
 from pool import Pool
 
+from megatron.pipeline import patches
+from megatron.pipeline.backward import linear
+from megatron.pipeline.backward.linear import WeightGradient
+from megatron.pipeline.backward.weight_tasks import WeightTask, deferring, prepare, register_hook
+from megatron.pipeline.distributed import sequence
+from megatron.pipeline.distributed.sequence import Part
+from megatron.pipeline.model import split_linear
+from megatron.pipeline.model.layer_spec import SequenceParallelTorchNorm
+from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.planner.costmodel.activations import layer_retained
 from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.runtime.stage_passes import run_weights
 
 SIZE, MICROBATCHES = 8, 3
 WIDTH, LENGTH = 32, 32  # of a GPT's layer
@@ -21,16 +42,6 @@ WIDTH, LENGTH = 32, 32  # of a GPT's layer
 
 def build(split: bool, cls: str, tp: int, ddp: dict[str, Any], **settings: Any) -> Any:
     """One linear under DDP."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import MegatronModule
-
-    from megatron.pipeline.model.split_linear import split_weights
-
     parallel_state.initialize_model_parallel(tp)
     tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
     torch.manual_seed(3)
@@ -100,17 +111,6 @@ def test_tensor_parallel(pool: Pool, cls: str, sequence_parallel: bool) -> None:
 
 def gpt_layer(tp: int, **settings: Any) -> Any:
     """Of a GPT, prepared for a split backward."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.spec_utils import build_module
-
-    from megatron.pipeline.model.layer_spec import SequenceParallelTorchNorm
-    from megatron.pipeline.model.split_linear import split_weights
-
     parallel_state.initialize_model_parallel(tp)
     tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
     config = TransformerConfig(
@@ -143,8 +143,6 @@ def forward(layer: Any, seed: int = 1) -> Any:
 
 def bytes_kept_by_w(tp: int) -> int:
     """What waits for W after the B of a layer, each memory once."""
-    from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
-
     output = forward(gpt_layer(tp, sequence_parallel=tp > 1))
     tasks: list[WeightTask] = []
     with deferring(tasks):
@@ -164,11 +162,6 @@ def test_w_keeps_what_the_formula_says_under_sequence_parallelism(pool: Pool, tp
 def shielded_backward(sequence_parallel: bool) -> tuple[list[str], int, list[bool]]:
     """What two Bs with work behind their collectives did in order, how many tasks they left to W, and which gradients are those
     of a fused backward."""
-    from megatron.pipeline.backward import linear
-    from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
-    from megatron.pipeline.distributed import sequence
-    from megatron.pipeline.runtime.stage_passes import run_weights
-
     layer = gpt_layer(2, sequence_parallel=sequence_parallel)
     names = {weight: name for name, weight in layer.named_parameters()}
     did: list[str] = []
@@ -226,10 +219,6 @@ def test_b_computes_behind_each_of_its_collectives(pool: Pool, sequence_parallel
 def gradients_after_a_discarded_input(delayed: bool) -> list[float]:
     """Of a linear whose input is discarded after the forward and recomputed by B, as with --recompute-modules layernorm."""
     model = build(True, "ColumnParallelLinear", 1, {})
-    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-
-    from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
-
     tasks: list[WeightTask] = []
     for number in range(3):
         hidden = torch.full((4, 2, SIZE), 0.1 * number, requires_grad=True)
@@ -254,8 +243,6 @@ def test_w_uses_an_input_that_b_recomputed(pool: Pool) -> None:
 def readiness() -> list[bool]:
     """Whether DDP has started to reduce the one bucket, after each pass of the last microbatch."""
     model = build(True, "ColumnParallelLinear", 1, {"overlap_grad_reduce": True})
-    from megatron.pipeline.backward.weight_tasks import deferring
-
     started = []
     for _iteration in range(2):  # DDP learns in the first what to expect
         model.zero_grad_buffer()
@@ -277,13 +264,7 @@ def test_reduction_starts_after_the_last_w(pool: Pool) -> None:
 
 
 def what_is_fused() -> list[str]:
-    import tiny_gpt
-
     run = tiny_gpt.Run("zb-h1", pp=1)
-    from megatron.core.utils import unwrap_model
-
-    from megatron.pipeline.model.split_linear import split_weights
-
     return split_weights(unwrap_model(run.chunks[0]))
 
 
@@ -293,10 +274,6 @@ def test_names_what_runs_fused(pool: Pool) -> None:
 
 
 def what_the_log_says_is_fused() -> list[str]:
-    import logging
-
-    import tiny_gpt
-
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -318,10 +295,6 @@ def test_the_log_names_a_reason_once_with_the_number_of_modules(pool: Pool) -> N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("main_dtype", ["float32", "same"])
 def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:
-    from megatron.pipeline.backward.linear import WeightGradient
-    from megatron.pipeline.backward.weight_tasks import prepare, register_hook
-    from megatron.pipeline.distributed.sequence import Part
-
     kind = getattr(torch, dtype)
     generator = torch.Generator("cuda").manual_seed(1)
     hidden = torch.randn(256, 1, 128, device="cuda", dtype=kind, generator=generator)
@@ -343,8 +316,6 @@ def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:
 
 
 def without_delay() -> str:
-    from megatron.pipeline.model.split_linear import split_weights
-
     model = build(False, "ColumnParallelLinear", 1, {})
     assert split_weights(model.module) == []
     with pytest.raises(RuntimeError) as error:
@@ -357,14 +328,6 @@ def test_ddp_that_does_not_wait_for_weights_is_an_error(pool: Pool) -> None:
 
 
 def unpatched() -> str:
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core.tensor_parallel import layers
-
-    from megatron.pipeline.backward import linear
-    from megatron.pipeline.model import split_linear
-
     layers.LinearWithGradAccumulationAndAsyncCommunication = linear.LinearWithGradAccumulationAndAsyncCommunication
     try:
         with pytest.raises(RuntimeError) as error:

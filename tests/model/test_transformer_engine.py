@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer import TransformerConfig
 from model.backward_orders import run_backwards
 from packaging.version import Version
 from pool import Pool
@@ -16,6 +21,7 @@ from pool import Pool
 from megatron.pipeline.backward.weight_tasks import WeightTask, check_no_gradient_is_lost, deferring
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.monitor.memory import ActivationMeter, hold
 from megatron.pipeline.planner.combinations.rows import SCHEDULES
 from megatron.pipeline.planner.combinations.table import of_config, refuse
 
@@ -109,21 +115,12 @@ class Model(torch.nn.Module):
         self.first, self.second = EngineLinear(**options), EngineLinear(**options)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        from megatron.core.tensor_parallel import checkpoint
-
         result: torch.Tensor = checkpoint(self.second, False, torch.tanh(self.first(hidden)))
         return result
 
 
 def build(model: torch.nn.Module, delayed: bool, overlap: bool = True) -> Any:
     """A model under megatron-core's DDP."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer import TransformerConfig
-
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
     config = TransformerConfig(num_layers=1, hidden_size=SIZE, num_attention_heads=1, use_cpu_initialization=True)
@@ -133,9 +130,6 @@ def build(model: torch.nn.Module, delayed: bool, overlap: bool = True) -> Any:
 
 def gradients(order: str | None, fused: bool, bias: str, fuse_recomputed: bool = False) -> list[list[float]]:
     """Reduced gradients of all parameters and inputs; ``order`` such as "B0 B1 W0 W1", None for modules that do not delay."""
-    from megatron.pipeline import patches
-
-    patches.install()
     torch.manual_seed(3)
     module = Model(delayed=order is not None, fused=fused, bias=bias)
     if order is not None:
@@ -171,11 +165,6 @@ def test_recomputed_modules_run_fused_on_request(pool: Pool) -> None:
 
 def hooked_gradients(order: str | None) -> tuple[list[float], tuple[int, int, int]]:
     """The gradient of a weight that saved-tensor hooks hide from its module, and the bytes counted after F, B and W."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.pipeline.monitor.memory import ActivationMeter, hold
-
     torch.manual_seed(3)
     module = EngineLinear(delayed=order is not None, fused=True, bias=IN_W)
     if order is not None:
@@ -209,9 +198,6 @@ def test_a_weight_behind_hooks_and_what_is_counted(pool: Pool) -> None:
 
 
 def without_delay() -> str:
-    from megatron.pipeline import patches
-
-    patches.install()
     module = EngineLinear(delayed=True, fused=False, bias=OUTSIDE)
     model = build(module, delayed=False, overlap=False)
     split_weights(module)
@@ -225,9 +211,6 @@ def test_ddp_that_does_not_wait_for_weights_is_an_error(pool: Pool) -> None:
 
 
 def reports() -> tuple[list[str], list[str], str]:
-    from megatron.pipeline import patches
-
-    patches.install()
     frozen = Model(delayed=True, fused=False, bias=OUTSIDE).requires_grad_(False)
     shared = Model(delayed=True, fused=False, bias=OUTSIDE)
     shared.second.weight = shared.first.weight
@@ -252,8 +235,6 @@ def test_versions_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch, versi
 
 
 def test_settings_that_exclude_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer import TransformerConfig
-
     monkeypatch.setattr(te_linear, "get_te_version", lambda: Version("2.8.0"))
     config = TransformerConfig(num_layers=1, hidden_size=SIZE, num_attention_heads=1)
     te_linear.delay_weight_gradients(config)
@@ -274,14 +255,6 @@ def test_what_needs_plain_tensors_is_refused_with_quantized_ones() -> None:
 
 def engine_gradients(order: str | None, bias: bool) -> list[list[float]]:
     """As ``gradients``, of Transformer Engine's own linears, in bfloat16 on a GPU."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
-    from megatron.core.transformer import TransformerConfig
-
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
     config = TransformerConfig(

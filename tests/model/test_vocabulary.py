@@ -11,6 +11,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 from model.vocabulary_case import HIDDEN, Case
 from pool import Pool
 
@@ -78,11 +79,6 @@ def test_any_size(data: st.DataObject) -> None:
 
 def errors_of_stock_and_ours(devices: list[str]) -> list[tuple[str, list[float], list[float], list[float]]]:
     """For several cases, how far losses and gradients are from exact ones: by stock, with two barriers, with one."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core import parallel_state
-
     parallel_state.initialize_model_parallel()
     found = []
     cases: list[dict[str, Any]] = [

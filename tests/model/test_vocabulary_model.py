@@ -8,8 +8,29 @@ from typing import Any
 import pytest
 import torch
 from marked import rest
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
 from model.vocabulary_case import Case
 from pool import Pool
+
+from megatron.pipeline.distributed.sequence import complete
+from megatron.pipeline.flags import config
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.model.build import build_model
+from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.model.vocabulary.input import EmbeddingShard
+from megatron.pipeline.model.vocabulary.loss import Statistics, weigh
+from megatron.pipeline.model.vocabulary.output import OutputShard
+from megatron.pipeline.model.vocabulary.shard import VocabularyShard
+from megatron.pipeline.model.vocabulary.tied import TiedGradient
+from megatron.pipeline.planner.schedule.core import placement
+from megatron.pipeline.session.groups import initialize_model_parallel
+from megatron.pipeline.session.tokenizer import sizes_of_vocabulary
+from megatron.pipeline.trainer import checkpoint
+from megatron.pipeline.trainer.state import build_training
 
 FLAGS = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-2 --seed 7 --micro-batch-size 2 "
@@ -21,17 +42,6 @@ EMBEDDING, OUTPUT, POSITIONS = "embedding.word_embeddings.weight", "output_layer
 
 def build(flags: str, v: bool = False, gpu_initialization: bool = False) -> tuple[Any, Any]:
     """Flags and everything that they train, without a schedule to do it."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.pipeline.flags import config
-    from megatron.pipeline.flags.arguments import parse
-    from megatron.pipeline.flags.validation import validate
-    from megatron.pipeline.planner.schedule.core import placement
-    from megatron.pipeline.session.groups import initialize_model_parallel
-    from megatron.pipeline.session.tokenizer import sizes_of_vocabulary
-    from megatron.pipeline.trainer.state import build_training
-
     args = validate(parse(f"{FLAGS} {flags}".split()), torch.distributed.get_world_size())
     args |= sizes_of_vocabulary(args.vocab_size, args)
     ranks = args.pipeline_model_parallel_size
@@ -39,8 +49,6 @@ def build(flags: str, v: bool = False, gpu_initialization: bool = False) -> tupl
     initialize_model_parallel(args, stages)
     if not gpu_initialization:
         return args, build_training(args, stages)
-    from megatron.pipeline.model.build import build_model
-
     settings = config.transformer_config(args, stages)
     settings.use_cpu_initialization = False
     return args, build_model(args, settings, stages)
@@ -48,9 +56,6 @@ def build(flags: str, v: bool = False, gpu_initialization: bool = False) -> tupl
 
 def initial(flags: str, v: bool = False, gpu_initialization: bool = False) -> dict[str, torch.Tensor]:
     """The whole weights at both ends of the model, on every rank."""
-    from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
-
     _, built = build(flags, v, gpu_initialization)
     found: dict[str, torch.Tensor] = {}
     for chunk in unwrap_model(built if gpu_initialization else built.chunks):
@@ -97,11 +102,6 @@ def test_initial_weights_are_stock(pool: Pool, pp: int, tp: int, flags: str, gpu
 def pass_on(flags: str) -> None:
     """Load a checkpoint and save it again; without one, take a step with random gradients first."""
     args, training = build(flags)
-    from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
-
-    from megatron.pipeline.trainer import checkpoint
-
     if args.load:
         assert checkpoint.load(args, training)
     else:
@@ -118,11 +118,6 @@ def pass_on(flags: str) -> None:
 
 def contents(directory: str) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint by its global name."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core import dist_checkpointing
-
     found = dist_checkpointing.load_plain_tensors(f"{directory}/iter_0000000")
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
@@ -155,16 +150,6 @@ def test_stock_reads_and_writes_the_same_checkpoints(
 
 def over_tensor_parallel_ranks(sequence_parallel: bool) -> list[float]:
     """Differences from one process: losses, both variants' gradients by the hidden states and weights, and the input layer."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core import parallel_state
-
-    from megatron.pipeline.distributed.sequence import complete
-    from megatron.pipeline.model.vocabulary.input import EmbeddingShard
-    from megatron.pipeline.model.vocabulary.loss import Statistics, weigh
-    from megatron.pipeline.model.vocabulary.output import OutputShard
-
     parallel_state.initialize_model_parallel(2)
     group, rank = parallel_state.get_tensor_model_parallel_group(), torch.distributed.get_rank()
     case = Case(size=13, stock_rows=14, count=2, sequence=4, label_smoothing=0.1)
@@ -218,20 +203,6 @@ def test_tensor_and_sequence_parallel(pool: Pool, sequence_parallel: bool) -> No
 
 def readiness(tied: bool) -> tuple[list[bool], float]:
     """Whether DDP has started to reduce, after S, T and IB of the last microbatch; and the gradient's error."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron.pipeline.model.split_linear import split_weights
-    from megatron.pipeline.model.vocabulary.input import EmbeddingShard
-    from megatron.pipeline.model.vocabulary.loss import Statistics
-    from megatron.pipeline.model.vocabulary.output import OutputShard
-    from megatron.pipeline.model.vocabulary.shard import VocabularyShard
-    from megatron.pipeline.model.vocabulary.tied import TiedGradient
-
     parallel_state.initialize_model_parallel()
     case = Case(count=1, batch=1, sequence=6)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputShard
@@ -65,8 +66,6 @@ class Case:
 
     def stock(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same by megatron-core's cross entropy and autograd, in a world of one rank that exists."""
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
         weight, hidden = self.weight.clone().requires_grad_(), self.hidden.clone().requires_grad_()
         losses = vocab_parallel_cross_entropy(hidden @ weight.t(), self.labels.t().contiguous(), self.label_smoothing).t()
         (losses * self.weights).sum().backward()

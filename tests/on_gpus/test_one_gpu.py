@@ -15,6 +15,8 @@ from pool import Pool
 from training import short_runs
 
 from megatron.pipeline.monitor.device_progress import DeviceProgress
+from megatron.pipeline.monitor.progress import Situation
+from megatron.pipeline.monitor.watchdog import Watchdog
 
 pytestmark = pytest.mark.cuda
 
@@ -76,9 +78,6 @@ def test_the_devices_place_is_where_it_is_and_not_where_the_host_is() -> None:
 
 
 def watched() -> bool:
-    from megatron.pipeline.monitor.progress import Situation
-    from megatron.pipeline.monitor.watchdog import Watchdog
-
     with Watchdog(Situation):
         torch.cuda._sleep(1_000_000)
     return torch.distributed.get_backend() == "nccl"

@@ -9,6 +9,17 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.pipeline.patches import schedules
+
+from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.optimizer import step_ahead
+from megatron.pipeline.runtime.optimizer.step_ahead import parts_of
+from megatron.pipeline.trainer import loop, program
+from megatron.pipeline.trainer.run_log import Log
+
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 --seed 7 "
     "--attention-dropout 0 --hidden-dropout 0 --clip-grad 100 --train-iters 12 --eval-iters 0 --num-workers 0 "
@@ -33,17 +44,6 @@ def train(
         Of every iteration what was told of it; digests of the parameters and of every part of the optimizer's state; and how many
         steps were taken ahead, how many of those were undone, and how many times forwards ran in vain.
     """
-    from megatron.pipeline import patches
-
-    patches.install()
-    import torch
-    from megatron.pipeline.patches import schedules
-
-    from megatron.pipeline.runtime.executor import Executor
-    from megatron.pipeline.runtime.optimizer import step_ahead
-    from megatron.pipeline.trainer import loop, program
-    from megatron.pipeline.trainer.run_log import Log
-
     schedules.restore()
     told: list[tuple[Any, ...]] = []
     digests: list[str] = []
@@ -87,8 +87,6 @@ def train(
 
 def error_of(flags: str, injections: Injections) -> str:
     """Train on this rank of the pool, and say how that failed; empty where it did not."""
-    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-
     try:
         train(flags, injections)
     except RuntimeError as error:
@@ -98,9 +96,6 @@ def error_of(flags: str, injections: Injections) -> str:
 
 
 def _tamper(training: Any, injections: Injections, terminate_in: int | None) -> None:
-    import torch
-    from megatron.core import parallel_state
-
     real = training.config.finalize_model_grads_func
     rank = parallel_state.get_pipeline_model_parallel_rank()
 
@@ -119,8 +114,6 @@ def _tamper(training: Any, injections: Injections, terminate_in: int | None) -> 
 
 
 def _digests(training: Any) -> list[str]:
-    from megatron.pipeline.runtime.optimizer.step_ahead import parts_of
-
     for chunk in training.chunks if training.chunks[0].ddp_config.overlap_param_gather else ():
         chunk.start_param_sync(force_sync=True)  # gathers of the last step may be on their way
     found = [_digest(parameter) for chunk in training.chunks for parameter in chunk.parameters()]
@@ -137,8 +130,6 @@ def _digests(training: Any) -> list[str]:
 
 
 def _digest(value: Any) -> str:
-    import torch
-
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return hashlib.sha256(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_gpt
+import torch
 from marked import rest, whole
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from optimizer.injected_runs import _digest
 from pool import Pool
+
+from megatron.pipeline.flags.config import parameter_scheduler
+from megatron.pipeline.runtime.optimizer.post_validation import PostValidation
+from megatron.pipeline.runtime.optimizer.step_ahead import parts_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "post_validation.md"
 ITERATIONS, INTERVAL = 10, 4
@@ -17,15 +25,6 @@ ITERATIONS, INTERVAL = 10, 4
 
 def train(schedule: str, flags: tuple[str, ...], ahead: bool) -> tuple[list[Any], list[Any], list[str]]:
     """Losses and norms, what evaluations saw of parameters and optimizer state, and how steps were taken."""
-    import tiny_gpt
-    import torch
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from optimizer.injected_runs import _digest
-
-    from megatron.pipeline.flags.config import parameter_scheduler
-    from megatron.pipeline.runtime.optimizer.post_validation import PostValidation
-    from megatron.pipeline.runtime.optimizer.step_ahead import parts_of
-
     run = tiny_gpt.Run(schedule, pp=4, flags=("--num-layers", "8", "--lr-warmup-iters", "6", *flags), measure=False)
     scheduler = parameter_scheduler(run.args, run.optimizer)
 

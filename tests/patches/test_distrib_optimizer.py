@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.pipeline.patches import distrib_optimizer
 from pool import Pool
 from training.short_runs import MODEL
+
+from megatron.pipeline.trainer import program
+from megatron.pipeline.trainer.state import build_training
 
 
 def saved_and_loaded(flags: str, kind: str, directory: str) -> list[list[tuple[float, list[float]]]]:
     """What an optimizer saves after two steps, and what another loads before its first: steps and moments by parameter."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    import torch
-    from megatron.core import dist_checkpointing, parallel_state
-
-    from megatron.pipeline.trainer import program
-    from megatron.pipeline.trainer.state import build_training
-
     metadata = {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
 
     def state_of(training: Any, is_loading: bool) -> dict[str, Any]:
@@ -63,15 +60,6 @@ def test_torchs_optimizer_is_loaded_before_its_first_step(pool: Pool, data: str,
 
 def stepped_by_bucket(flags: str, counts_empty: bool) -> tuple[list[str], list[int], bool]:
     """Two steps of two equal models, one bucket by bucket: what happened in the second, steps counted by groups, equality."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    import torch
-    from megatron.pipeline.patches import distrib_optimizer
-
-    from megatron.pipeline.trainer import program
-    from megatron.pipeline.trainer.state import build_training
-
     happened: list[str] = []
 
     class Counting:

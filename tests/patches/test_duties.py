@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_gpt
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from pool import Pool
 
 _CORE = "megatron.core"
@@ -120,11 +122,7 @@ def test_a_new_call_is_found() -> None:
 
 def refused(duty: str) -> str:
     """What an iteration says for a setting, or for groups of several modules."""
-    import tiny_gpt
-
     run = tiny_gpt.Run("zb-h1", pp=1)
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
     options: dict[str, Any] = {}
     if duty == "several modules":
         from megatron.pipeline.runtime import call

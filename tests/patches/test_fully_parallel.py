@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from pool import Pool
 
 COPIES = 2
@@ -9,14 +13,6 @@ COPIES = 2
 
 def written(copies: int) -> list[str]:
     """Which copies of a weight this of all replicas writes."""
-    import torch
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-
-    from megatron.pipeline import patches
-
-    patches.install()
     replica = torch.distributed.get_rank()
     state = {
         f"copy {copy}": ShardedTensor.from_rank_offsets("embedding", torch.zeros(4, 2), replica_id=(copy, 0, replica))

@@ -22,7 +22,6 @@ STAGES = st.lists(
     min_size=1,
     max_size=8,
 )
-NAMES = ("forward", "backward", "weight", "activation", "retained")
 
 
 def total(costs: Costs, name: str) -> float:

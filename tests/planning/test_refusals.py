@@ -11,10 +11,12 @@ from megatron.pipeline.planner.planning.refusals import (
     HOST_MIB,
     MIB,
     MICROBATCHES,
+    Bytes,
     Refusal,
     Unit,
     folded,
     nothing_fits,
+    read_amount,
 )
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
@@ -71,3 +73,14 @@ def test_the_same_reason_is_given_once() -> None:
     many = [Refusal(Variant(f"a{number}"), "is too long") for number in range(7)]
     assert folded(many, COSTS_UNIT, None) == ["a0, a1, a2, a3, a4, a5 and 1 more: is too long"]
     assert str(nothing_fits(many, COSTS_UNIT, None)) == "no schedule is possible: is too long"
+
+
+def test_amounts_are_numbers_or_bytes_that_know_their_unit() -> None:
+    """One reader for limits of ``mpipe plan`` and of a training, and for sizes of buffers."""
+    assert [read_amount(text) for text in ("0.5", ".5", "1e-1", "inf")] == [0.5, 0.5, 0.1, float("inf")]
+    assert not isinstance(read_amount("3"), Bytes)
+    amount = read_amount("1.5GiB")
+    assert isinstance(amount, Bytes) and amount == 1.5 * 2**30 and amount.unit.amount(amount) == "1.5GiB"
+    for text in ("12TiB", "12 GiB", "-1", "nan", "1e400", "much", ""):
+        with pytest.raises(ValueError, match=r"could not convert|expected a number"):
+            read_amount(text)

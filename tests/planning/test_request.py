@@ -35,16 +35,9 @@ MIB = 2**20
     ("request_", "kind", "message"),
     [
         (Request("zb-w", 4, 8), ValueError, "unknown schedule 'zb-w'; known are 1f1b, "),
-        (Request("zb-hafl", 4, 8), ValueError, "unknown schedule 'zb-hafl'"),
         (Request("1f1b", 0, 8), ValueError, "a pipeline needs at least 1 rank, got 0"),
         (Request("1f1b", 4, 0), ValueError, "a schedule needs at least 1 microbatch, got 0"),
-        (Request("dualpipe", 4, 8), ValueError, "dualpipe, which held every stage twice, is gone: take dualpipe-v"),
         (Request("zb-v", 4, 8, chunks=3), ChunksDoNotFit, "zb-v has 2 chunks per rank, got 3"),
-        (
-            Request("1f1b", 4, 8, splits=2),
-            ValueError,
-            "--splits 2 cuts microbatches into slices, and 1f1b does not",
-        ),
         (Request("1f1b", 4, 8, group=2), ValueError, "--group 2 sets groups of microbatches, and 1f1b has its own or none"),
         (Request("1f1b", 4, 8, memory_limit=[4, 4]), ValueError, "or one for each of 4 ranks"),
         (Request("1f1b", 4, 8, recompute={4}), ValueError, "cannot recompute stage 4: the stages are 0..3"),

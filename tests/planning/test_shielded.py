@@ -9,17 +9,12 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.planner.costmodel import device
-from megatron.pipeline.planner.costmodel.estimate import estimate, saved_seconds, shielded_seconds
-from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.planner.schedule.core.placement import Placement, linear
+from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.planner.schedule.rules.verify import verify
-from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.planner.shape.gpt import Shape
 
 
 def plan(name: str, ranks: int, microbatches: int, behind: float, saved: float, hides: bool = True, **options: object) -> Planned:
@@ -85,22 +80,3 @@ def test_errors() -> None:
         verify(replace(plan("zb-h1", 4, 8, 1.0, 0.6).schedule, shielded=frozenset({4})))
     with pytest.raises(ValueError, match="shielded must be a list of stages, got 3"):
         Schedule.from_json(plan("1f1b", 2, 4, 1.0, 0.6).schedule.to_json().replace('"passes"', '"shielded": 3, "passes"'))
-
-
-@pytest.mark.parametrize("tensor", [1, 2, 8])
-def test_costs_of_a_model_say_what_b_can_hide(tensor: int) -> None:
-    gpu = device.named("H100-80GB")
-    links, policy = Links.within(gpu), ActivationPolicy(tensor=tensor, sequence_parallel=tensor > 1, hidden_masks=False)
-    shape = Shape(32, 8192, 64, 8, 128, 28672, True, 8192, 1, 128256, policy=policy)
-    first, *_, last = estimate(shape, linear(4), [8] * 4, gpu, links=links).stages
-    if tensor == 1:
-        assert first.behind is first.saved is last.behind is None
-        return
-    behind, saved = shielded_seconds(shape, gpu, links) or (0.0, 0.0)
-    widths, products = (8192, 28672), 2 * 8192 * 8192 / tensor
-    assert behind == pytest.approx(sum(gpu.seconds(products * width) for width in widths))
-    assert 0 < saved <= saved_seconds(shape, gpu, links) * (1 + 1e-9)
-    assert (first.value("behind"), first.value("saved")) == pytest.approx((8 * behind, 8 * saved))
-    # Products of the vocabulary, of which the output layer has no other linear's before it.
-    assert last.value("behind") - first.value("behind") == pytest.approx(gpu.seconds(products * 128256))
-    assert last.value("saved") == pytest.approx(first.value("saved"))

@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 import tiny_gpt
 import torch
 from example_runs import example, optimizer_of
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
+from megatron.pipeline import install
 from megatron.pipeline.planner.planning.aside import PlanningProcess, plan_batch
+from megatron.pipeline.runtime.every_batch import EveryBatch
+from megatron.pipeline.runtime.packing import Packing
 
 NUMBERS = (4, 4, 4, 4, 6, 6, 3, 4, 4)  # of microbatches, by iteration
 
@@ -86,11 +93,6 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
         evaluates: forwards alone come in between: of "other" data, or of the "same" iterator.
         ends: iterators have as many microbatches; then there are only iterations for which they suffice.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron.pipeline import install
-    from megatron.pipeline.runtime.every_batch import EveryBatch
-
     own, lines = example("own_training_loop"), list[str]()
     how, _, order = plans.partition(" ")
     real = PlanningProcess.plan
@@ -150,16 +152,12 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
 
 
 def _make_groups(chunks: int) -> None:
-    from megatron.core import parallel_state, tensor_parallel
-
     parallel_state.initialize_model_parallel(1, torch.distributed.get_world_size(), chunks if chunks > 1 else None)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
 
 
 def _replayable(schedule: str, data: Iterator[torch.Tensor]) -> Any:
     """What Megatron-LM makes of an iterator, under one of the schedules."""
-    from megatron.core.rerun_state_machine import RerunDataIterator
-
     return RerunDataIterator(data) if schedule == "zb-auto" else data
 
 
@@ -189,12 +187,6 @@ def wrong_lengths(lengths: Any) -> str:
 def several_models(plans: bool) -> Trained:
     """Two models in turn, with other lengths in each of two replicas; gradients of the second are reduced within its passes, so
     that replicas run it in one order."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron.pipeline import install
-    from megatron.pipeline.runtime.every_batch import EveryBatch
-
     own, real = example("own_training_loop"), PlanningProcess.plan
     PlanningProcess.plan = on_time  # type: ignore[method-assign, assignment]
     try:
@@ -235,10 +227,6 @@ def several_models(plans: bool) -> Trained:
 
 
 def announces_in_vain() -> str:
-    from megatron.core import parallel_state
-
-    from megatron.pipeline import install
-
     loop = install("zb-auto")
     parallel_state.initialize_model_parallel(1, 1)
     try:
@@ -252,8 +240,6 @@ class _Unequal(tiny_gpt.Run):
     """Microbatches of lengths that tensor and context parallel ranks can cut; every replica has its own."""
 
     def lengths(self, iteration: int) -> list[int]:
-        from megatron.core import parallel_state
-
         draw = random.Random(100 * iteration + parallel_state.get_data_parallel_rank())
         return [draw.choice((4, 4, 8, 16)) for _ in range(self.microbatches)]
 
@@ -306,8 +292,6 @@ def in_parallel(schedule: str, flags: str, plans: bool, **sizes: Any) -> Paralle
 
 def announces_other_numbers(flags: str) -> str:
     """The error of a rank whose replica announces another number of microbatches than the other one."""
-    from megatron.core import parallel_state
-
     run = _Unequal("zb-v", pp=2, microbatches=6, flags=(*flags.split(), "--pipeline-plan", "every-batch"))
     assert run.pipeline.batches is not None
     run.pipeline.batches.announce([[4]] * (6 + parallel_state.get_data_parallel_rank()))
@@ -360,9 +344,6 @@ class _PerSequence(torch.nn.Module):
 
 def _thd_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     """As Megatron-LM does it: one of the tensor-parallel ranks reads, on every stage."""
-    from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     read = [next(data)] if data else [None]
     source, group = parallel_state.get_tensor_model_parallel_src_rank(), parallel_state.get_tensor_model_parallel_group()
     torch.distributed.broadcast_object_list(read, source, group=group)
@@ -383,12 +364,6 @@ def packs(
     Args:
         thd: there is one replica, with 2 tensor-parallel ranks, whose layers get ``packed_seq_params``.
     """
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
-
-    from megatron.pipeline.runtime.packing import Packing
-
     real, PlanningProcess.plan = PlanningProcess.plan, on_time  # type: ignore[method-assign, assignment]
     machine = get_rerun_state_machine()
     machine.get_mode = lambda: RerunMode.VALIDATE_RESULTS  # iterators keep what they give

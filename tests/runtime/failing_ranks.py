@@ -18,6 +18,7 @@ import tiny_gpt
 import torch
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline import patches
 from megatron.pipeline.monitor.progress import Situation
 from megatron.pipeline.monitor.watchdog import Watchdog
 from megatron.pipeline.runtime.offload.host_memory import HostPool
@@ -31,6 +32,7 @@ def main(how: str, failing_rank: int, vocabulary: str = "off", offload: str = "o
     signal.signal(signal.SIGTERM, lambda *_: None)  # as in training, where it is noted
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
+    patches.install()
     schedule, flags = "zb-h1", f"--vocab-parallel {vocabulary}"
     if offload != "off":  # copies of 100 kB, which take a tenth of a second
         schedule, flags = (

@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 from example_runs import example
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron.pipeline import install
 
 
 def train(
@@ -21,12 +26,6 @@ def train(
         bucket: size, in weights.
         instances: of the distributed optimizer, each of which has all of a chunk's optimizer state.
     """
-    from megatron.core import parallel_state
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron.pipeline import install
-
     own = example("own_training_loop")
     chunks = install(schedule).pipeline(2).placement.chunks
     several = chunks if chunks > 1 else None

@@ -8,6 +8,8 @@ from typing import Any
 
 import tiny_gpt
 import torch
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from runtime import braids
 
 EXPERTS = (
@@ -57,9 +59,6 @@ def digests(chunks: Any, gradients: bool) -> dict[Any, str]:
     Args:
         gradients: whether this rank has whole ones.
     """
-    from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
-
     replica, found = parallel_state.get_data_parallel_rank(), {}
     for chunk in unwrap_model(list(chunks)):
         numbers = {f"decoder.layers.{place}.": layer.layer_number for place, layer in enumerate(chunk.decoder.layers)}

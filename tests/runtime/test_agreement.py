@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from unittest.mock import patch
 
+import megatron.core
 import pytest
 import tiny_gpt
 import torch
+from megatron.pipeline.patches import compat
 from pool import Pool
 
-from megatron.pipeline.runtime.agreement import differences
+from megatron.pipeline.planner.planning.plan_cache import PlanCache
+from megatron.pipeline.runtime.agreement import RanksDiffer, agree, differences
 
 
 def with_one_that_differs(schedules: list[str], when: str) -> str:
     """What a rank says that planned its own entry of ``schedules``: at the start, in an iteration, or after planning again."""
     run = tiny_gpt.Run(schedules[0], pp=2)
-    from megatron.pipeline.planner.planning.plan_cache import PlanCache
-    from megatron.pipeline.runtime.agreement import RanksDiffer
-
     own = schedules[torch.distributed.get_rank()]
     other = PlanCache(replace(run.pipeline.plans._request, schedule=own))
     other.check(run.microbatches)
@@ -48,13 +49,6 @@ def test_equal_ranks_agree(pool: Pool) -> None:
 
 def with_another_core(versions: list[str]) -> str:
     """What a rank says that runs its own release of megatron-core, such as a checkout's, whatever pip has installed."""
-    from unittest.mock import patch
-
-    import megatron.core
-    from megatron.pipeline.patches import compat
-
-    from megatron.pipeline.runtime.agreement import RanksDiffer, agree
-
     compat.version.cache_clear()
     try:
         with patch.object(megatron.core, "__version__", versions[torch.distributed.get_rank()]):

@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 import tiny_gpt
 import torch
+from megatron.core.utils import unwrap_model
 from pool import Pool
 
+from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.placement import v
+from megatron.pipeline.runtime.agreement import Built, misplaced
+from megatron.pipeline.runtime.pipeline import Pipeline
 
 
 def train(schedule: str, built_for: str, pp: int, change: str = "", flags: str = "") -> str:
     """What a rank says whose chunks are those of another schedule's placement."""
     run = tiny_gpt.Run(built_for, pp=pp, flags=("--num-layers", "8", *flags.split()))
-    from megatron.core.utils import unwrap_model
-
-    from megatron.pipeline.planner.planning.request import Request
-    from megatron.pipeline.runtime.pipeline import Pipeline
-
     if schedule != built_for:
         Pipeline(Request(schedule, pp, run.microbatches)).install()
     modules: list[Any] = [unwrap_model(chunk) for chunk in run.chunks]
@@ -60,8 +59,6 @@ def test_chunks_of_its_own_placement(pool: Pool, schedule: str, flags: str) -> N
 
 
 def test_chunks_that_say_nothing_are_taken_as_they_are() -> None:
-    from megatron.pipeline.runtime.agreement import Built, misplaced
-
     silent, first, second = Built((False, False), None), Built((True, False), ()), Built((False, False), (1, 2))
     third, last = Built((False, False), ()), Built((False, True), (4,))
     assert misplaced([[silent, silent], [silent, silent]], v(2), "zb-v") is None

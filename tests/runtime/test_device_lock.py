@@ -9,6 +9,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -80,8 +81,6 @@ def test_a_rank_that_dies_gives_its_turn_back(tmp_path: Path) -> None:
 
 def opened_elsewhere(hosts: list[str]) -> str:
     """What a rank says whose machine has this name."""
-    from unittest.mock import patch
-
     with patch("socket.gethostname", lambda: hosts[torch.distributed.get_rank()]):
         try:
             DeviceLock.open()

@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 import tiny_gpt
 import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func as imported_early
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.pipeline.patches import schedules
 from pool import Pool, RankFailed
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.combinations.table import flag_of
 from megatron.pipeline.planner.planning import Request
+from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.pipeline import Pipeline
 
 RANKS = 4
 DEEP = ("--num-layers", "8", "--clip-grad", "0")  # a layer for every stage of a V; norms have last digits of their own there
@@ -26,13 +33,6 @@ def known(found: list[list[Any]]) -> list[Any]:
 
 
 def signatures() -> tuple[list[str], list[list[str]]]:
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.pipeline.patches import schedules
-
-    from megatron.pipeline.runtime.call import Call
-
     ours = [p.name for p in inspect.signature(Call).parameters.values() if p.kind is p.KEYWORD_ONLY]
     theirs = [list(inspect.signature(schedules._ORIGINAL[name]).parameters) for name in schedules._FUNCTIONS]
     return ours, theirs
@@ -46,9 +46,6 @@ def test_signature_is_upstreams(pool: Pool) -> None:
 
 def getter_follows_patch() -> list[str]:
     run = tiny_gpt.Run("zb-h1", pp=1)
-    from megatron.core.pipeline_parallel import get_forward_backward_func as imported_early
-    from megatron.pipeline.patches import schedules
-
     names = [imported_early().__qualname__]
     schedules.restore()
     names.append(imported_early().__qualname__)
@@ -65,10 +62,6 @@ def test_getter_returns_the_pipelines_function(pool: Pool) -> None:
 def with_own_groups(schedule: str) -> list[Any]:
     """p2p_communicator and pg_collection given, as upstream's newer training loop does, and non-loss data collected."""
     run = tiny_gpt.Run(schedule, pp=RANKS, microbatches=3, flags=DEEP)
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
@@ -228,8 +221,6 @@ def evaluate_six(schedule: str) -> tiny_gpt.Step:
 
 
 def bad_pipelines(directory: str) -> list[str]:
-    from megatron.pipeline.runtime.pipeline import Pipeline
-
     broken = Path(directory) / "broken.json"
     broken.write_text(planning.plan("1f1b", 2, 4).to_json().replace('"F3.0", ', ""))
     messages = []
@@ -259,8 +250,6 @@ def test_bad_schedules_are_refused_with_what_to_change(pool: Pool, tmp_path: Pat
 
 def within_limit() -> list[int]:
     """Evaluation keeps no activations, so the limit of training does not apply to it."""
-    from megatron.pipeline.runtime.pipeline import Pipeline
-
     pipeline = Pipeline(Request("zb-h1", 2, 8, memory_limit=2))
     pipeline.plans.check(8)
     return [len(pipeline.plans.plan(8, forward_only).schedule.passes[0]) for forward_only in (False, True)]

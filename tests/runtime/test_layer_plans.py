@@ -14,8 +14,12 @@ from unittest.mock import patch
 import pytest
 import tiny_gpt
 from marked import rest
+from megatron.core.pipeline_parallel import utils
 from pool import Pool
 from runtime import braids, plans
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.runtime import layer_plans
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "v-half", "interleaved", "dualpipe-v")
 OPTIONS = (
@@ -87,8 +91,6 @@ def test_megatrons_own_order(pool: Pool, ranks: int, pp: int, flags: str) -> Non
 @pytest.mark.rest
 def test_recomputed_passes(pool: Pool, tmp_path: Path) -> None:
     """R makes the plan: a forward that keeps nothing runs as ever, and so beside nothing."""
-    from megatron.pipeline.cli import main
-
     path = tmp_path / "recomputed.json"
     assert main(f"plan --schedule zb-v --pp 2 --microbatches {MICROBATCHES} --recompute all --json -o {path}".split()) == 0
     check(pool, f"file:{path}", ranks=4, pp=2, flags="--hidden-dropout 0.1")
@@ -106,10 +108,6 @@ def evaluate(schedule: str, flags: str) -> Any:
 
 def parts(schedule: str) -> tuple[list[str], int]:
     """What a rank runs in an iteration, part by part, and how many braids."""
-    from megatron.core.pipeline_parallel import utils
-
-    from megatron.pipeline.runtime import layer_plans
-
     flags = tuple(f"{plans.EXPERTS} --bf16 {plans.OVERLAP}".split())
     run = tiny_gpt.Run(schedule, pp=2, microbatches=MICROBATCHES, flags=flags)
     names: list[str] = []

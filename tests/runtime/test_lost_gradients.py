@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_gpt
 import torch
+from megatron.core.utils import unwrap_model
 from pool import Pool
 
 USES: dict[str, Any] = {
@@ -20,8 +21,6 @@ def train(schedule: str, use: str, flags: str) -> str:
     """What the rank says whose last layer uses the weight of a linear so: an error, or whether that weight has a gradient."""
     given = ("--disable-bias-linear", "--untie-embeddings-and-output-weights", *flags.split())
     run = tiny_gpt.Run(schedule, pp=2, microbatches=2, flags=given)
-    from megatron.core.utils import unwrap_model
-
     chunk = unwrap_model(run.chunks[-1])
     linear: Any = [module for name, module in chunk.named_modules() if name.endswith("linear_fc2")][-1]
     forward = linear.forward

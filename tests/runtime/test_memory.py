@@ -16,6 +16,7 @@ from marked import rest, whole
 from pool import Pool
 
 from megatron.pipeline.backward.weight_tasks import WeightTask
+from megatron.pipeline.monitor.cost_profile import measured_costs
 from megatron.pipeline.monitor.memory import ActivationMeter
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
@@ -27,6 +28,7 @@ from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.vocabulary import postponed
 from megatron.pipeline.runtime.stage_passes import run_weights
+from megatron.pipeline.runtime.vocabulary import VocabularyPasses
 
 FLAGS = ("--num-layers", "8", "--seq-length", "64", "--hidden-size", "64", "--untie-embeddings-and-output-weights")
 
@@ -45,8 +47,6 @@ SCHEDULES = [*families.FAMILIES]
 
 def stage_costs(schedule: str, vocabulary: str = "off") -> Costs:
     """What one microbatch holds on every stage, measured with no other in flight."""
-    from megatron.pipeline.monitor.cost_profile import measured_costs
-
     run = tiny_gpt.Run(schedule, pp=4, microbatches=1, flags=(*FLAGS, "--vocab-parallel", vocabulary))
     for iteration in range(2):
         run.step(iteration)
@@ -105,8 +105,6 @@ def test_a_spread_vocabulary_holds_a_microbatch_more_per_barrier(pool: Pool, sch
 
 def most_held(schedule: str, flags: tuple[str, ...]) -> tuple[list[int], int]:
     """Peak activation bytes of all ranks, and the most microbatches of which this one holds an embedding outside of a stage."""
-    from megatron.pipeline.runtime.vocabulary import VocabularyPasses
-
     counts = []
     real = VocabularyPasses.run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,15 +12,23 @@ from unittest.mock import patch
 
 import pytest
 import tiny_gpt
+import torch
 from marked import rest, whole
+from megatron.core import parallel_state
+from megatron.pipeline.patches import schedules
 from pool import Pool
 from replanned import planned_again
+from runtime.offloaded import PoisonedPool
 
+from megatron.pipeline.monitor import cost_profile
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
+from megatron.pipeline.planner.schedule.transforms.transform import without_copies
+from megatron.pipeline.runtime.offload import activations
 
 SMALL = "--offload-min-size 1KiB"
 FULL, SELECTIVE, ALL = "--offload full", "--offload selective", "all"
@@ -43,11 +53,6 @@ def run(schedule: str, flags: str, iterations: int, others: tuple[int, ...] = ()
     Args:
         others: between iterations there is an evaluation, and another iteration, with each of these numbers of microbatches.
     """
-    import torch
-    from megatron.core import parallel_state
-    from runtime.offloaded import PoisonedPool
-
-    from megatron.pipeline.runtime.offload import activations
 
     def poisoned(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.full((nbytes,), 255, dtype=torch.uint8, device=device)
@@ -194,10 +199,6 @@ LARGE = "--num-layers 8 --hidden-size 64 --seq-length 64"
 
 def planned_and_measured(schedule: str, **sizes: Any) -> tuple[list[float], list[int], list[float]]:
     """Peaks in bytes of every rank: planned at what has been measured, and then measured again; and those of nothing copied."""
-    from megatron.pipeline.monitor import cost_profile
-    from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
-    from megatron.pipeline.planner.schedule.transforms.transform import without_copies
-
     trained = tiny_gpt.Run(schedule, flags=tuple(f"{LARGE} {FULL} {SMALL}".split()), **sizes)
     pipeline = trained.pipeline
     trained.step(0)
@@ -229,8 +230,6 @@ def test_peaks_are_the_planned_ones(pool: Pool, schedule: str, pp: int, microbat
 
 def slowly(schedule: str, bandwidth: float, **sizes: Any) -> tuple[list[tiny_gpt.Step], Any]:
     """Copies that take many times as long as passes; this rank's losses and norms, and its last record."""
-    from megatron.core import parallel_state
-
     flags = f"--num-layers 8 {FULL} {SMALL} --offload-cpu-bandwidth {bandwidth / 1e9}"
     trained = tiny_gpt.Run(schedule, flags=tuple(flags.split()), **sizes)
     steps = [trained.step(iteration) for iteration in range(2)]
@@ -264,10 +263,6 @@ def test_passes_wait_for_slow_copies(pool: Pool, schedule: str, bandwidth: float
 
 def left_behind(**sizes: Any) -> tuple[int, int]:
     """Threads of copies while there is a pipeline, and once there is none."""
-    import gc
-    import threading
-
-    from megatron.pipeline.patches import schedules
 
     def count() -> int:
         return sum(one.name.startswith("copies to the ") for one in threading.enumerate())

@@ -20,6 +20,8 @@ from pool import Pool
 from runtime import layouts
 from runtime.layouts import ALIKE, COLUMNS, INTERLEAVED, LINEAR, NEVER, ROWS, SCHEDULES
 
+from megatron.pipeline.cli import main
+
 ITERATIONS = 2  # what a schedule does wrong in one it does in the first, or where it goes on from one
 PLAIN = {name: values[0] for name, values in COLUMNS.items()}
 
@@ -128,8 +130,6 @@ def test_groups_that_are_larger_than_the_pipeline(pool: Pool, pp: int, layers: i
 
 def test_recomputed_passes(pool: Pool, tmp_path: Any) -> None:
     """R runs a forward again, on the same data and with the same masks."""
-    from megatron.pipeline.cli import main
-
     path = tmp_path / "recomputed.json"
     assert main(f"plan --schedule zb-v --pp 2 --microbatches 5 --recompute all --json -o {path}".split()) == 0
     row = PLAIN | {"dropout": "0.1"}

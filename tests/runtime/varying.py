@@ -7,6 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.pipeline import install
 
 LENGTH, BATCH, WIDTH = 2, 2, 8
 STEPS, MOST = 12, 8
@@ -23,11 +33,6 @@ class Own:
     """
 
     def __init__(self, pipeline: Any, loop: str = "bare", **ddp: Any) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.transformer import TransformerConfig
-
         placement, rank = pipeline.placement, parallel_state.get_pipeline_model_parallel_rank()
         sizes = {"num_layers": placement.depth, "hidden_size": WIDTH, "num_attention_heads": 1}
         pipelined = {"pipeline_model_parallel_size": placement.ranks, "pipeline_dtype": torch.float32}
@@ -46,8 +51,6 @@ class Own:
 
     def step(self, iteration: int, microbatches: int, forward_only: bool) -> tuple[list[float], float]:
         """Losses by microbatch, where they are known, and the norm of the gradients."""
-        from megatron.core.distributed import finalize_model_grads
-
         if forward_only:
             return self.call(iteration, microbatches, True), 0.0
         self.optimizer.zero_grad()
@@ -63,9 +66,6 @@ class Own:
 
     def call(self, iteration: int, microbatches: int, forward_only: bool = False) -> list[Any]:
         """What is reported."""
-        from megatron.core import parallel_state
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         generator = torch.Generator().manual_seed(1000 * iteration + parallel_state.get_data_parallel_rank())
         data = [torch.randn(LENGTH, BATCH, WIDTH, generator=generator) for _ in range(microbatches)]
         reported: list[Any] = get_forward_backward_func()(
@@ -91,9 +91,6 @@ def _one_or_all(given: list[Any]) -> Any:
 
 def stage(config: Any, number: int, depth: int) -> Any:
     """A norm, which B completes, and linears, which W does: one is for tokens above a threshold, of which there may be none."""
-    from megatron.core.enums import ModelType
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-    from megatron.core.transformer.module import MegatronModule
 
     class Stage(MegatronModule):
         model_type, pre_process, share_embeddings_and_output_weights = ModelType.encoder_or_decoder, False, False
@@ -124,10 +121,6 @@ def stage(config: Any, number: int, depth: int) -> Any:
 
 def start(schedule: str, pp: int) -> Any:
     """The pipeline, in megatron-core's place; the rest of the world is data parallel."""
-    from megatron.core import parallel_state
-
-    from megatron.pipeline import install
-
     pipeline = install(schedule).pipeline(pp)
     chunks = pipeline.placement.chunks
     parallel_state.initialize_model_parallel(1, pp, chunks if chunks > 1 else None)

@@ -47,7 +47,7 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     All schedules are searched that run R and BW on the stages that the problem says, and B and W elsewhere, or BW where
     that takes or holds less than B and W.
 
-    A spread vocabulary's passes are not searched. Where the problem allows braids, all pairs of a forward and a backward are.
+    A spread vocabulary's passes are not searched, and no braids.
 
     CP-SAT counts in whole numbers. Times and sizes that are fractions with small denominators are scaled to whole numbers.
     Others are rounded down, times to a grid of 1/20000 of the longest pass, so that the bound holds and ``value``, from the
@@ -61,12 +61,7 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
         ValueError: no schedule was found in time.
     """
     least = lower_bound(problem)
-    if problem.overlap:
-        from schedule.exact_braids import ModelWithBraids  # which extends the model here
-
-        model: Model = ModelWithBraids(problem)
-    else:
-        model = Model(problem)
+    model = Model(problem)
     if hint is not None:
         model.start_from(hint)
     solver, status = model.solve(seconds)
@@ -171,11 +166,7 @@ class Model:
             for work in works:
                 for other, before in schedule.predecessors(rank, work):
                     hop = int(self._of[work.microbatch].hop) if other != rank else 0
-                    self._model.add(self._made(other, before) + hop <= self._starts[rank, work])
-
-    def _made(self, rank: int, work: Pass) -> LinearExprT:
-        """When what a pass makes is there."""
-        return self._ends[rank, work]
+                    self._model.add(self._ends[other, before] + hop <= self._starts[rank, work])
 
     def _add_limit(self, rank: int, limit: float) -> None:
         """What a pass allocates is held until passes that free as much have ended, the last allocated first. Ranks run one pass
@@ -255,8 +246,7 @@ class Model:
         """Give the solver a schedule's times to start from."""
         whole = simulate(replace(hint, microbatches=hint.slices, splits=1), self._sliced)
         for rank, passes in enumerate(whole.ranks):
-            for timed, start, _ in passes:
-                work = timed._replace(kind=Kind(timed.kind.row.braided or timed.kind))
+            for work, start, _ in passes:
                 key = (rank, work._replace(kind=Kind.B) if work.kind is Kind.BW and (rank, work) not in self._starts else work)
                 if key in self._starts:
                     self._model.add_hint(self._starts[key], int(start / self.unit))

@@ -1,23 +1,19 @@
-"""The lower bound, against every schedule there is on tiny instances, random ones, and those that are known to be best."""
+"""The lower bound, against random schedules of any problem, and those that are known to be best."""
 
-import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from marked import rest
-from schedule_strategies import costs_of, exact, placements, schedules
+from schedule_strategies import exact, placements
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved, linear, v
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear, v
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.optimum import bound
@@ -28,65 +24,6 @@ from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, s
 def lower_bound(placement: Placement, microbatches: int, costs: Costs, memory_limit: Any = None) -> float:
     limits = None if memory_limit is None else tuple(per_rank(memory_limit, placement.ranks))
     return bound.lower_bound(Problem(placement, microbatches, costs, limits))
-
-
-@cache
-def every_order(microbatches: int, chunks: int) -> list[tuple[Pass, ...]]:
-    """Every order of one rank's split passes that keeps F before B before W, and each in microbatch order."""
-
-    before = {Kind.B: Kind.F, Kind.W: Kind.B}
-    ran = {(kind, chunk): 0 for kind in (Kind.F, Kind.B, Kind.W) for chunk in range(chunks)}
-
-    def extend(order: tuple[Pass, ...]) -> Iterator[tuple[Pass, ...]]:
-        if len(order) == 3 * microbatches * chunks:
-            yield order
-        for (kind, chunk), number in ran.items():
-            if number < (microbatches if kind is Kind.F else ran[before[kind], chunk]):
-                ran[kind, chunk] += 1
-                yield from extend((*order, Pass(kind, number, chunk)))
-                ran[kind, chunk] -= 1
-
-    return list(extend(()))
-
-
-CASES = {
-    "one rank": (linear(1), 3, [(1, 2, 3)], 0),
-    "equal": (linear(2), 2, [(1, 1, 1)] * 2, 0),
-    "equal with hops": (linear(2), 2, [(1, 1, 1)] * 2, 1),
-    "slow first": (linear(2), 2, [(3, 4, 2), (1, 1, 1)], 1),
-    "slow last": (linear(2), 2, [(1, 1, 2), (2, 5, 1)], 0),
-    "three ranks": (linear(3), 1, [(1, 2, 3), (3, 2, 1), (1, 1, 1)], 2),
-    "v": (v(2), 1, [(1, 2, 3), (2, 1, 1), (1, 3, 1), (2, 2, 2)], 1),
-    "interleaved": (interleaved(2, 2), 1, [(2, 1, 0), (1, 1, 4), (1, 0, 1), (0, 3, 1)], 1),
-    "v on one rank": (v(1), 2, [(1, 2, 1), (3, 1, 2)], 1),
-}
-
-
-@pytest.mark.parametrize("case", [rest(name) if name == "v on one rank" else name for name in CASES])
-@pytest.mark.parametrize("retained", [1, 0])
-def test_no_schedule_is_below_the_bound(case: str, retained: int) -> None:
-    placement, microbatches, times, hop = CASES[case]
-    costs = Costs(tuple(StageCosts(*each, activation=1, retained=retained) for each in times), hop)
-    orders = every_order(microbatches, placement.chunks)
-    found: list[tuple[float, float]] = []
-    for rows in itertools.product(orders, repeat=placement.ranks):
-        schedule = Schedule("any", placement, microbatches, rows)
-        try:
-            found.append((simulate(schedule, costs).span, max(activation_peaks(schedule, costs))))
-        except ValueError:
-            continue
-    for limit in (None, 1, 2, 3):
-        best = min((span for span, peak in found if limit is None or peak <= limit), default=float("inf"))
-        assert lower_bound(placement, microbatches, costs, limit) <= best
-
-
-@given(st.data())
-def test_no_random_schedule_is_below_the_bound(data: st.DataObject) -> None:
-    schedule = data.draw(schedules())
-    costs = data.draw(costs_of(schedule.placement))
-    span, peaks = simulate(schedule, costs).span, activation_peaks(schedule, costs)
-    assert lower_bound(schedule.placement, schedule.microbatches, costs) <= span * (1 + 1e-9)
-    assert lower_bound(schedule.placement, schedule.microbatches, costs, peaks) <= span * (1 + 1e-9)
 
 
 @st.composite
@@ -203,7 +140,7 @@ def v_bound(ranks: int, microbatches: int, limit: int) -> float:
     return 2 * (lower_bound(v(ranks), microbatches, uniform(v(ranks)), memory_limit=limit) - 3 * microbatches)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8, 12, 16])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8, 12, 16, 64])
 def test_v_half_is_optimal(ranks: int) -> None:
     # Qi et al., "Pipeline Parallelism with Controllable Memory": 3p-7 for even p, 3p-4 for odd, at (p+2)//2 microbatches.
     assert v_bound(ranks, 3 * ranks, (ranks + 2) // 2) == max(0, 3 * ranks - (4 if ranks % 2 else 7))
@@ -218,10 +155,6 @@ def test_v_min_is_optimal_where_its_memory_is_used(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_zb_v_needs_no_more_than_the_work(ranks: int) -> None:
     assert v_bound(ranks, 3 * ranks, ranks) == 0
-
-
-def test_large_instances_are_bounded_as_well() -> None:
-    assert v_bound(64, 512, 33) == 3 * 64 - 7
 
 
 def test_where_backwards_are_fused_the_bound_is_that_of_1f1b() -> None:

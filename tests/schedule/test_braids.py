@@ -238,16 +238,6 @@ def test_no_order_of_parts_is_shorter(attention: float, experts: float, exchange
     assert braid_seconds(forward, other)[1] == pytest.approx(best)
 
 
-@settings(max_examples=3)
-@given(times, times, st.floats(0.1, 2.0), st.sampled_from([1, 2]))
-def test_no_order_of_parts_of_two_layers_is_shorter(attention: float, experts: float, exchange: float, backward: int) -> None:
-    """As above: none of 12,870."""
-    forward = Parts(2 * attention, 2 * exchange, 2 * experts, 2 * exchange, layers=2)
-    other = forward._replace(attention=2 * backward * attention, experts=2 * backward * experts)
-    best = min(run_in(order, forward, other)[1] for order in orders(2 * "adec", 2 * "CEDA"))
-    assert braid_seconds(forward, other)[1] == pytest.approx(best)
-
-
 @given(st.floats(0.0, 1.0), st.floats(0.1, 2.0), st.floats(0.0, 1.0), st.sampled_from([1, 4]))
 def test_a_braid_computes_all_of_w(exchange: float, weight: float, of_experts: float, layers: int) -> None:
     """Also where a BW alone computes some of it behind its all-to-alls, and so takes less than B and W."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from marked import rest
-from schedule.exact import optimum
+from schedule.optima import stored
 from schedule_strategies import with_parts_of
 
 from megatron.pipeline.planner.planning.compose import solve
@@ -157,7 +157,7 @@ def every_order(microbatches: int) -> Iterator[tuple[Pass, ...]]:
 
 
 @pytest.mark.parametrize("limit", [None, 2.0])
-def test_optimum_is_that_of_all_orders(limit: float | None) -> None:
+def test_planned_is_near_the_best_of_all_orders(limit: float | None) -> None:
     made, costs = linear(2), with_parts_of(2)
     problem = Problem(made, 3, costs, (limit,) * 2 if limit else None, Objective.MAKESPAN, fused=frozenset({0, 1}), overlap=True)
     best = math.inf
@@ -166,11 +166,8 @@ def test_optimum_is_that_of_all_orders(limit: float | None) -> None:
         with suppress(ScheduleError):
             verify(schedule, costs, problem.limits)
             best = min(best, problem.value(simulate(schedule, costs)))
-    found = optimum(problem)
-    assert found.proven and found.value == pytest.approx(best)
     assert lower_bound(problem) <= best + 1e-9
-    planned = solve("zb-auto", problem)
-    assert optimum(problem, hint=planned).value <= problem.value(simulate(planned, costs)) + 1e-9
+    assert best - 1e-9 <= problem.value(simulate(solve("zb-auto", problem), costs)) <= 1.1 * best
 
 
 @pytest.mark.parametrize("hop", [0.0, 0.5])
@@ -185,10 +182,8 @@ def test_the_makespan_begins_before_the_last_rank_does_and_ends_after_it(hop: fl
     assert lower_bound(split) <= lower_bound(problem)
 
 
-@pytest.mark.parametrize(("name", "microbatches", "limit"), [("zb-auto", 4, 3.0), ("v-auto", 3, None), rest("v-auto", 3, 5.0)])
+@pytest.mark.parametrize(("name", "microbatches", "limit"), [("zb-auto", 4, 3.0), ("v-auto", 3, None), ("v-auto", 3, 5.0)])
 def test_planned_is_near_the_optimum(name: str, microbatches: int, limit: float | None) -> None:
     asked = Request(name, 2, microbatches, lambda placement: with_parts_of(placement.last_stage + 1), overlap=True)
-    planned = replace(asked, memory_limit=limit).plan()
-    found = optimum(planned.problem, hint=planned.schedule)
-    assert found.proven and planned.bound <= found.value * (1 + 1e-9)
-    assert found.value <= planned.timeline.span <= 1.1 * found.value
+    planned, best = replace(asked, memory_limit=limit).plan(), stored("braids")[f"{name} m={microbatches} limit={limit}"]
+    assert planned.bound <= best * (1 + 1e-9) and best * (1 - 1e-9) <= planned.timeline.span <= 1.1 * best

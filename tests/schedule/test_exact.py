@@ -1,29 +1,19 @@
 """The exact optimum: against every schedule there is on tiny instances, and against what is known to be the best."""
 
 import itertools
-from dataclasses import replace
-from typing import Any
 
 import pytest
-from schedule import exact
+from schedule import exact, optima
 from schedule.exact import optimum
 
-from megatron.pipeline.planner import planning
-from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.core.placement import Placement, linear, v
+from megatron.pipeline.planner.schedule.core.placement import linear, v
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
 from megatron.pipeline.planner.schedule.rules.verify import verify
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
-
-
-def unit_problem(placement: Placement, microbatches: int, limit: float | None = None, **options: Any) -> Problem:
-    """Every pass of a chunk takes 1 and holds 1; the limit counts chunks."""
-    share = placement.chunks
-    costs = uniform(placement, share, share, share, activation=share, retained=share)
-    return Problem(placement, microbatches, costs, None if limit is None else (limit,) * placement.ranks, **options)
 
 
 def best_of_all(problem: Problem) -> float:
@@ -62,25 +52,6 @@ def test_the_optimum_is_the_best_of_all_schedules(
     verify(found.schedule, problem.costs, problem.limits)
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "limit", "bubble"), [(2, 4, 4, 0), (3, 4, 4, 5), (4, 6, 4, 11), (4, 6, 6, 5)])
-def test_v_half_and_v_min_are_optimal(ranks: int, microbatches: int, limit: int, bubble: int) -> None:
-    found = optimum(unit_problem(v(ranks), microbatches, limit))
-    assert found.proven
-    assert found.value == 6 * microbatches + bubble
-
-
-def test_zb_h1_is_returned_where_nothing_is_better() -> None:
-    problem = replace(unit_problem(linear(4), 6, 4), costs=uniform(linear(4), 1, 1.2, 0.8, 0.3))
-    hint = planning.solve("zb-h1", problem)
-    assert optimum(problem, hint=hint).value == pytest.approx(simulate(hint, problem.costs).span)
-
-
-def test_a_hint_is_what_comes_back_without_time() -> None:
-    problem = unit_problem(linear(4), 6, 4)
-    hint = planning.solve("zb-h1", problem)
-    assert optimum(problem, seconds=0, hint=hint).schedule == hint
-
-
 def test_everything_a_problem_can_hold() -> None:
     stages = tuple(StageCosts(1, 2, 1, 1, 0.5, fused, 1, 0.25) for fused in (None, 2.5, 2, None))
     for placement, options in (
@@ -101,21 +72,10 @@ def test_everything_a_problem_can_hold() -> None:
         assert {stage for stage, kind in kinds if kind is Kind.BW} >= problem.fused
 
 
-def test_bw_is_taken_where_it_is_shorter() -> None:
-    problem = Problem(linear(1), 2, Costs((StageCosts(1, 1, 1, fused=1.5),)))
-    found = optimum(problem)
-    assert found.value == 5
-    assert [work.kind for work in found.schedule.passes[0]].count(Kind.BW) == 2
-
-
-def test_times_that_are_no_simple_fractions_are_bounded_from_below() -> None:
-    costs = uniform(linear(3), 1, 2**0.5, 0.7071)
-    found = optimum(Problem(linear(3), 3, costs, (3.0,) * 3))
-    assert found.bound <= found.value <= found.bound * 1.001
-    assert found.value == simulate(found.schedule, costs).span
-
-
-def test_passes_without_length_keep_their_order() -> None:
-    found = optimum(Problem(v(2), 3, uniform(v(2), 0, 0, 0), (2.0,) * 2))
-    assert found.value == 0
-    verify(found.schedule, uniform(v(2)), 2)
+@pytest.mark.parametrize(
+    "case",
+    [case if number < 4 else pytest.param(case, marks=pytest.mark.whole) for number, case in enumerate(optima.CASES)],
+    ids=str,
+)
+def test_the_stored_optima_are_proven_again(case: optima.Case) -> None:
+    assert optima.proven(case) == pytest.approx(optima.stored()[str(case)], rel=1e-9)

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
-from megatron.pipeline.planner import planning
-from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import linear, v
@@ -38,13 +36,6 @@ def test_what_is_written_as_csv_is_read_back(schedule: Schedule) -> None:
     assert to_csv(read) == text
     ascending = all(list(stages) == sorted(stages) for stages in schedule.placement.stages)
     assert (read == schedule) == ascending, "chunks are told apart by the order of their stages"
-
-
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_families_as_csv(name: str) -> None:
-    schedule = planning.plan(name, 4, 6)
-    if schedule.splits == 1:
-        assert from_csv(to_csv(schedule), name) == schedule
 
 
 def test_csv_of_torch_itself() -> None:

@@ -127,35 +127,6 @@ def test_zb_h1_on_four_ranks_by_hand() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("zb-x", 2, 2), "unknown schedule 'zb-x'; known are 1f1b, "),
-        (("1f1b", 0, 2), "at least 1 rank, got 0"),
-        (("1f1b", 2, 0), "at least 1 microbatch, got 0"),
-        (("1f1b", 2, 2, uniform(linear(3))), "costs of 3 stages for a placement of 2"),
-        (("zb-h1", 2, 2, None, 2), "zb-h1 has 1 chunk per rank, got 2"),
-        (("zb-h2", 4, 8, None, None, 3), "of zb-h2 to 4, above the limit of 3; this schedule needs 4 there"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(arguments: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        planning.plan(*arguments)
-
-
-def test_a_limit_that_is_met_exactly_is_met() -> None:
-    planning.plan("zb-h1", 4, 8, memory_limit=4)
-    planning.plan("1f1b", 4, 8, memory_limit=[4, 3, 2, 1])
-
-
-def test_planning_imports_no_torch() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, megatron.pipeline.cli; sys.exit(int('torch' in sys.modules or 'matplotlib' in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_fused_says_whether_every_backward_is_one_pass(name: str) -> None:
     kinds = {str(work.kind) for row in planning.plan(name, 4, 8).passes for work in row}

@@ -10,8 +10,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from marked import rest
-from schedule.exact import optimum
+from schedule.optima import stored
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.request import Request
@@ -66,15 +65,15 @@ def test_no_plan_is_longer_than_split_or_fused_everywhere(name: str, ranks: int,
     assert length(problem, plan) * SLACK >= lower_bound(problem)
 
 
-@pytest.mark.parametrize("fused", [rest(1.5), rest(1.7), 1.9])
+@pytest.mark.parametrize("fused", [1.5, 1.7, 1.9])
 @pytest.mark.parametrize(("name", "limit"), [("zb-auto", 3.0), ("v-auto", 2.0)])
 def test_small_plans_are_near_the_optimum(name: str, limit: float, fused: float) -> None:
     """Split everywhere and fused everywhere are both longer."""
     ranks, microbatches = (3, 4) if name == "zb-auto" else (2, 4)
     problem = problem_of(name, ranks, microbatches, fused, 0.1, limit)
     plan = planning.solve(name, problem)
-    best = optimum(problem, 20, plan)
-    assert best.proven and length(problem, plan) <= (1.015 if name == "zb-auto" else 1.05) * best.value
+    best = stored("join")[f"{name} {fused}"]
+    assert best <= length(problem, plan) * SLACK <= (1.015 if name == "zb-auto" else 1.05) * best
     assert {Kind.B, Kind.BW} <= kinds(plan)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from schedule_strategies import one_rank, parse
+from schedule_strategies import moved, one_rank, parse, without
 
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.lower.lower import lower
-from megatron.pipeline.planner.schedule.lower.program import Compute, Copy, Operation, Program, Wait
+from megatron.pipeline.planner.schedule.lower.program import Compute, Copy, Program, Wait
 from megatron.pipeline.planner.schedule.rules.verify import ScheduleError, verify, verify_programs
 
 
@@ -57,22 +57,6 @@ def test_a_copy_back_allocates_at_its_place() -> None:
 AWAY, BACK = Pass(Kind.D2H, 0), Pass(Kind.H2D, 0)
 
 
-def same(one: object, other: object) -> bool:
-    """Operations are tuples: a Copy and a Wait of one pass are equal."""
-    return type(one) is type(other) and one == other
-
-
-def put(program: Program, what: Operation, before: Operation) -> Program:
-    """A program with one operation before another."""
-    rest = tuple(one for one in program if not same(one, what))
-    place = next(place for place, one in enumerate(rest) if same(one, before))
-    return (*rest[:place], what, *rest[place:])
-
-
-def without(program: Program, what: Operation) -> Program:
-    return tuple(one for one in program if not same(one, what))
-
-
 TO_HOST = "D2H0.0 needs, in this order: Compute F0.0, Copy D2H0.0, Wait D2H0.0"
 TO_DEVICE = "H2D0.0 needs, in this order: Wait D2H0.0, Copy H2D0.0, Wait H2D0.0, Compute BW0.0"
 
@@ -80,15 +64,15 @@ TO_DEVICE = "H2D0.0 needs, in this order: Wait D2H0.0, Copy H2D0.0, Wait H2D0.0,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: put(p, Wait(AWAY), Compute(Pass(Kind.F, 1))), "pass 1 of the program is D2H0.0, of the schedule F1.0"),
-        (lambda p: put(p, Copy(BACK), Compute(Pass(Kind.F, 2))), "pass 3 of the program is H2D0.0, of the schedule F2.0"),
+        (lambda p: moved(p, Wait(AWAY), Compute(Pass(Kind.F, 1))), "pass 1 of the program is D2H0.0, of the schedule F1.0"),
+        (lambda p: moved(p, Copy(BACK), Compute(Pass(Kind.F, 2))), "pass 3 of the program is H2D0.0, of the schedule F2.0"),
         (lambda p: without(p, Wait(AWAY)), "pass 2 of the program is F2.0, of the schedule D2H0.0"),
         (lambda p: without(p, Copy(BACK)), "of the schedule H2D0.0"),
-        (lambda p: put(p, Copy(AWAY), Compute(Pass(Kind.F, 0))), TO_HOST),
-        (lambda p: put(p, Copy(AWAY), Compute(Pass(Kind.F, 2))), TO_HOST),
+        (lambda p: moved(p, Copy(AWAY), Compute(Pass(Kind.F, 0))), TO_HOST),
+        (lambda p: moved(p, Copy(AWAY), Compute(Pass(Kind.F, 2))), TO_HOST),
         (lambda p: without(p, Copy(AWAY)), TO_HOST),
-        (lambda p: put(p, Wait(BACK), Copy(BACK)), TO_DEVICE),
-        (lambda p: put(p, Wait(BACK), Compute(Pass(Kind.BW, 2))), TO_DEVICE),
+        (lambda p: moved(p, Wait(BACK), Copy(BACK)), TO_DEVICE),
+        (lambda p: moved(p, Wait(BACK), Compute(Pass(Kind.BW, 2))), TO_DEVICE),
         (lambda p: without(p, Wait(BACK)), TO_DEVICE),
         (lambda p: (*p, Copy(AWAY)), "rank 0: Copy D2H0.0 comes twice; remove one"),
         (lambda p: (*p, Wait(BACK)), "rank 0: Wait H2D0.0 comes twice; remove one"),
@@ -108,7 +92,7 @@ def test_a_broken_rule_of_programs_is_named(change: Callable[[Program], Program]
 def test_copies_to_the_host_start_in_the_order_of_their_forwards() -> None:
     schedule, costs = one_rank("F0 F1 F2 D2H0 D2H1 H2D0 BW0 H2D1 BW1 BW2")
     (program,) = lower(schedule, costs)
-    late = put(program, Copy(AWAY), Wait(AWAY))
+    late = moved(program, Copy(AWAY), Wait(AWAY))
     with pytest.raises(ScheduleError) as broken:
         verify_programs(schedule, (late,))
     assert "rank 0: Copy D2H1.0 starts where its lane has D2H0.0; they start in the order of F" in str(broken.value)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from marked import rest
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
@@ -32,8 +30,6 @@ from megatron.pipeline.planner.schedule.rules.deadlock import nothing_deadlocks
 from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS
 from megatron.pipeline.planner.schedule.rules.verify import ScheduleError, verify_programs
 
-SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1]
-
 
 def batches_do_not_deadlock(
     programs: Sequence[Program], placement: Placement, starts: Callable[[Operation], bool] = starts_posted
@@ -51,16 +47,6 @@ def programs_of(name: str, ranks: int, microbatches: int, vocabulary: Vocabulary
     programs = lower(schedule, costs)
     verify_programs(schedule, programs, Posting.BATCHED)
     return programs
-
-
-@pytest.mark.parametrize(
-    ("name", "vocabulary"), [*((name, None) for name in families.FAMILIES), *itertools.product(SPREAD, Vocabulary)]
-)
-@pytest.mark.parametrize("sizes", [[(2, 1), (2, 3), (4, 1), (4, 5)], rest([(8, 1), (8, 3)])], ids=["small", "large"])
-def test_no_family_deadlocks(name: str, vocabulary: Vocabulary | None, sizes: list[tuple[int, int]]) -> None:
-    for ranks, microbatches in sizes:
-        for evaluates in (False, True):
-            programs_of(name, ranks, microbatches, vocabulary, evaluates)
 
 
 def starts_before_passes_and_messages(operation: Operation) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_strategies import costs_of, exact, parse, schedules
+from schedule_strategies import costs_of, exact, moved, parse, schedules, without
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.choose import candidates
@@ -31,7 +31,6 @@ from megatron.pipeline.planner.schedule.lower.program import (
     Compute,
     Exchange,
     Join,
-    Operation,
     Program,
     Send,
     Validate,
@@ -262,22 +261,6 @@ def test_passes_of_a_vocabulary_need_a_spread_one() -> None:
 STATISTICS = Collective(Exchange.STATISTICS, 0)
 OUTPUT = Collective(Exchange.OUTPUT, 0)
 GRADIENT = Collective(Exchange.GRADIENT, 0)
-
-
-def same(one: object, other: object) -> bool:
-    """Operations are tuples: a Join and a Wait of one collective are equal."""
-    return type(one) is type(other) and one == other
-
-
-def without(program: Program, what: Operation) -> Program:
-    return tuple(one for one in program if not same(one, what))
-
-
-def moved(program: Program, what: Operation, to: Operation, after: bool = False) -> Program:
-    """A program with one operation before (after) another."""
-    rest = without(program, what)
-    place = next(place for place, one in enumerate(rest) if same(one, to)) + after
-    return (*rest[:place], what, *rest[place:])
 
 
 @pytest.mark.parametrize(

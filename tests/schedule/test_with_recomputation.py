@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from schedule.exact import optimum
 
 from megatron.pipeline.monitor.cost_profile import _stage as measured
 from megatron.pipeline.planner import planning
@@ -99,9 +98,8 @@ def test_a_small_plan_is_near_the_optimum(limit: float, value: float) -> None:
     """Within 0.3 every backward is BW, as the optimum knows."""
     costs = cutting.with_recomputation(Costs((STAGE,) * 2, 0.1))
     schedule, problem = solved(Request("zb-auto", 2, 3, costs, memory_limit=limit), costs)
-    found = optimum(problem)
-    assert lower_bound(problem) <= found.value * SLACK <= problem.value(simulate(schedule, costs)) * SLACK**2
-    assert found.value == pytest.approx(value)
+    assert lower_bound(problem) <= value * SLACK
+    assert value <= problem.value(simulate(schedule, costs)) * SLACK <= 1.02 * value
 
 
 def test_measured_costs_keep_what_a_backward_leaves_for_w() -> None:

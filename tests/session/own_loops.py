@@ -14,10 +14,14 @@ from typing import Any, NamedTuple
 import reductions
 import torch
 from example_runs import example, optimizer_of
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from runtime import batches
 
 from megatron.pipeline import install
@@ -121,10 +125,6 @@ def train(
         costs: a file, by which buckets are planned, too.
         counts: microbatches of every iteration.
     """
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
     own = example("own_training_loop")
     loop = install(schedule, costs)
     parallel_state.initialize_model_parallel(1, pipeline)
@@ -188,9 +188,6 @@ def plans_longer(rank: int, port: int, stderr: Path) -> None:
 
 def _watched(rank: int, port: int, stderr: Path) -> Any:
     """The chunk of a process that starts without a launcher, and of which the others expect a sign every 2 s."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     with stderr.open("a") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
@@ -230,10 +227,6 @@ class LowRank(NamedTuple):
 def adapters(schedule: str, pipeline: int) -> LowRank:
     """Steps of a model of 8 layers in which adapters of layers 3 and 4 train alone, on 4 ranks, with clipping; replicas have a
     distributed optimizer, and reduce gradients within the backward."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
     own, distributed = example("own_training_loop"), pipeline < 4
     chunks = 2 if schedule == "zb-v" else None
     loop = install(schedule)
@@ -275,10 +268,6 @@ def overlapping(schedule: str, late: bool) -> tuple[list[list[float]], list[floa
     Args:
         late: weights are gathered within forwards from the second step on, as in Megatron Bridge, and in slime by rollout.
     """
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
     own, several = example("own_training_loop"), schedule == "zb-v"
     install(schedule)
     parallel_state.initialize_model_parallel(1, 2, 2 if several else None)
@@ -339,8 +328,6 @@ def several_models(schedule: str, again: str | None = None) -> Several:
     Args:
         again: installed behind the first half, models stay.
     """
-    from megatron.core import parallel_state
-
     own = example("own_training_loop")
     own.plan(schedule)
 

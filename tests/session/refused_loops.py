@@ -11,16 +11,22 @@ from unittest.mock import patch
 
 import torch
 from example_runs import example, optimizer_of
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.transformer import TransformerConfig
+from megatron.pipeline.patches import loops
 from session.own_loops import one_chunk, refused
+from torch.distributed.checkpoint.api import _wrap_exception
 
 from megatron.pipeline import install
+from megatron.pipeline.planner.planning import Request
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 
 def warned(gathered: bool) -> tuple[list[float], list[str]]:
     """Losses of one token on 2 tensor-parallel ranks, without and twice with label smoothing; what is logged."""
-    from megatron.core import parallel_state, tensor_parallel
-
     said = list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -44,10 +50,6 @@ def warned(gathered: bool) -> tuple[list[float], list[str]]:
 
 def built_before() -> str:
     """What a loop is told whose chunk was wrapped before the schedule was installed."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     own = example("own_training_loop")
     install("stock")
     parallel_state.initialize_model_parallel(1, 2)
@@ -69,11 +71,6 @@ def built_before() -> str:
 
 def taken_over() -> tuple[str, str]:
     """The module of the function that runs an iteration, and what prepares chunks, once another pipeline has been installed."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-    from megatron.pipeline.patches import loops
-
-    from megatron.pipeline.planner.planning import Request
-
     install("zb-h1")
     Pipeline(Request("stock", 4, 4)).install()
     assert schedules.get_forward_backward_func is get_forward_backward_func
@@ -82,8 +79,6 @@ def taken_over() -> tuple[str, str]:
 
 def chunks_planned(schedule: str, given: int) -> int:
     """How many chunks per rank a schedule has once a configuration has said its own number."""
-    from megatron.core.transformer import TransformerConfig
-
     loop = install(schedule)
     TransformerConfig(
         num_layers=16,
@@ -98,8 +93,6 @@ def chunks_planned(schedule: str, given: int) -> int:
 
 def early_prediction(schedule: str) -> str:
     """The refusal of a layer for a further token on a stage before the last."""
-    from megatron.core.transformer import TransformerConfig
-
     install(schedule)
     layout = {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Ett|tt|tm|L", "pipeline_dtype": torch.float32}
     sizes = {"num_layers": 5, "hidden_size": 32, "num_attention_heads": 4, "mtp_num_layers": 1}
@@ -108,8 +101,6 @@ def early_prediction(schedule: str) -> str:
 
 def with_chunks(schedule: str, chunks: int | None) -> str:
     """The refusal of a model that has other chunks per rank than the schedule."""
-    from megatron.core import parallel_state
-
     own = example("own_training_loop")
     install(schedule)
     parallel_state.initialize_model_parallel(1, torch.distributed.get_world_size(), chunks)
@@ -119,8 +110,6 @@ def with_chunks(schedule: str, chunks: int | None) -> str:
 
 def built_too_early(schedule: str, installed: str = "stock") -> str:
     """What a loop is told whose chunks have been built, and not yet wrapped, when the schedule is installed."""
-    from megatron.core import parallel_state, tensor_parallel
-
     own = example("own_training_loop")
     install(installed)
     parallel_state.initialize_model_parallel(1, torch.distributed.get_world_size(), 2)
@@ -133,10 +122,6 @@ def built_too_early(schedule: str, installed: str = "stock") -> str:
 
 def checkpoints(folder: str) -> list[str]:
     """What a loop under ``install`` meets at two checkpoints: the second one's disk is full, then the first one is damaged."""
-    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-    from torch.distributed.checkpoint.api import _wrap_exception
-
     install("zb-h1")
     own, root = example("own_training_loop"), Path(folder)
     parallel_state.initialize_model_parallel(1, 2)

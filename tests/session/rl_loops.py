@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from example_runs import example
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.pipeline.patches.loops import finalize_upstream
 
 from megatron.pipeline import install
 
@@ -95,9 +99,6 @@ def policy_losses(batch: dict[str, Any], logits: torch.Tensor) -> list[torch.Ten
 
 def prepare(schedule: str, pipeline: int, per_token: bool, **ddp: Any) -> tuple[Any, list[Any], Any]:
     """The loop that is installed, this rank's chunks in DDP, and their optimizer."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
     own = example("own_training_loop")
     loop = install(schedule)
     chunks = loop.pipeline(pipeline).placement.chunks if schedule != "stock" else 1
@@ -113,8 +114,6 @@ def prepare(schedule: str, pipeline: int, per_token: bool, **ddp: Any) -> tuple[
 
 def from_last_rank(given: Any) -> Any:
     """What the last pipeline rank has, on all of them."""
-    from megatron.core import parallel_state
-
     sent, group = [given], parallel_state.get_pipeline_model_parallel_group()
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     torch.distributed.broadcast_object_list(sent, src=last, group=group)
@@ -135,8 +134,6 @@ def _weights(chunks: list[Any]) -> list[float]:
 def _set_up_as_slime(chunks: list[Any], optimizer: Any, again: bool) -> None:
     """Functions of the configuration before a rollout; its first step gathers no parameters. ``finalize_model_grads`` is what a
     module has that imported it before ``install``, and under a name of its own."""
-    from megatron.pipeline.patches.loops import finalize_upstream
-
     config, ddp = chunks[0].config, chunks[0].ddp_config
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_upstream
     if ddp.overlap_grad_reduce:
@@ -156,9 +153,6 @@ def as_slime(schedule: str, pipeline: int, per_token: bool, **ddp: Any) -> Train
     """A list of chunks and one of iterators, which are objects of the loop's own; a loss that is a 3-tuple in every mode, with
     words among the reports; functions of the configuration that are set before each rollout; gradients that are zeroed twice.
     """
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     loop, chunks, optimizer = prepare(schedule, pipeline, per_token, **ddp)
     replicas = parallel_state.get_data_parallel_world_size()
 
@@ -238,9 +232,6 @@ def as_nemo_rl(schedule: str, pipeline: int, in_parts: bool, **ddp: Any) -> Trai
         in_parts: a step is several calls within the chunk's own ``no_sync``, without any of the configuration's functions; the
             loop scales the gradients, starts their reduction where it overlaps, and finalizes them.
     """
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     loop, [model], optimizer = prepare(schedule, pipeline, True, **ddp)
     config = model.config
     if ddp.get("overlap_grad_reduce"):

@@ -11,11 +11,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from pool import Pool
 from replanned import planned_again
 from training.short_runs import MODEL, metrics, train
 
 from megatron.pipeline.cli import main
+from megatron.pipeline.monitor import cost_profile
 from megatron.pipeline.planner.costmodel import origin
 from megatron.pipeline.planner.planning import aside
 from megatron.pipeline.planner.planning.aside import PlanningProcess
@@ -23,7 +25,10 @@ from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
+from megatron.pipeline.runtime.replan import _change, _why
+from megatron.pipeline.session.planning import _memory_limit
 from megatron.pipeline.trainer import program
+from megatron.pipeline.trainer.run_log import Log
 
 MIB = 2**20
 FLAGS = "--mock-data --pipeline-model-parallel-size 2 --train-iters 13 --rampup-batch-size 4 2 24"
@@ -48,9 +53,6 @@ def logged(flags: str, agree: Callable[..., Costs], error: str = "") -> list[str
     Args:
         error: with what the training must end.
     """
-    from megatron.pipeline.monitor import cost_profile
-    from megatron.pipeline.trainer.run_log import Log
-
     lines: list[str] = []
     with (
         patch.object(Log, "line", lambda _, text: lines.append(text)),
@@ -69,16 +71,12 @@ def train_profiled(flags: str, breaks: bool = False, own: tuple[str, ...] = (), 
         breaks: planning fails with an error that is no refusal.
         own: more flags of each rank.
     """
-    import torch
-
     with patch.object(aside, "plan_batch", lambda *_: 1 / 0) if breaks else nullcontext():
         return logged(f"{flags} {own[torch.distributed.get_rank()] if own else ''}", agreed, error)
 
 
 def agreed(costs: Costs, hops: list[float], _: list[float]) -> Costs:
     """Looks at what was measured, and says something else."""
-    import torch
-
     assert len(hops) == (5 if torch.distributed.get_rank() == 0 else 0) and all(seconds > 0 for seconds in hops)
     assert all(0 < stage.retained < stage.activation and stage.forward > 0 for stage in costs.stages)
     assert all(stage.backward > 0 and stage.weight > 0 and stage.fused is None for stage in costs.stages)
@@ -145,9 +143,6 @@ def test_what_fuses_backwards_is_measured_too(pool: Pool, tmp_path: Path, schedu
 
 @pytest.mark.parametrize(("schedule", "stages"), [("zb-auto", 2), ("v-auto", 4)])
 def test_limits_in_bytes(schedule: str, stages: int) -> None:
-    from megatron.pipeline.runtime.replan import _change, _why
-    from megatron.pipeline.session.planning import _memory_limit
-
     flags = f"{MODEL} --mock-data --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --global-batch-size 16"
     costs = Costs((StageCosts(1e-3, 1e-3, 1e-3, 2 * MIB, MIB),) * stages)
     needed = 2 * stages // 2  # MiB of one microbatch on a rank

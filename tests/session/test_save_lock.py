@@ -18,8 +18,10 @@ import pytest
 from pool import Pool
 from training.short_runs import metrics, ran, train
 
+from megatron.pipeline.distributed.groups import barrier
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.save_lock import LOCK, CannotSave, check, release
+from megatron.pipeline.trainer.iterations import Iterations
 
 
 @pytest.fixture
@@ -167,8 +169,6 @@ def test_a_run_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def check_together(directory: str) -> str:
     """What this rank is told, which asks for the directory at the same time as all others, as if each were a run."""
-    from megatron.pipeline.distributed.groups import barrier
-
     barrier()
     try:
         check(directory)
@@ -206,8 +206,6 @@ def test_a_second_run_trains_nothing(pool: Pool, data: str, tmp_path: Path) -> N
 
 def train_while_another_takes_over(flags: str, directory: str, text: str) -> str:
     """Train on this rank, while the file of the directory is another run's from the first iteration on; empty: it is removed."""
-    from megatron.pipeline.trainer.iterations import Iterations
-
     real_run = Iterations.run
 
     def run(*args: Any) -> Any:

@@ -9,19 +9,22 @@ from typing import Any
 
 import torch
 from example_runs import example, optimizer_of, steps
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.pipeline_parallel import utils
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.pipeline.patches import model_bridge
 from session.own_loops import refused
 
 from megatron.pipeline import install
+from megatron.pipeline.planner.planning import plan
+from megatron.pipeline.planner.schedule.core.placement import v
+from megatron.pipeline.session.last_rank import LastRank
 
 
 def brought(forms: list[list[Any]]) -> list[list[Any]]:
     """What this rank has of reports that the rank with the last stage of a V gives, one after the other."""
-    from megatron.core import parallel_state
-
-    from megatron.pipeline.planner.schedule.core.placement import v
-    from megatron.pipeline.session.last_rank import LastRank
-
     parallel_state.initialize_model_parallel(1, 4, 2)
     group, last_rank, found = parallel_state.get_pipeline_model_parallel_group(), LastRank(v(4)), []
     for form in forms:
@@ -33,12 +36,6 @@ def brought(forms: list[list[Any]]) -> list[list[Any]]:
 
 def ends(schedule: str, layout: str | None = None) -> tuple[list[tuple[bool, bool]], list[list[int]]]:
     """By chunk whether it is the first and whether it is the last, by each way to ask, and numbers of its layers, from 0."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.pipeline_parallel import utils
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
     install(schedule)
     parallel_state.initialize_model_parallel(1, 4, 2)
     group, told = parallel_state.get_pipeline_model_parallel_group(), []
@@ -74,8 +71,6 @@ def ends(schedule: str, layout: str | None = None) -> tuple[list[tuple[bool, boo
 
 def turned() -> Any:
     """An interleaved schedule whose last two ranks have changed places."""
-    from megatron.pipeline.planner.planning import plan
-
     schedule = plan("interleaved", 4, 8)
     order = [0, 1, 3, 2]
     placement = replace(schedule.placement, stages=tuple(schedule.placement.stages[rank] for rank in order))
@@ -83,8 +78,6 @@ def turned() -> Any:
 
 
 def ends_refused(schedule: str) -> str:
-    from megatron.core import parallel_state
-
     own = example("own_training_loop")
     install(schedule)
     parallel_state.initialize_model_parallel(1, 4, 2)

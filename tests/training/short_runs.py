@@ -11,6 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.datasets.utils import Split
+from megatron.pipeline.patches import schedules
+from torch.distributed.checkpoint import api
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.pipeline.trainer import checkpoint, iterations, loop, program
+from megatron.pipeline.trainer.data import Samples, get_batch
+from megatron.pipeline.trainer.state import build_training
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "
@@ -27,17 +38,6 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
         fail_while_saving: the disk is full when the checkpoint's tensors have been written.
         freezes: the loop freezes what exists and in the end unfreezes all, also what the pool has frozen to have quick runs.
     """
-    from megatron.pipeline import patches
-
-    patches.install()
-    import torch
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-    from megatron.pipeline.patches import schedules
-    from torch.distributed.checkpoint import api
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    from megatron.pipeline.trainer import checkpoint, iterations, loop, program
-
     MockGPTLowLevelDataset.size = 200  # documents of some thousand tokens; upstream shuffles the samples of 100,000 for seconds
     schedules.restore()
     real_run, real_save = iterations.Iterations.run, checkpoint.dist_checkpointing.save
@@ -70,17 +70,6 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
 
 def batches(flags: str, count: int) -> tuple[tuple[int, int, int], list[list[int]]]:
     """This rank's (tensor, pipeline, data) coordinates, and the tokens of its next microbatches (empty without data)."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    import torch
-    from megatron.core import parallel_state
-    from megatron.core.datasets.utils import Split
-
-    from megatron.pipeline.trainer import program
-    from megatron.pipeline.trainer.data import Samples, get_batch
-    from megatron.pipeline.trainer.state import build_training
-
     args, tokenizer, pipeline = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
     with program._megatron_state(args, pipeline.placement):
         with Samples(args, tokenizer, build_training(args, pipeline.placement).chunks).microbatches(Split.train, 0) as data:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from marked import rest
-from megatron.pipeline.patches import compat
+from megatron.pipeline.patches import compat, schedules
 from pool import Pool
 
+from megatron.pipeline import patches
 from megatron.pipeline.cli import check
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.trainer import gradients, loop, program
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --global-batch-size 8 "
@@ -28,8 +31,6 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sides(folder: Path, flags: str, own: str = "--shrink --iterations 2") -> tuple[check.Side, check.Side, list[str]]:
-    from megatron.pipeline import patches
-
     patches.install()
     return check.sides(check.parser().parse_args(own.split()), parse(flags.split()), folder)
 
@@ -40,14 +41,6 @@ def work(job: check.Job, plants: bool) -> None:
     Args:
         plants: the rank that has ``WRONG`` scales it.
     """
-    from megatron.pipeline import patches
-
-    patches.install()
-    import torch
-    from megatron.pipeline.patches import schedules
-
-    from megatron.pipeline.trainer import gradients, loop, program
-
     schedules.restore()
     watch = gradients.watching(job.folder, job.start, lambda _: None)
 

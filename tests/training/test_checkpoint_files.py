@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.pipeline.patches.torch_optimizers import allocate_state
 from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron.pipeline.flags.arguments import parse
@@ -190,8 +191,6 @@ def test_a_directory_that_must_not_be_read(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_state_made_for_a_save_is_that_of_no_step() -> None:
     """torch's SGD adds the weight decay to the gradient before its momentum sees it."""
-    from megatron.pipeline.patches.torch_optimizers import allocate_state
-
     weight = torch.nn.Parameter(torch.ones(3))
     inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9, weight_decay=0.5)
     allocate_state(SimpleNamespace(optimizer=inner, init_state_fn=None))

@@ -7,7 +7,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from marked import rest, whole
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.pipeline.patches import distrib_optimizer
 from pool import Pool
 from training.short_runs import metrics, train
 
@@ -19,12 +23,6 @@ FLAGS = "--split 100,0,0 --num-layers 8 --pipeline-model-parallel-size 2 --clip-
 
 def contents(directory: str) -> dict[str, Any]:
     """Every tensor of a checkpoint as a list of numbers, by its global name."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    import torch
-    from megatron.core import dist_checkpointing
-
     found = dist_checkpointing.load_plain_tensors(directory)
     return {name: tensor.float().flatten().tolist() for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
@@ -71,12 +69,6 @@ def train_with_buckets(flags: str, as_upstream: bool = False) -> tuple[str, int]
     Args:
         as_upstream: parameters are saved from where upstream's function finds them.
     """
-    from megatron.pipeline import patches
-
-    patches.install()
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.pipeline.patches import distrib_optimizer
-
     mended, found = DistributedOptimizer.sharded_param_state_fully_reshardable, [0]
 
     def cut(self: Any, *args: Any, **options: Any) -> Any:
@@ -132,11 +124,6 @@ def test_every_replica_has_the_float32_weights_of_a_checkpoint_in_bf16(pool: Poo
 
 def train_where_the_tracker_moves(flags: str) -> str:
     """Train on this rank, which finds another checkpoint than rank 0 does."""
-    from megatron.pipeline import patches
-
-    patches.install()
-    import torch
-
     real = checkpoint.find
 
     def find(directory: str) -> Path | None:

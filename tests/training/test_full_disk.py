@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from marked import rest
 from pool import Pool
 from training.short_runs import ran, train
@@ -50,8 +51,6 @@ FLAGS = "--pipeline-model-parallel-size 4 --pipeline-schedule zb-v --num-layers 
 
 def train_while_the_disk_fills(flags: str, ballast: str, kibibytes: int) -> str:
     """Train on this rank; when the writer starts another program has left so many KiB."""
-    import torch
-
     real_save = checkpoint.dist_checkpointing.save
 
     def save(*args: Any, **options: Any) -> Any:

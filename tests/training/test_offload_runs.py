@@ -16,8 +16,10 @@ from session.test_replanning import logged
 from training.short_runs import MODEL, metrics, train
 
 from megatron.pipeline.cli import main
+from megatron.pipeline.monitor import cost_profile
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.problem import HostLimitTooLow
+from megatron.pipeline.runtime.replan import _why
 from megatron.pipeline.session.startup_lines import offload_in_words
 from megatron.pipeline.trainer import program
 
@@ -83,8 +85,6 @@ def test_steps_that_are_undone(pool: Pool, data: str, flags: str) -> None:
 
 def profiled(flags: str) -> list[str]:
     """The lines that this rank would log. Passes come out as if the machine were quiet, bytes and copies as they are."""
-    from megatron.pipeline.monitor import cost_profile
-
     real = cost_profile.agree
 
     def agreed(costs: Costs, *seconds: Any) -> Costs:
@@ -211,8 +211,6 @@ def test_the_log_says_what_host_memory_is_for() -> None:
 
 
 def test_planning_again_within_too_little_host_memory() -> None:
-    from megatron.pipeline.runtime.replan import _why
-
     flags = f"{MODEL} --mock-data {TWO} --pipeline-schedule zb-v --offload full --offload-profile --offload-host-memory 1MiB"
     _, _, pipeline = program.prepare(flags.split(), world_size=2)
     costs = Costs((StageCosts(1e-3, 1e-3, 1e-3, activation=MIB),) * 4, copies=FAST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections import Counter
@@ -10,12 +11,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from marked import rest, whole
 from pool import Pool
 from releases import CORE
 from training.short_runs import batches, metrics, ran, train, warned
 
 from megatron.pipeline.session import checkpoints
+from megatron.pipeline.trainer.iterations import Iterations
 
 
 @pytest.mark.parametrize(
@@ -86,8 +89,6 @@ def test_a_checkpoint_of_megatrons_goes_on(pool: Pool, data: str, tmp_path: Path
 
 def as_megatron_writes(directory: str) -> None:
     """Make one of our checkpoints like Megatron-LM's: without what it does not write, and with its values of some flags."""
-    import torch
-
     path = Path(directory)
     common = torch.load(path / "common.pt")
     args = common["args"]
@@ -184,10 +185,6 @@ def test_garbage_collection_is_quick_while_training(pool: Pool, data: str) -> No
 
 def frozen_objects(flags: str) -> tuple[int, int, int]:
     """How many objects the collector leaves out before, in and after a training."""
-    import gc
-
-    from megatron.pipeline.trainer.iterations import Iterations
-
     gc.unfreeze()  # what the pool has frozen
     counts = [gc.get_freeze_count()]
     real_run = Iterations.run

@@ -91,16 +91,6 @@ def test_the_makers_numbers_are_found_by_the_name_that_cuda_gives(name: str, kin
     assert (found and found.name) == kind
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\x00"])
-def test_what_is_no_file_of_a_gpu(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"mine\.json: "):
-        read(str(path))
-    with pytest.raises(ValueError, match="No such file"):
-        read(str(tmp_path / "none.json"))
-
-
 def test_rings() -> None:
     """Thakur et al.: n - 1 steps of a latency and an n-th of all bytes each, twice of them for an all-reduce."""
     link = Link(0.5, 10.0)

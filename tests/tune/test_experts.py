@@ -15,23 +15,16 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_hybrid import check_latent
 from megatron.pipeline.model.description import describe, shape_of
-from megatron.pipeline.planner.costmodel import activations, traffic
 from megatron.pipeline.planner.costmodel.device import Link
-from megatron.pipeline.planner.costmodel.estimate import LAYER, PRODUCT, estimate, launch_seconds, layer_parts, layer_seconds
-from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds
+from megatron.pipeline.planner.costmodel.estimate import estimate, layer_parts
+from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.memory import expert_copies
-from megatron.pipeline.planner.costmodel.parameters import layer_parameters, total_parameters
+from megatron.pipeline.planner.costmodel.parameters import layer_parameters
 from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
-from megatron.pipeline.planner.schedule.rules.verify import verify
-from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.planner.schedule.transforms.transform import recompute
-from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.latent import Latent
@@ -70,29 +63,6 @@ def both(on: Layouts, schedule: str, **changes: Any) -> tuple[Result, Result]:
     return without, with_
 
 
-def test_costs_have_the_parts_of_layers() -> None:
-    graphs = None  # which spare the host: layers are tiny
-    experts = Experts((False, False, True, True, True, True, True, True), 8, 2, 512, 0, 4096, parallel=4, graphs=graphs)
-    shape = replace(Shape.plain(8, 1024, 16, 512, 1024), experts=experts, ffn=experts.mean_ffn)
-    links = Links.of(SLOW, 1, Ranks(1, 1, 4, 4, 1))
-    costs = estimate(shape, linear(4), [2, 2, 2, 2], SLOW, links=links)
-    dense, middle, _, last = costs.stages
-    assert not dense.has_parts and dense.layers is None, "its layers have no experts"
-    alike = replace(shape, experts=replace(experts, layers=(True,)), ffn=2 * 512)
-    assert middle.dispatch == middle.combine == middle.backward_combine == middle.backward_dispatch
-    assert middle.dispatch == pytest.approx(2 * exchange_seconds(alike, links))
-    assert middle.layers == last.layers == 2, "the output layer is none"
-    assert last.dispatch == pytest.approx(middle.dispatch)
-    quick = estimate(shape, linear(4), [2, 2, 2, 2], SLOW, links=Links.within(SLOW.with_links(1e30))).stages[1]
-    assert cutting.hidden(costs).stages[1].forward == pytest.approx(quick.forward)
-    assert middle.experts == pytest.approx(quick.value("experts"))
-    operations = 2 * shape.tokens * 1024 * 2 * 2 * 512
-    read = traffic.expert_products_traffic(alike)
-    moved = traffic.expert_traffic(alike)[0] + read[0]
-    assert middle.experts == pytest.approx(2 * (SLOW.seconds(operations) + SLOW.moving(moved)))
-    assert middle.weight_experts == pytest.approx(2 * (SLOW.seconds(operations) + SLOW.moving(read[2])))
-
-
 def test_a_model_without_experts_on_several_ranks_has_no_parts() -> None:
     shape = Shape.plain(8, 1024, 16, 512, 1024)
     alone = replace(shape, experts=Experts((True,) * 8, 8, 2, 512, 0, 4096))
@@ -114,51 +84,6 @@ def test_latent_attention_has_the_published_weights() -> None:
     cut = replace(DEEPSEEK, policy=ActivationPolicy(tensor=4, sequence_parallel=True))
     shared = layer_parameters(cut, 0).dense - router - norms
     assert shared == down + (attention - down + 3 * 7168 * 2048) // 4, "each rank has all that makes narrow vectors"
-
-
-def test_latent_attention_takes_its_products() -> None:
-    """Scores are of 192 numbers a head, and what they weigh of 128."""
-    assert gpt.attention_work(DEEPSEEK).forward == 2 * 4096 * 4096 * 128 * (192 + 128)
-    work = gpt.layer_work(DEEPSEEK)
-    assert work.weight == 2 * 4096 * (187_105_280 + 3 * 7168 * 9 * 2048)
-    assert work.forward == work.weight + gpt.attention_work(DEEPSEEK).forward
-    plain = replace(DEEPSEEK, latent=None)
-    assert traffic.layer_traffic(DEEPSEEK)[0] < traffic.layer_traffic(plain)[0], "queries and keys have no norms"
-
-
-def test_latent_attention_holds_narrow_vectors_and_what_heads_read() -> None:
-    alone = replace(DEEPSEEK, experts=None)
-    narrow = 2 * 1536 + 2 * 512 + 64  # before and after their norms
-    heads = 128 * (192 + 192 + 128 + 128)  # queries, keys, values and what attention makes
-    expected = 4096 * 2 * (4 * 7168 + narrow + heads + 3 * 9 * 2048)
-    assert activations.layer_activation(alone) == expected
-    assert activations.layer_retained(alone) == expected - 4096 * 2 * 128 * 64, "the position's part of keys is one for all heads"
-    cut = replace(alone, policy=replace(alone.policy, tensor=4, sequence_parallel=True))
-    assert activations.layer_activation(cut) == expected / 4
-
-
-def test_parameters_of_experts_and_their_routers() -> None:
-    assert DEEPSEEK.experts is not None
-    few = replace(DEEPSEEK, experts=replace(DEEPSEEK.experts, count=8, parallel=1))
-    assert total_parameters(DEEPSEEK, False) - total_parameters(few, False) == 4 * 248 * (3 * 7168 * 2048 + 7168)
-
-
-def test_what_all_to_alls_need_for_a_moment() -> None:
-    """Without the overlap they or the experts; with it both, of two microbatches."""
-    given = replace(DEEPSEEK, latent=None)
-    own, mlp = 2 * 4096 * 7168, 2 * 4096 * 3 * 9 * 2048
-    exchanged = 2 * 8 * own
-    assert activations.exchanged_bytes(given) == exchanged
-    assert activations.layer_temporary(given) == max(mlp, exchanged) + 2 * own
-    assert activations.layer_temporary(given, overlap=True) == mlp + exchanged + 2 * own
-    parted = replace(
-        given, experts=replace(OF_DEEPSEEK, tensor=2), policy=replace(given.policy, tensor=2, sequence_parallel=True)
-    )
-    assert activations.exchanged_bytes(parted) == (1 + 2) * 8 * own / 2, "both ranks with an expert's parts get its tokens"
-    gathered = replace(given, experts=replace(OF_DEEPSEEK, gathered=True))
-    assert activations.exchanged_bytes(gathered) == (1 + 8) * own
-    alone = replace(given, experts=replace(OF_DEEPSEEK, parallel=1))
-    assert activations.layer_temporary(alone) == activations.layer_temporary(alone, overlap=True) - 0.0 == mlp + 2 * own
 
 
 def test_every_layout_is_tried_without_and_with_the_overlap_where_training_allows_it(slow: Layouts) -> None:
@@ -216,14 +141,6 @@ def test_where_memory_is_short_the_order_that_holds_less_is_taken(slow: Layouts)
     assert with_.seconds <= found.seconds <= without.seconds * (1 + 1e-9)
 
 
-def test_few_microbatches_tell_the_time_of_many(slow: Layouts) -> None:
-    one = both(slow, "interleaved", global_batch_size=96)[1]
-    costs = one.costs
-    whole = Request("interleaved", 4, one.candidate.microbatches, costs, 2, one.memory_limit, objective="makespan", overlap=True)
-    planned = simulate(whole.plan().schedule, costs).makespan
-    assert one.seconds - one.parts.between == pytest.approx(planned, rel=0.02)
-
-
 def test_gradients_of_experts_are_summed_over_ranks_with_the_same_ones(slow: Layouts) -> None:
     some: dict[str, Any] = {"pipeline_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
     found = {}
@@ -247,19 +164,6 @@ def test_what_is_found_is_what_training_plans(slow: Layouts, tmp_path: Path) -> 
     assert kinds & {Kind.FB, Kind.FBW}
     assert again.args.overlap_moe_expert_parallel_comm
     assert [rank.total for rank in again.ranks] == pytest.approx([rank.total for rank in with_.ranks])
-
-
-def test_what_is_recomputed_stands_before_a_braid() -> None:
-    planned = Request("interleaved", 4, 8, chunks=2, overlap=True).plan()
-    braids = [pair for row in planned.schedule.rows for pair in row.braids()]
-    again = recompute(planned.schedule, frozenset(range(8)))
-    verify(again)
-    assert braids and [pair for row in again.rows for pair in row.braids()] == braids
-    for row in again.passes:
-        for before, work, after in zip(row, row[1:], row[2:], strict=False):
-            if after.kind in (Kind.FB, Kind.FBW):
-                assert before == after._replace(kind=Kind.R) and work.kind is Kind.F
-    assert activation_peaks(again, planned.problem.costs)
 
 
 @pytest.mark.parametrize(
@@ -286,18 +190,6 @@ def test_flags_give_the_shape_of_latent_attention() -> None:
     assert shape.experts and sum(shape.experts.layers) == 58 and not any(shape.experts.layers[:3])
 
 
-def test_the_rank_with_most_tokens_sets_the_pace() -> None:
-    """A load of 1.5 lets experts' products, activations and exchanges take 1.5 times as long; weights and operations stay."""
-    given, links = replace(DEEPSEEK, quantized=None), Links.within(A100)
-    more = replace(given, experts=replace(OF_DEEPSEEK, load=1.5))
-    assert gpt.expert_work(more).forward == pytest.approx(1.5 * gpt.expert_work(given).forward)
-    assert exchange_seconds(more, links) == pytest.approx(1.5 * exchange_seconds(given, links), rel=0.01)
-    more = replace(more, ffn=more.experts.mean_ffn)  # type: ignore[union-attr]
-    assert activations.layer_activation(more) > activations.layer_activation(given)
-    assert gpt.training_operations(more) == pytest.approx(gpt.training_operations(given))
-    assert layer_parameters(more, 0) == layer_parameters(given, 0)
-
-
 @pytest.mark.parametrize(
     ("flags", "load"),
     [("", 1), ("--moe-load-factor 1.4", 1.4), ("--moe-load-factor 1.4 --moe-expert-capacity-factor 1.25", 1.25),
@@ -308,23 +200,3 @@ def test_capacity_limits_the_load(flags: str, load: float) -> None:
     more = f"--tokenizer-type NullTokenizer --vocab-size 1000 --global-batch-size 4 --pipeline-schedule stock {flags}"
     experts = shape_of(predicted([*line.split(), *more.split()]).args).experts
     assert experts and experts.load == load
-
-
-def test_shared_experts_run_beside_the_exchange() -> None:
-    """Of which they hide as much as they take; without an exchange nothing changes."""
-    links = Links.of(A100, 4, Ranks(1, 1, 8, 8, 1))
-    plain = layer_seconds(DEEPSEEK, A100, links)
-    beside = layer_seconds(replace(DEEPSEEK, experts=replace(OF_DEEPSEEK, beside=True)), A100, links)
-    shared = 2 * DEEPSEEK.tokens * DEEPSEEK.hidden * 3 * OF_DEEPSEEK.shared_ffn * DEEPSEEK.policy.of_cut_layers
-    hidden = min(A100.seconds(shared), 2 * exchange_seconds(DEEPSEEK, links) / A100.beside_communication)
-    assert plain.forward - beside.forward == pytest.approx(hidden)
-    alone = [replace(DEEPSEEK, experts=replace(OF_DEEPSEEK, parallel=1, beside=each)) for each in (False, True)]
-    assert layer_seconds(alone[0], A100, links) == layer_seconds(alone[1], A100, links)
-
-
-def test_experts_one_after_another_keep_the_host_busy() -> None:
-    """Launching each takes time; grouped, their number changes nothing."""
-    few = replace(DEEPSEEK, microbatch=1, seq=64, quantized=None)
-    assert launch_seconds(few, A100) == LAYER == launch_seconds(replace(few, experts=replace(OF_DEEPSEEK, count=512)), A100)
-    single = replace(few, experts=replace(OF_DEEPSEEK, grouped=False))
-    assert launch_seconds(single, A100).forward == pytest.approx(LAYER.forward + 2 * PRODUCT * 256 / 8)

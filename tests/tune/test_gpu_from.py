@@ -62,6 +62,20 @@ def test_a_layer_takes_what_was_measured_and_others_in_proportion(
     assert json.loads(told.out)["stages"][1]["weight"] == pytest.approx(2 * W + found.latency)
 
 
+def test_the_layers_engine_is_the_measured_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As ``mpipe tune`` has it, unless the flags name another; a file with none keeps that of GPUs."""
+    path, nameless = written(tmp_path, transformer_impl="local"), tmp_path / "nameless"
+    nameless.mkdir()
+    engines = []
+    for flags in ([], ["--transformer-impl", "transformer_engine"]):
+        assert main(["costs", *MODEL, *flags, "--gpu-from", str(path), "--json"]) == 0
+        engines.append(json.loads(capsys.readouterr().out)["of"]["transformer_impl"])
+    assert engines == ["local", "transformer_engine"]
+    odd = written(nameless, transformer_impl="another")
+    assert main(["costs", *MODEL, "--gpu-from", str(odd), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["of"]["transformer_impl"] == "transformer_engine"
+
+
 @pytest.mark.parametrize(
     ("of", "more", "words"),
     [

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from tune.small import A100, candidate, layouts, on_device, result
 
-from megatron.pipeline.cli import costs as command
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel.device import Link
-from megatron.pipeline.planner.costmodel.estimate import layer_seconds
+from megatron.pipeline.planner.costmodel.estimate import costs_of_training, layer_seconds, remade
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core import cutting
@@ -97,7 +96,8 @@ def test_a_search_counts_what_backwards_make_again(four: Layouts) -> None:
 def test_a_backward_with_w_within_it_takes_what_mpipe_costs_says(four: Layouts) -> None:
     """The start of W is saved: both plan for the same seconds."""
     one = candidate(four, "zb-h1", **RECOMPUTE)
-    printed = command.costs_of(describe(one.args), one.placement, one.layers, four.cluster.device)
+    model, device = describe(one.args), four.cluster.device
+    printed = remade(model, costs_of_training(model, one.placement, one.layers, device, Links.within(device)))
     assert [stage.backward for stage in result(four, one).costs.stages] == [stage.backward for stage in printed.stages]
 
 
@@ -229,8 +229,9 @@ def test_post_validation_takes_the_span(four: Layouts) -> None:
 # Memory.
 
 
-@pytest.mark.parametrize("changes", [{}, {"vocab_parallel": "1"}, RECOMPUTE], ids=str)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-auto"])
+@pytest.mark.parametrize(
+    ("schedule", "changes"), [("1f1b", {}), ("zb-h1", {"vocab_parallel": "1"}), ("zb-h1", RECOMPUTE), ("v-auto", {})], ids=str
+)
 def test_what_a_misfit_needs_at_least_leads_to_what_fits(two: Layouts, schedule: str, changes: dict[str, Any]) -> None:
     """What does not get as far as its activations is told without them; what needs are told last is just what fits."""
     one = candidate(two, schedule, **changes)

@@ -1,9 +1,8 @@
-"""What takes time beside products: casts, hosts that launch experts one by one; windows that attention reads; Muon's state."""
+"""CUDA graphs and windows of attention by flags, numbers in fewer bits, Muon's state."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,16 +12,15 @@ from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.device import named, shipped
-from megatron.pipeline.planner.costmodel.estimate import LAYER, PRODUCT, layer_seconds
+from megatron.pipeline.planner.costmodel.estimate import layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.memory import state_bytes
 from megatron.pipeline.planner.costmodel.parameters import parameters
-from megatron.pipeline.planner.costmodel.traffic import cast_traffic, layer_traffic
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
-from megatron.pipeline.planner.shape.gpt import Shape, Work
+from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
 
 GB200 = named("GB200")
@@ -32,29 +30,10 @@ FLAGS = (
     "--pipeline-model-parallel-size 4 --hidden-dropout 0 --attention-dropout 0 "
     "--position-embedding-type rope --disable-bias-linear"
 )
-MXFP8 = Quantized(RECIPES["mxfp8"], (True,) * 8)
 
 
 def training(more: str = "") -> Prediction:
     return predicted([*FLAGS.split(), *more.split()], data_parallel_size=4)
-
-
-def small(count: int = 32, **changes: Any) -> Shape:
-    experts = Experts((True,) * 8, count, 2, 256, 0, 1024, parallel=2, **changes)
-    return replace(Shape.plain(8, 1024, 16, 512, 1024), experts=experts, ffn=experts.mean_ffn, gated=True, quantized=MXFP8)
-
-
-@pytest.mark.parametrize(("quantized", "times"), [(None, 1), (MXFP8, 2)])
-def test_a_pass_takes_at_least_as_long_as_the_host_needs_to_launch_it(quantized: Quantized | None, times: int) -> None:
-    """In any precision; grouped products do not depend on the number of experts."""
-
-    def seconds(count: int = 32, **changes: Any) -> Work:
-        return layer_seconds(replace(small(count, **changes), quantized=quantized), GB200, Links.within(GB200))
-
-    assert seconds() == seconds(64) == LAYER.times(times)  # tiny products
-    assert seconds(graphs=True) == LAYER.times(times / 2)
-    assert seconds(graphs=None).forward < LAYER.forward / 4
-    assert seconds(grouped=False).weight == pytest.approx(times * (LAYER.weight + 2 * 16 * PRODUCT))
 
 
 @given(
@@ -92,16 +71,6 @@ def test_flags_say_what_cuda_graphs_launch(flags: str, graphs: bool | None) -> N
     experts = shape_of(prediction.args).experts
     assert experts and experts.graphs is graphs
     assert any("an estimate" in note for note in prediction.args.not_modelled) is bool(flags)
-
-
-def test_casts_read_each_number_as_often_as_the_recipe_does() -> None:
-    plain = Shape.plain(8, 1024, 16, 512, 1024)
-    mxfp8, tensorwise = (replace(plain, quantized=Quantized(RECIPES[name], (True,) * 8)) for name in ("mxfp8", "tensorwise"))
-    numbers = 512 * (2 * 1024 + 1024 + 4096)  # inputs of the four linears
-    assert cast_traffic(mxfp8)[0] == pytest.approx(numbers * (2 + 2 * (1 + 1 / 32)))
-    assert cast_traffic(tensorwise)[0] == pytest.approx(numbers * (2 * 2 + 2))
-    assert cast_traffic(plain) == (0, 0)
-    assert layer_traffic(mxfp8)[1] == pytest.approx(layer_traffic(plain)[1] + cast_traffic(mxfp8)[1])
 
 
 def test_attention_reads_the_keys_of_its_window() -> None:

@@ -13,17 +13,13 @@ from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.support import check_trained
 from megatron.pipeline.model.description import describe, shape_of
-from megatron.pipeline.planner.costmodel import activations, ranges
+from megatron.pipeline.planner.costmodel import ranges
 from megatron.pipeline.planner.costmodel.device import NOT_FITTED, named, shipped
-from megatron.pipeline.planner.costmodel.estimate import computing_seconds, output_costs
-from megatron.pipeline.planner.costmodel.links import Links, Spread, exchange_seconds
+from megatron.pipeline.planner.costmodel.estimate import computing_seconds
 from megatron.pipeline.planner.costmodel.memory import gathered_bytes, state_bytes
 from megatron.pipeline.planner.costmodel.parameters import parameters
-from megatron.pipeline.planner.costmodel.traffic import cast_traffic
 from megatron.pipeline.planner.schedule.core.placement import linear
-from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
@@ -47,18 +43,6 @@ def training(more: str = "") -> Prediction:
     return predicted([*FLAGS.split(), *more.split()], data_parallel_size=4)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_linears_of_layers_are_faster_and_nothing_else(recipe: str) -> None:
-    one, products = quantized(recipe), GB200.products(RECIPES[recipe].peak)
-    seconds = gpt.linear_work(SHAPE).forward / (products.peak * products.efficiency)
-    attention = gpt.attention_work(SHAPE).forward / (GB200.peak * GB200.attention)
-    plain = computing_seconds(SHAPE, GB200).forward
-    other = plain - GB200.seconds(gpt.linear_work(SHAPE).plus(gpt.attention_work(SHAPE)).forward)
-    casts = GB200.moving(cast_traffic(one)[0])
-    assert computing_seconds(one, GB200).forward == pytest.approx(seconds + attention + other + casts)
-    assert output_costs(one, GB200) == output_costs(SHAPE, GB200), "in 16 bits"
-
-
 def test_first_and_last_layers_stay_in_16_bits() -> None:
     args = training("--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2").args
     shape = shape_of(args)
@@ -76,15 +60,6 @@ def test_a_gpu_without_the_products_says_so() -> None:
         computing_seconds(quantized("mxfp8"), named("H100-80GB"))
     with pytest.raises(ValueError, match="A100-80GB has no products in fp8; its file has none but 16 bits"):
         computing_seconds(quantized("tensorwise"), named("A100-80GB"))
-
-
-@pytest.mark.parametrize(("recipe", "number"), [("tensorwise", 1), ("blockwise", 1.03125), ("mxfp8", 1.03125), ("nvfp4", 0.5625)])
-def test_linears_keep_their_inputs_and_gradients_in_fewer_bits(recipe: str, number: float) -> None:
-    """Of 34sbh two inputs of linears behind norms and 4h of fc2's are kept so, and h of attention's output as well."""
-    tokens = 512
-    whole = activations.layer_activation(SHAPE)
-    assert activations.layer_activation(quantized(recipe)) == whole + tokens * 1024 * ((number - 2) * 6 + number)
-    assert activations.layer_retained(quantized(recipe)) == number / 2 * activations.layer_retained(SHAPE)
 
 
 def test_weights_have_copies_for_products_or_are_kept_in_fewer_bits() -> None:
@@ -124,32 +99,6 @@ def test_the_optimizer_has_the_bytes_that_flags_say(flags: str, each: float) -> 
 def test_training_refuses_what_is_only_predicted(flags: str) -> None:
     with pytest.raises(ValueError, match=flags.split(maxsplit=1)[0]):
         check_trained(parse([*FLAGS.split(), *flags.split()]))
-
-
-def test_tokens_go_to_a_node_once() -> None:
-    """Two nodes of four ranks: every token goes to the other node with 1 - (1/2)^8, in place of half of its 8 experts."""
-    spread = Spread(GB200.within, GB200.between, together=4)
-    far = GB200.between.seconds((1 - 0.5**8) * 1e9)
-    assert spread.visits(1e9, 8, 8) == pytest.approx(far)
-    assert spread.all_to_all(8e9, 8) > 3.9 * far
-    near = Spread(GB200.within, GB200.between)
-    assert near.visits(1e9, 8, 8) == pytest.approx(GB200.within.seconds((1 - (7 / 8) ** 8) * 7 * 1e9))
-    assert near.visits(1e9, 1, 8) == 0
-    experts = Experts((True,) * 8, 32, 8, 512, 0, 4096, parallel=16, once=True)
-    links, given = Links.of(GB200, 8, Ranks(1, 1, 16, 16, 1)), replace(SHAPE, experts=experts)
-    assert exchange_seconds(given, links) < exchange_seconds(replace(given, experts=replace(experts, once=False)), links) / 3
-
-
-def test_thin_products_of_experts_take_longer() -> None:
-    """The same operations in more, narrower experts: their weights and tokens are read and written."""
-
-    def seconds(count: int, topk: int, ffn: int) -> Any:
-        experts = Experts((True,) * 8, count, topk, ffn, 0, 4096, parallel=8)
-        return computing_seconds(replace(SHAPE, experts=experts, ffn=float(topk * ffn)), GB200)
-
-    wide, thin, few = seconds(8, 1, 4096), seconds(64, 8, 512), seconds(128, 8, 512)
-    assert thin.forward > wide.forward and thin.weight > wide.weight
-    assert few.weight > thin.weight, "twice as many weights' gradients"
 
 
 def test_a_rack_is_one_node() -> None:

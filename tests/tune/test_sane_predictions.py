@@ -6,7 +6,9 @@ import math
 from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
+from random import Random
 
+from costmodel.drawn_shapes import shape
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
@@ -20,12 +22,8 @@ from megatron.pipeline.planner.costmodel.parameters import parameters
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.placement import linear
-from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.planner.shape.description import Ranks
-from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.planner.shape.precision import RECIPES, Quantized
-from megatron.pipeline.planner.shape.windows import Windows
 from megatron.pipeline.tune.candidate import SIZES, Cluster
 from megatron.pipeline.tune.iteration import Failed, evaluate
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, LayoutChoices, Layouts
@@ -33,36 +31,10 @@ from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, LayoutChoices, Layout
 GPU = named("GB200")
 CONFIGS = sorted(map(str, Path(__file__).parents[2].glob("configs/**/*.yaml")))
 POWERS = st.sampled_from([1, 2, 4, 8])
-RECOMPUTED = st.frozensets(st.sampled_from(["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]))
+SHAPES = st.integers(0, 2**32).map(lambda seed: shape(Random(seed)))
 
 
-@st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    layers, seq, tensor = draw(st.integers(4, 12)), draw(st.sampled_from([512, 4096])), draw(POWERS)
-    per_layer = st.lists(st.booleans(), min_size=layers, max_size=layers).map(tuple)
-    experts = None
-    if draw(st.booleans()):
-        gathered, once = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
-        part = draw(st.sampled_from([1, tensor]))
-        sizes = 16, draw(st.integers(1, 8)), 256, draw(st.sampled_from([0, 512])), 1024, draw(POWERS), part
-        graphs, latent = draw(st.sampled_from([False, True, None])), draw(st.sampled_from([None, 256]))
-        experts = Experts(draw(per_layer), *sizes, gathered, once, graphs, latent=latent)
-    policy = ActivationPolicy(
-        tensor=tensor, context=draw(POWERS), sequence_parallel=tensor > 1, attention_matrices=draw(st.booleans()),
-        wide_softmax=draw(st.booleans()), fused_norms=draw(st.booleans()), recomputed=draw(RECOMPUTED),
-        recompute_layers=draw(st.integers(0, 3)), recompute_first=draw(st.booleans()),
-    )  # fmt: skip
-    name = draw(st.sampled_from([None, *RECIPES]))
-    windows = Windows(tuple(draw(st.sampled_from([257, seq])) for _ in range(layers))) if draw(st.booleans()) else None
-    plain = Shape.plain(layers, 1024, 16, seq, 32000, draw(st.integers(1, 4)))
-    return replace(
-        plain, gated=draw(st.booleans()), norm=1, experts=experts, ffn=experts.mean_ffn if experts else 4096, policy=policy,
-        quantized=Quantized(RECIPES[name], draw(per_layer)) if name else None, windows=windows,
-        mtp_layers=draw(st.integers(0, 1)),
-    )  # fmt: skip
-
-
-@given(shapes(), st.sampled_from([2, 4]), st.sampled_from([4, 8, 64]), st.booleans())
+@given(SHAPES, st.sampled_from([2, 4]), st.sampled_from([4, 8, 64]), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_seconds_and_bytes_are_numbers(shape: Shape, ranks: int, per_node: int, split: bool) -> None:
     held, experts = shape.policy, shape.experts
@@ -80,7 +52,7 @@ def test_seconds_and_bytes_are_numbers(shape: Shape, ranks: int, per_node: int, 
             cutting.of_depth(made, 3 * ranks // 2)  # no part is more than its whole, or Costs refuse it
 
 
-@given(shapes())
+@given(SHAPES)
 @settings(max_examples=50, deadline=None)
 def test_more_tensor_parallel_ranks_never_have_more_weights_each(shape: Shape) -> None:
     layers = [shape.layers // 2, shape.layers - shape.layers // 2]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -51,23 +49,6 @@ class Here:
 
     def shutdown(self, **_: object) -> None:
         pass
-
-
-class Late(ThreadPoolExecutor):
-    """A busy machine: what begins ends in another order, which a seed decides."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(16)
-        self.random = Random(seed)
-
-    def submit(self, function: Any, *arguments: Any) -> Future[Any]:  # type: ignore[override]
-        seconds = self.random.choice([0.0, 0.0, 0.02])
-
-        def delayed() -> Any:
-            time.sleep(seconds)
-            return function(*arguments)
-
-        return super().submit(delayed)
 
 
 @pytest.fixture
@@ -164,16 +145,6 @@ def test_more_processes_find_the_same(space: Layouts) -> None:
         search.search(on, wanted=2, limits=search.SearchLimits(processes=processes, budget=1.0)) for processes in (1, 3)
     )
     assert one.results and one.left_out and same(one, three)
-
-
-@pytest.mark.rest
-def test_a_busy_machine_finds_the_same(space: Layouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    on = on_device(space, memory=SCARCE)
-    found = []
-    for seed in range(3):
-        monkeypatch.setattr(search, "_pool", lambda processes, seed=seed: Late(seed))
-        found.append(search.search(on, wanted=2))
-    assert same(found[0], found[1]) and same(found[0], found[2])
 
 
 @pytest.mark.rest

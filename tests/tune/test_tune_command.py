@@ -201,7 +201,7 @@ def test_where_stock_is_the_best_all_say_so(
         ([*BATCH, "--gpus", "4", "--gpu", "A100"], "unknown GPU 'A100'; known are .* did you mean A100-40GB or A100-80GB"),
         ([*BATCH, "--gpus", "4", "--gpu", "none.json"], "none.json: No such file or directory"),
         ([*BATCH, "--gpus", "12", "--gpu", "A100-80GB"], "12 GPUs are not whole nodes of 8: change --gpus or --gpus-per-node"),
-        ([*BATCH, "--gpus", "0", "--gpu", "A100-80GB"], "--gpus: expected a whole number of at least 1, got '0'"),
+        ([*BATCH, "--gpus", "0", "--gpu", "A100-80GB"], "--gpus: expected a whole number of at least 1, got 0"),
         ([*BATCH, *FOUR, "--pipeline", "two"], "--pipeline: 'two': expected whole numbers of at least 1, such as 2 or 2,4"),
         ([*BATCH, *FOUR, "--schedules", "zb-h3"], "unknown schedule 'zb-h3'; known are .* did you mean zb-h2 or zb-h1"),
         ([*BATCH, *FOUR, "--no-such-flag"], "--no-such-flag"),

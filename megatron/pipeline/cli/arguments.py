@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from megatron.pipeline.flags.flag_types import MEMORY_UNITS, memory_size, positive_int
+from megatron.pipeline.flags.flag_types import memory_size, positive_int
 from megatron.pipeline.planner.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
 from megatron.pipeline.planner.planning.document import read_costs
 from megatron.pipeline.planner.planning.every_batch import read_lengths
-from megatron.pipeline.planner.planning.refusals import Bytes
+from megatron.pipeline.planner.planning.refusals import MEMORY_UNITS, read_amount
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.core.stage_costs import COST_FIELDS
+from megatron.pipeline.planner.shape.hybrid import LETTERS, Pattern
 
 T = TypeVar("T")
 
@@ -257,10 +256,11 @@ def pass_flags() -> Parser:
     flags.add_argument("--fuse", type=StageList, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
     flags.add_argument(
         "--balance",
-        type=positive_int,
+        type=layers_or_pattern,
         metavar="LAYERS",
         help="plan the number of each stage's layers, of LAYERS in the model, by moving one layer at a time; costs are those of "
-        "an even split, of which what the first and the last stage have more stays there",
+        "an even split, of which what the first and the last stage have more stays there. Or a --hybrid-layer-pattern, whose | "
+        "are a split to compare with, and --costs of mpipe costs --by-layer",
     )
     return flags
 
@@ -287,9 +287,11 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
                 raise argparse.ArgumentTypeError(
                     f"{text!r}: expected each of {', '.join(names)} at most once, as in {names[0]}=1"
                 )
-            given[name] = _float(value)
-            if math.isnan(given[name]) and value.lower() != "nan":
-                raise argparse.ArgumentTypeError(f"{text!r}: {name}={value}: expected a number without a unit, such as {name}=1")
+            try:
+                given[name] = float(value)
+            except ValueError:
+                wanted = f"{name}={value}: expected a number without a unit, such as {name}=1"
+                raise argparse.ArgumentTypeError(f"{text!r}: {wanted}") from None
         try:
             return checked(given, names)
         except ValueError as error:
@@ -300,23 +302,11 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
 
 def limit(text: str) -> float:
     """An argument type for a memory limit: a number in the unit of the costs, or ``Bytes`` for one such as 20GiB."""
-    limit = _float(text)
-    if limit >= 0 and (limit < math.inf or "inf" in text.lower()):  # 1e400 is infinite too
-        return limit
     try:
-        return Bytes(memory_size(text))
-    except argparse.ArgumentTypeError:
-        units = ", ".join(MEMORY_UNITS)
-        wanted = f"expected a number of microbatches of at least 0, or bytes such as 20GiB, in one of {units}"
-        raise argparse.ArgumentTypeError(f"{text!r}: {wanted}") from None
-
-
-def _float(text: str) -> float:
-    """A number; NaN, which is in no range, for what is none."""
-    try:
-        return float(text)
+        return read_amount(text)
     except ValueError:
-        return math.nan
+        wanted = f"a number of microbatches of at least 0, or bytes such as 20GiB, in one of {', '.join(MEMORY_UNITS)}"
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {wanted}") from None
 
 
 def file_of(read: Callable[[str], T]) -> Callable[[str], T]:
@@ -344,6 +334,16 @@ def whole_numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers of at least 1, such as 2 or 2,4") from None
 
 
+def layers_or_pattern(text: str) -> int | Pattern:
+    """An argument type for the layers of a model: their number, or a letter for each."""
+    if not text or not set(text) <= {*LETTERS, *"|/"}:
+        return int(positive_int(text))
+    try:
+        return Pattern.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 class StageList:
     """An argument type for stages of the model: ``all``, ``0`` or ``0,3-5``."""
 
@@ -369,10 +369,3 @@ class StageList:
             if last >= count:
                 raise ValueError(f"{self._text}: there is no stage {last}; the stages are 0..{count - 1}")
         return frozenset(stage for first, last in self._runs for stage in range(first, last + 1))
-
-
-def count(text: str) -> int:
-    """An argument type for a whole number of at least 1, of nine digits at most."""
-    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)

@@ -6,23 +6,22 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
-from megatron.pipeline.cli.gpu import add_gpu_flags, measured_gpu, named_gpu
+from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
+from megatron.pipeline.cli.gpu import add_gpu_flags, measured_engine, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import predicted, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
+from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device, ranges
 from megatron.pipeline.planner.costmodel.device import Device
-from megatron.pipeline.planner.costmodel.estimate import estimate
+from megatron.pipeline.planner.costmodel.estimate import by_layer, costs_of_training, remade
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.origin import described
 from megatron.pipeline.planner.costmodel.replicas import with_replicas
 from megatron.pipeline.planner.planning.refusals import MIB
-from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear
 from megatron.pipeline.planner.schedule.core.stage_costs import BETWEEN
-from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.view.table import plain_table
 
@@ -43,6 +42,11 @@ def add(commands: Commands) -> None:
     )
     add_gpu_flags(parser)
     parser.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (as few as experts allow)")
+    parser.add_argument(
+        "--by-layer",
+        action="store_true",
+        help="every layer as a stage, and before and behind them what is none: for mpipe plan --balance PATTERN",
+    )
     parser.set_defaults(takes_flags=True)
 
 
@@ -51,34 +55,22 @@ def run(options: argparse.Namespace) -> None:
     gpu = named_gpu(options)
     if gpu is None:
         raise ValueError(f"give --gpu NAME, of {', '.join(device.shipped())} or a file, or --gpu-from FILE")
-    prediction = predicted(options.flags, options.data_parallel_size)
+    prediction = predicted(options.flags, options.data_parallel_size, engine=measured_engine(options))
     args, layers, placement = prediction.args, prediction.layers, prediction.schedule.placement
     say_not_modelled(args)
     gpu = measured_gpu(gpu, options, args)
     model = describe(args)
-    costs = costs_of(model, placement, layers, gpu, options.gpus_per_node)
+    links = Links.of(gpu, options.gpus_per_node or gpu.node(model.gpus), model.ranks)
+    if options.by_layer:
+        costs = by_layer(model, gpu, placement.depth, links)
+        placement, layers = linear(len(costs.stages)), [0, *[1] * args.num_layers, 0]
+    else:
+        costs = remade(model, costs_of_training(model, placement, layers, gpu, links))
+        if model.copies > 1:  # what ranks do between two iterations
+            costs = with_replicas(model, costs, placement, layers, links, gpu)
     data: dict[str, Any] = costs.fields() | {"of": described(model, "predicted", layers)}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
     write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(model)), options, brief)
-
-
-def costs_of(
-    model: ModelDescription, placement: Placement, layers: Sequence[int], gpu: Device, per_node: int | None = None
-) -> Costs:
-    """Seconds and bytes of the passes of a training, by the model of docs/model.md, and where it has replicas also of what ranks
-    do between two iterations.
-
-    Args:
-        layers: of every stage.
-        per_node: GPUs of a node, for the links between ranks; those of ``gpu`` where it is None.
-    """
-    shape, links = Shape.of(model), Links.of(gpu, per_node or gpu.node(model.gpus), model.ranks)
-    costs = estimate(shape, placement, layers, gpu, model.spread, not model.makes_weights_again, links)
-    if shape.policy.recomputes:
-        costs = cutting.with_recomputation(costs, model.makes_weights_again)
-    # Else BW would save the start of a pass alone, for which no plan gives up the choice of when W runs: as mpipe tune plans.
-    costs = costs if model.tensor_model_parallel_size > 1 else cutting.without_fused(costs)
-    return with_replicas(model, costs, placement, layers, links, gpu) if model.copies > 1 else costs
 
 
 def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device, shape: Shape) -> str:

@@ -7,7 +7,9 @@ import sys
 from argparse import Namespace
 from functools import partial
 
-from megatron.pipeline.cli.arguments import count, file_of
+from megatron.pipeline.cli.arguments import file_of
+from megatron.pipeline.flags.flag_types import count
+from megatron.pipeline.flags.flags import actions
 from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import device, origin
 from megatron.pipeline.planner.costmodel.device import Device
@@ -47,6 +49,12 @@ def named_gpu(options: Namespace) -> Device | None:
             f"--gpu-from: the file {where}: say whose memory and links to take with --gpu {' or '.join(device.shipped())}"
         )
     return found
+
+
+def measured_engine(options: Namespace) -> str | None:
+    """The ``--transformer-impl`` that the file of ``--gpu-from`` measured: of a prediction whose flags name none."""
+    engine = options.gpu_from.of.get("transformer_impl") if options.gpu_from else None
+    return engine if engine in (actions()["transformer_impl"].choices or ()) else None
 
 
 def measured_gpu(gpu: Device, options: Namespace, args: Namespace) -> Device:

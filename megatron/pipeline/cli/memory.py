@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
+from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
 from megatron.pipeline.cli.summary import check_output, write
+from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
 from megatron.pipeline.flags.importers.upstream import settle
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
@@ -27,7 +28,6 @@ from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.planning.request import MOST_RANKS
 from megatron.pipeline.planner.schedule.core.names import OFF, STOCK
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.shape.hybrid import FLAGS
 from megatron.pipeline.planner.view.table import plain_table
 
 _DEFAULT = {"pipeline_schedule": actions()["pipeline_schedule"].default}
@@ -138,6 +138,7 @@ def predicted(
     data_parallel_size: int | None = None,
     world_size: int | None = None,
     changes: Mapping[str, Any] = MappingProxyType({}),
+    engine: str | None = None,
 ) -> Prediction:
     """Plan a training on GPUs, and predict the memory of its ranks.
 
@@ -145,7 +146,7 @@ def predicted(
         flags: of ``pretrain_gpt.py``; data may be left out, and nothing is written.
         data_parallel_size: replicas of the model, where ``world_size`` is None; by default as few as the experts allow.
         world_size: number of all ranks.
-        changes: values by the names of flags that count in place of those in ``flags``: ``STOCK_1F1B``.
+        changes, engine: see ``read_flags``.
 
     Raises:
         ValueError: the flags are wrong, or there is no schedule for them; says what to change.
@@ -161,7 +162,7 @@ def predicted(
         from megatron.pipeline.session.planning import as_planned, plan_pipeline
         from megatron.pipeline.session.tokenizer import sizes_of_vocabulary, vocabulary_size
 
-        args = read_flags(flags, changes)
+        args = read_flags(flags, changes, engine)
         model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
         world_size = world_size or (data_parallel_size or least_replicas(args)) * model
         if world_size > MOST_RANKS * MOST_RANKS or args.pipeline_model_parallel_size > MOST_RANKS:
@@ -178,13 +179,14 @@ def predicted(
         return Prediction(args, schedule, layers, predict(describe(args), schedule, layers), whole, messages)
 
 
-def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({})) -> Flags:
+def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({}), engine: str | None = None) -> Flags:
     """Flags of ``pretrain_gpt.py``, not validated yet, for a prediction: they need no data, and no file is written.
 
     Without a schedule, or another flag of ours about one, they are a line of Megatron-LM's, which runs its own.
 
     Args:
-        changes: values by the names of flags that count in place of those in ``flags``.
+        changes: values by the names of flags that count in place of those in ``flags``: ``STOCK_1F1B``.
+        engine: of layers, where ``flags`` name none.
 
     Raises:
         ValueError: a flag is unknown or has a wrong value.
@@ -194,12 +196,11 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
     args = parse(flags, predicts=True)
     read, not_modelled = settle(args)
     if read.pipeline_schedule is None:
-        hybrid, stages = given(read, *FLAGS), given(read, *neutral(Role.CHUNKS))
+        stages = given(read, *neutral(Role.CHUNKS)) or "|" in (read.hybrid_layer_pattern or "")
         ours = OURS.intersection(given(read | _DEFAULT, *neutral(Role.SCHEDULE, Role.DETAILS)))
-        read |= _DEFAULT if ours and not (hybrid or stages) else {"pipeline_schedule": STOCK}
-        if hybrid:
-            not_modelled.append(f"{hybrid[0]}: our schedules do not place its layers: predicted under megatron-core's own")
-    return read | neutral(Role.FILES) | {"not_modelled": not_modelled} | changes
+        read |= _DEFAULT if ours and not stages else {"pipeline_schedule": STOCK}
+    own = {"not_modelled": not_modelled, "transformer_impl": read.transformer_impl or engine}
+    return read | neutral(Role.FILES) | own | changes
 
 
 def say_not_modelled(args: Namespace) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.pipeline.cli.arguments import REPLICA_LINK, StageList
 from megatron.pipeline.planner.combinations.needs import OPTIONS, PLANNED
 from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.planning.balance import Model
 from megatron.pipeline.planner.planning.costs import COPIES, CostFlags, Numbers, costs_of, with_shards
 from megatron.pipeline.planner.planning.document import GOAL, Changes
 from megatron.pipeline.planner.planning.refusals import check_limit, unit_of
@@ -20,6 +21,7 @@ from megatron.pipeline.planner.schedule.core.names import OFF
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.families import AUTO
+from megatron.pipeline.planner.shape.hybrid import Pattern
 
 _FILE = "file:"
 _COSTS = {"bucket_costs": {"RS", "AG"}, "step_costs": {"OPT"}, "copy_costs": {*COPIES}, "norm_costs": {"latency", "norm"}}
@@ -58,6 +60,11 @@ def requested(options: Namespace) -> Request:
         found = with_shards(costs_of(costs, placement, copies=offload is not None), vocabulary, placement.ranks)
         return replace(found, loads=loads) if loads else found
 
+    layers = options.balance
+    if isinstance(layers, Pattern):
+        if not options.costs:
+            raise ValueError(f"--balance {layers} needs what each letter takes: give --costs of mpipe costs --by-layer")
+        layers = Model.by_layer(with_shards(options.costs, vocabulary, options.pp), layers)
     return Request(
         name,
         options.pp,
@@ -74,7 +81,7 @@ def requested(options: Namespace) -> Request:
         offload=offload,
         host_limit=options.host_memory_limit,
         overlap=options.overlap_experts == "on",
-        layers=options.balance,
+        layers=layers,
         bounded=True,
         unit=unit,
     )

@@ -8,7 +8,11 @@ import io
 from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, add_command
+from megatron.pipeline.flags.flag_types import number_type
 from megatron.pipeline.planner.planning.request import Request
+
+_port = number_type(int, "a port between 0 and 65535", 0, 65535)
+_workers = number_type(int, "a number of processes between 1 and 64", 1, 64)
 
 
 def add(commands: Commands) -> None:
@@ -62,15 +66,3 @@ def _host(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r}: expected a name or an address (0.0.0.0 for every one of this machine)")
     return text
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a port between 0 and 65535")
-    return int(text)
-
-
-def _workers(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 64:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of processes between 1 and 64")
-    return int(text)

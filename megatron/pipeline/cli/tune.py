@@ -12,12 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, add_command, count, names, whole_numbers
-from megatron.pipeline.cli.gpu import add_gpu_flags, measured_gpu, named_gpu
+from megatron.pipeline.cli.arguments import Commands, add_command, names, whole_numbers
+from megatron.pipeline.cli.gpu import add_gpu_flags, measured_engine, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
-from megatron.pipeline.flags.flags import given
+from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.model.description import shape_of
@@ -27,7 +27,6 @@ from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.costmodel.ranges import Range
 from megatron.pipeline.planner.planning.request import MOST_RANKS
 from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.shape.hybrid import FLAGS
 from megatron.pipeline.planner.view.plots import PlottedTraining, draw_throughput
 from megatron.pipeline.planner.view.table import plain_table
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
@@ -110,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     flags = options.flags + (["--seq-length", str(options.sequence_length)] if options.sequence_length else [])
     cluster = _cluster(options)
     with quietly():
-        base = base_flags(flags, options.gpu_from.of.get("transformer_impl") if options.gpu_from else None)
+        base = base_flags(flags, measured_engine(options))
         say_not_modelled(base)
         cluster = replace(cluster, device=measured_gpu(cluster.device, options, _model(base)))
         sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
@@ -136,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResult, SearchResult]:
-    """All that was found, and what megatron-core's own schedules can run: of a hybrid model the same, which ours do not place.
+    """All that was found, and what megatron-core's own schedules can run.
 
     Stock's come first, in at most half of the time: where a search ends early, nothing slower than those is the best.
 
@@ -145,13 +144,13 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         KeyboardInterrupt: it was ended before anything was found.
         SystemExit: a process died.
     """
-    seconds, hybrid = options.seconds or float("inf"), bool(given(layouts.base, *FLAGS))
+    seconds = options.seconds or float("inf")
     limits = SearchLimits(options.processes, options.work)
     end, before = time.monotonic() + seconds, signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Progress("planning stock's") as progress:
             stock = found = ours = search(layouts, True, 3, replace(limits, seconds=seconds / 2), progress)
-        if not (hybrid or stock.interrupted):
+        if not stock.interrupted:
             with Progress("planning schedules") as progress:
                 ours = search(layouts, False, BEST, replace(limits, seconds=end - time.monotonic()), progress)
             found = stock.joined(ours)
@@ -216,6 +215,7 @@ def row(result: Result) -> dict[str, Any]:
         "microbatches": result.candidate.microbatches,
         "schedule": chosen(result),
         "with": extras(result),
+        "hybrid_layer_pattern": result.candidate.args.hybrid_layer_pattern,
         "memory_limit": result.memory_limit,
         "iteration_seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,
@@ -235,19 +235,19 @@ def row(result: Result) -> dict[str, Any]:
     }
 
 
-def base_flags(flags: list[str], measured: str | None = None) -> Flags:
-    """The flags that a search begins with. Layers are those of GPUs, unless others of ``--transformer-impl`` were measured."""
+def base_flags(flags: list[str], engine: str | None = None) -> Flags:
+    """The flags that a search begins with. Layers whose flags name no engine have this one, by default that of GPUs."""
     import megatron.core  # noqa: F401 - if it is not installed, say that before anything about the flags
 
+    from megatron.pipeline.flags.validation_hybrid import pattern_of
     from megatron.pipeline.session.tokenizer import vocabulary_size
 
-    base = read_flags(flags)
+    base = read_flags(flags, engine=engine or "transformer_engine")
     if not base.global_batch_size:
         raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
-    if base.hybrid_layer_pattern:
-        base |= {"hybrid_layer_pattern": base.hybrid_layer_pattern.replace("|", "")}  # stages are searched
-    engine = base.transformer_impl or measured or "transformer_engine"
-    return base | {"rampup_batch_size": None, "transformer_impl": engine, "vocab_size": vocabulary_size(base)}
+    if pattern := pattern_of(base):
+        base |= {"hybrid_layer_pattern": pattern.replace("|", "")}  # stages are searched
+    return base | {"rampup_batch_size": None, "vocab_size": vocabulary_size(base)}
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:

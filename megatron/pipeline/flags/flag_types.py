@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MEMORY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+from megatron.pipeline.planner.planning.refusals import MEMORY_UNITS, Bytes, read_amount
 
 
-def _number(kind: type[int] | type[float], wanted: str, low: float, high: float = math.inf) -> Callable[[str], Any]:
+def number_type(kind: type[int] | type[float], wanted: str, low: float, high: float = math.inf) -> Callable[[str], Any]:
     """Reader of a number from ``low`` to ``high``."""
 
     def read(text: str) -> Any:
@@ -30,27 +30,30 @@ def _number(kind: type[int] | type[float], wanted: str, low: float, high: float 
 _ABOVE_0 = math.nextafter(0, 1)
 _YEAR = 366 * 24 * 60  # minutes
 
-positive_int = _number(int, "a whole number of at least 1", 1)
-layers = _number(int, "a whole number from 1 to 10,000", 1, 10_000)  # planning takes time and memory by layer
-whole = _number(int, "a whole number of at least 0", 0)
-positive_float = _number(float, "a number above 0", _ABOVE_0)
-at_least_one = _number(float, "a number of at least 1", 1, sys.float_info.max)
-not_negative = _number(float, "a number of at least 0", 0, sys.float_info.max)
-minutes = _number(float, "a number of minutes above 0, of at most a year", _ABOVE_0, _YEAR)
-pass_seconds = _number(float, "a number of seconds of at least 5", 5)
-probability = _number(float, "a number from 0 to 1", 0, 1)
-share_below_one = _number(float, "a number of at least 0 and below 1", 0, math.nextafter(1, 0))
+positive_int = number_type(int, "a whole number of at least 1", 1)
+count = number_type(int, "a whole number of at least 1", 1, 999_999_999)
+layers = number_type(int, "a whole number from 1 to 10,000", 1, 10_000)  # planning takes time and memory by layer
+whole = number_type(int, "a whole number of at least 0", 0)
+positive_float = number_type(float, "a number above 0", _ABOVE_0)
+at_least_one = number_type(float, "a number of at least 1", 1, sys.float_info.max)
+not_negative = number_type(float, "a number of at least 0", 0, sys.float_info.max)
+minutes = number_type(float, "a number of minutes above 0, of at most a year", _ABOVE_0, _YEAR)
+pass_seconds = number_type(float, "a number of seconds of at least 5", 5)
+probability = number_type(float, "a number from 0 to 1", 0, 1)
+share_below_one = number_type(float, "a number of at least 0 and below 1", 0, math.nextafter(1, 0))
 
 
 def memory_size(text: str) -> int:
     """Bytes, from a number and its unit such as ``256MiB``."""
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]+)", text)
-    size = int(float(match[1]) * MEMORY_UNITS.get(match[2], 0)) if match else 0
-    if not size:
+    try:
+        size = read_amount(text)
+    except ValueError:
+        size = 0.0
+    if not (size and isinstance(size, Bytes)):
         raise argparse.ArgumentTypeError(
             f"expected bytes above 0 such as 256MiB, in one of {', '.join(MEMORY_UNITS)}, got {text!r}"
         )
-    return size
+    return int(size)
 
 
 def layer_pattern(text: str) -> int | list[int]:

@@ -22,7 +22,7 @@ from megatron.pipeline.planner.combinations.needs import DETAILS, TRAINED, UPSTR
 from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
 from megatron.pipeline.planner.combinations.table import flag_of, refuse
 from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.hybrid import segments
+from megatron.pipeline.planner.shape.hybrid import Pattern
 
 
 def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Settings:
@@ -160,11 +160,12 @@ def chunks_per_rank(args: Namespace) -> int | None:
     """
     layers, chunks, layout = (getattr(args, name) for name in CHUNK_FLAGS)
     ranks, pattern = args.pipeline_model_parallel_size, getattr(args, "hybrid_layer_pattern", None)
+    stages = len(Pattern.of(pattern).counts) if pattern else 0
     said = [
         None if layers is None else _chunks_of_layers(args, layers, ranks),
         int(chunks) if chunks else None,
         _chunks_of_layout(layout, ranks) if layout else None,
-        _chunks(len(stages), ranks, f"--hybrid-layer-pattern {pattern}") if len(stages := segments(pattern)) > 1 else None,
+        _chunks(stages, ranks, f"--hybrid-layer-pattern {pattern}") if stages > 1 else None,
     ]
     names = (*CHUNK_FLAGS, "hybrid_layer_pattern")
     numbers = {flag_of(name): number for name, number in zip(names, said, strict=True) if number is not None}

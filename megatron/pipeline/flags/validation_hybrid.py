@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.planner.combinations.table import flag_of
-from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, KINDS, LINEAR, MLP
+from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, INDEXED, LATENT, LINEAR, MLP, Pattern
 from megatron.pipeline.planner.shape.latent import SPARSE
-
-_KNOWN = (*KINDS, ATTENTION, MLP, EXPERTS)
 
 
 def of_hybrid(args: Settings) -> Settings:
-    """Settings with what the pattern of layers says: layers, and layers that predict further.
+    """Settings with what the pattern of layers says: layers, layers that predict further, and which attention there is.
 
-    Megatron-LM's patterns have a symbol for every layer, ``|`` between stages, and behind each ``/`` the layers that predict one
-    token further. Up to release 0.16 shares of attention and of MLPs may stand in the place of a pattern.
+    Up to release 0.16 shares of attention and of MLPs may stand in the place of a pattern.
 
     Raises:
-        ValueError: a symbol is unknown, the pattern or is of another number of layers; says what to change.
+        ValueError: as ``Pattern.of``, or the pattern does not go with other flags; says what to change.
     """
-    pattern = _pattern(args)
+    pattern = pattern_of(args)
     if pattern is None:
         return args
-    args |= {"hybrid_layer_pattern": pattern}
-    main, *further = pattern.split("/")
-    if unknown := sorted(set(pattern) - {*_KNOWN, "|", "/"}):
-        raise ValueError(
-            f"--hybrid-layer-pattern {pattern} with {' and '.join(unknown)}: known are {' '.join(_KNOWN)} (Mamba-2, gated delta "
-            "net, attention, MLP, experts), | between stages, / before layers that predict further"
-        )
-    if len(set(further)) > 1 or "|" in "".join(further):
-        raise ValueError(
-            f"--hybrid-layer-pattern {pattern} predicts further by {' and '.join(further)}: give the same symbols behind every /"
-        )
-    layers = len(main.replace("|", ""))
-    if not layers:
-        raise ValueError(f"--hybrid-layer-pattern {pattern} has no layers: give some of {' '.join(_KNOWN)} before the first /")
+    try:
+        found = Pattern.of(pattern)
+    except ValueError as error:
+        raise ValueError(f"--hybrid-layer-pattern {error}") from None
+    layers, predicting = len(found.letters), len(found.predictors) or args.mtp_num_layers
     if "M" in pattern:
         _check_heads(args)
     if args.num_layers not in (None, layers):
@@ -45,7 +35,10 @@ def of_hybrid(args: Settings) -> Settings:
         )
     if EXPERTS in pattern and not args.num_experts:
         raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts ({EXPERTS}): give --num-experts")
-    return args | {"num_layers": layers, "mtp_num_layers": len(further) or args.mtp_num_layers}
+    args |= {"hybrid_layer_pattern": pattern, "num_layers": layers, "mtp_num_layers": predicting}
+    if LATENT in pattern or INDEXED in pattern:
+        args |= {"multi_latent_attention": True}
+    return args | ({"experimental_attention_variant": SPARSE} if INDEXED in pattern else {})
 
 
 def check_latent(args: Settings) -> None:
@@ -92,7 +85,12 @@ def check_attention(args: Settings) -> None:
             raise ValueError(f"--linear-num-key-heads {keys} is not a multiple of {ranks} tensor- and context-parallel ranks")
 
 
-def _pattern(args: Settings) -> str | None:
+def pattern_of(args: Namespace) -> str | None:
+    """Pattern of the layers: as it is given, or made of shares; None for a GPT.
+
+    Raises:
+        ValueError: shares are more than all.
+    """
     if args.hybrid_layer_pattern:
         return str(args.hybrid_layer_pattern)
     shares = args.hybrid_attention_ratio, args.hybrid_mlp_ratio

@@ -137,7 +137,7 @@ def _sizes(args: Settings, placement: Placement, vocabulary: Vocabulary | None) 
     if not knows_sizes(args):
         return None
     try:
-        return stage_sizes(describe(args), placement, decoder_layers(args, placement), vocabulary)
+        return stage_sizes(describe(args), decoder_layers(args, placement), vocabulary is not None)
     except ValueError:
         return None
 

@@ -46,7 +46,7 @@ from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.shape.hybrid import segments
+from megatron.pipeline.planner.shape.hybrid import Pattern
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import checkpoint_failures
@@ -171,7 +171,7 @@ class OwnLoop:
         Raises:
             ValueError: the pattern has another number of stages.
         """
-        if isinstance(config.pipeline_model_parallel_layout, PlacementLayout) and len(segments(pattern)) > 1:
+        if isinstance(config.pipeline_model_parallel_layout, PlacementLayout) and len(Pattern.of(pattern).counts) > 1:
             placement = self.placement(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
             assert placement is not None, "lay_out has made the layout"
             config.pipeline_model_parallel_layout = PlacementLayout(_stages(config, placement, pattern), placement)

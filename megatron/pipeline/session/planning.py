@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -14,7 +13,6 @@ from textwrap import indent
 from megatron.pipeline.distributed.device import gpu_name
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.facts import of_flags
-from megatron.pipeline.flags.flag_types import MEMORY_UNITS
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import EVERY_BATCH, PROFILE, Settings
 from megatron.pipeline.model.description import describe, shape_of
@@ -29,7 +27,7 @@ from megatron.pipeline.planner.planning.document import read_costs
 from megatron.pipeline.planner.planning.limits import peak_of_1f1b
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Variant
-from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
+from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Bytes, Unit, read_amount
 from megatron.pipeline.planner.planning.request import Request, variants
 from megatron.pipeline.planner.planning.trained import check_name, trained
 from megatron.pipeline.planner.schedule import families
@@ -93,8 +91,8 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
         text, name = args.pipeline.memory_limit, args.pipeline.schedule
         if text is None:
             raise  # a family exceeds the memory that its own name stands for, and its message is complete
-        suffix = text.lstrip("0123456789.")
-        unit = Unit(suffix, MEMORY_UNITS[suffix] if suffix else _peak_of_1f1b(asked))
+        amount = read_amount(text)
+        unit = amount.unit if isinstance(amount, Bytes) else Unit("", _peak_of_1f1b(asked))
         raise unit.too_little(f"--pipeline-memory-limit {text}", name, error.least, _holding_less(args, asked)) from None
 
 
@@ -159,15 +157,16 @@ def _pipeline(args: Settings, request: Request, measure: bool | None) -> Pipelin
 def _check(args: Settings, request: Request, pipeline: Pipeline) -> None:
     """Refuse what the flags say beside a schedule that has been chosen, and does not go with it; note where costs are cut."""
     plans, placement = pipeline.plans, pipeline.placement
-    if plans.vocabulary is not args.vocabulary.spread:  # the file spreads the vocabulary itself
-        args |= {"vocab_parallel": plans.vocabulary}
-        refuse(of_flags(args), VOCABULARY)
     if placement.chunks > 1 and placement.ranks == 1:
         raise ValueError(
             f"--pipeline-schedule {pipeline.name} with {placement.chunks} chunks per rank needs at least 2 pipeline "
             "ranks (megatron-core has no virtual pipeline on one): raise --pipeline-model-parallel-size, or take 1f1b or zb-h1"
         )
-    refuse(of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None), SCHEDULES)
+    if not (plans.has_family or plans.is_stock):  # what a file has is known by now
+        if plans.vocabulary is not args.vocabulary.spread:
+            args |= {"vocab_parallel": plans.vocabulary}
+            refuse(of_flags(args), VOCABULARY)
+        refuse(of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None), SCHEDULES)
     if not isinstance(request.costs, Costs) or plans.costs is None:
         return
     if (count := len(request.costs.stages)) != placement.depth:
@@ -292,8 +291,7 @@ def _best(args: Settings, request: Request) -> tuple[Variant, str]:
     if equal:
         at, table = "equal costs: a pass takes 1, memory is in microbatches", choice.table(COSTS_UNIT, request.lowest_limit)
     else:
-        mib = MEMORY_UNITS["MiB"]
-        at = f"the costs in {args.pipeline.costs}"
+        at, mib = f"the costs in {args.pipeline.costs}", MIB.size
         table = choice.table(
             Unit(" MiB", mib), request.lowest_limit, lambda time: f"{1e3 * time:.4g} ms", lambda memory: f"{memory / mib:.4g} MiB"
         )
@@ -320,14 +318,16 @@ def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> fl
     """The limit in the costs' unit of memory; without costs that is a microbatch of a rank's activations, and bytes are None."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
-    if match is None or (match[2] and match[2] not in MEMORY_UNITS):
-        raise ValueError(f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB")
-    if match[2] and costs and costs.unit is not MemoryUnit.BYTES:
+    try:
+        amount = read_amount(text)
+    except ValueError:
+        wanted = "a share of 1F1B's peak such as 0.5, or bytes such as 12GiB"
+        raise ValueError(f"--pipeline-memory-limit {text}: expected {wanted}") from None
+    if not isinstance(amount, Bytes):
+        return amount * _peak_of_1f1b(replace(request, costs=costs))
+    if costs and costs.unit is not MemoryUnit.BYTES:
         raise ValueError(
             f"--pipeline-memory-limit {text} is in bytes, and --pipeline-costs counts memory in microbatches: give a share of "
             '1F1B\'s peak such as 0.5, or a file of which "unit" is "bytes"'
         )
-    if match[2]:
-        return None if costs is None else float(match[1]) * MEMORY_UNITS[match[2]]
-    return float(match[1]) * _peak_of_1f1b(replace(request, costs=costs))
+    return None if costs is None else float(amount)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.pipeline.model.description import describe
-from megatron.pipeline.planner.costmodel.estimate import estimate
+from megatron.pipeline.planner.costmodel.estimate import costs_of_training, fuses, remade
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
 from megatron.pipeline.planner.planning.request import Request
@@ -71,41 +71,24 @@ class CandidateCosts:
         """The copies to host memory that it makes."""
         return self.candidate.args.offloading.mode
 
-    @property
-    def fuses(self) -> bool:
-        """Tell whether B and W run as one pass, always or where the plan likes."""
-        return self.family.fused or self.model.makes_weights_again or self.model.tensor_model_parallel_size > 1
-
     @cached_property
     def costs(self) -> Costs:
         """Seconds and bytes of its passes, without what backwards make again."""
-        overlaps = self.candidate.variant.name == "interleaved" and self.model.overlap_p2p_comm
-        waits = self.model.is_stock and self.model.pipeline_model_parallel_size > 1 and not overlaps
-        costs = estimate(
-            self.shape,
-            self.placement,
-            self.candidate.layers,
-            self.cluster.device,
-            self.model.spread,
-            split=not (self.family.fused or self.model.makes_weights_again),
-            links=self.links,
-            exposed_hops=self.family.exposed_hops if waits else 0.0,
-        )
-        # A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone.
-        return costs if self.fuses else cutting.without_fused(costs)
+        layers, device = self.candidate.layers, self.cluster.device
+        return costs_of_training(self.model, self.placement, layers, device, self.links, self.family)
 
     @cached_property
     def trained(self) -> Costs:
         """The costs where backwards make activations again, if they do."""
-        again = self.shape.policy.recomputes
-        return cutting.with_recomputation(self.costs, self.model.makes_weights_again) if again else self.costs
+        return remade(self.model, self.costs)
 
     @property
     def within(self) -> float:
         """The most that a backward that makes activations again holds while it runs, beyond what is held before and after."""
         if not self.shape.policy.recomputes:
             return 0.0
-        leanest = self.fuses or any(stage.backward_allocates for stage in self.trained.stages)  # some backwards may be BW
+        some = any(stage.backward_allocates for stage in self.trained.stages)
+        leanest = some or fuses(self.model, self.family)  # some backwards may be BW
         ends = (stage.checkpoint if leanest else max(stage.checkpoint, stage.retained) for stage in self.costs.stages)
         return max(stage.activation - end for stage, end in zip(self.costs.stages, ends, strict=True))
 

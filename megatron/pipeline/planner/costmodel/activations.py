@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from operator import add
 from typing import NamedTuple
 
 from megatron.pipeline.planner.shape.description import SINGLE
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.hybrid import EXPERTS, MLP
+from megatron.pipeline.planner.shape.stages import numbers_of_layers
 
 
 class Held(NamedTuple):
@@ -22,6 +25,25 @@ class Held(NamedTuple):
     checkpoint: float
     activation: float
     retained: float
+
+
+def held_by_stages(shape: Shape, layers: Sequence[int], spread: bool, split: bool = True) -> list[Held]:
+    """Bytes that every stage holds of a microbatch, the output layer among them unless the vocabulary is spread over all ranks.
+
+    Args:
+        layers: of every stage, in the model's order.
+        split: as of ``held_by_stage``.
+    """
+    stages = [held_by_stage(shape.of_layers(numbers), len(numbers), split) for numbers in numbers_of_layers(layers)]
+    if spread:
+        return stages
+    kept = output_activation(shape)
+    output = Held(kept, kept, output_retained(shape))
+    # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
+    of_predictor = [held_by_stage(shape.predictor, shape.predictor.layers, split), output] if shape.mtp_layers else []
+    for more in (output, *of_predictor * shape.mtp_layers):
+        stages[-1] = Held(*map(add, stages[-1], more))
+    return stages
 
 
 def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:

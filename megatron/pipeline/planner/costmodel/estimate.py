@@ -15,14 +15,16 @@ from functools import cache
 from typing import Any
 
 from megatron.pipeline.planner.costmodel import activations, traffic
-from megatron.pipeline.planner.costmodel.activations import Held
 from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds, hop_seconds, layer_communication
+from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, MemoryUnit, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear
 from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
+from megatron.pipeline.planner.schedule.families import Family
 from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape, Work
 from megatron.pipeline.planner.shape.hybrid import MLP
 from megatron.pipeline.planner.shape.shards import Shards
@@ -67,30 +69,80 @@ def estimate(
     def stage(one: Shape, count: int, gap: float = 0.0) -> StageCosts:
         seconds, saved, remade, parts = of_layer(one)
         waits = Work(gap, gap, device.latency if gap else 0.0)
-        held = activations.held_by_stage(one, count, split)
         known = {name: part * count for name, part in parts.items()} | ({"layers": count} if parts else {})
-        costs = _stage(seconds.times(count).plus(waits), held, waits.weight + saved * count)
+        costs = _stage(seconds.times(count).plus(waits), waits.weight + saved * count)
         if shielding := shielded_seconds(one, device, links):
             known |= dict(zip(("behind", "saved"), (slower * value * count for value in shielding), strict=True))
         return replace(costs, recompute=remade * count, **known)
 
     stages = [stage(shape.of_layers(numbers), len(numbers), gap) for numbers in numbers_of_layers(layers)]
-    copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
+    shards = VocabularyCosts()
     if vocabulary is not None:
         shards = shard_costs(shape, placement.ranks, device, vocabulary, links)
-        return Costs(tuple(stages), hop, shards, copies, MemoryUnit.BYTES, device.beside_communication)
-    forward, backward = map(device.moving, traffic.embedding_traffic(shape))
-    embedding = StageCosts(forward, backward, 0.0, 0.0, 0.0)
-    ends = [(0, embedding), (placement.last_stage, output_costs(shape, device))]
-    # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
-    ends += shape.mtp_layers * [
-        (placement.last_stage, stage(shape.predictor, shape.predictor.layers)),
-        (placement.last_stage, output_costs(shape, device)),
-    ]
-    for index, more in ends:
-        again = 0.0 if shape.policy.recomputes else more.recompute  # flags recompute layers alone
-        stages[index] = _sum(stages[index], replace(more, recompute=again))
-    return Costs(tuple(stages), hop, VocabularyCosts(), copies, MemoryUnit.BYTES, device.beside_communication)
+    else:
+        forward, backward = map(device.moving, traffic.embedding_traffic(shape))
+        ends = [(0, StageCosts(forward, backward, 0.0, 0.0, 0.0)), (placement.last_stage, output_costs(shape, device))]
+        ends += shape.mtp_layers * [
+            (placement.last_stage, stage(shape.predictor, shape.predictor.layers)),
+            (placement.last_stage, output_costs(shape, device)),
+        ]
+        for index, more in ends:
+            again = 0.0 if shape.policy.recomputes else more.recompute  # flags recompute layers alone
+            stages[index] = _sum(stages[index], replace(more, recompute=again))
+    held = activations.held_by_stages(shape, layers, vocabulary is not None, split)
+    return Costs(
+        tuple(replace(seconds, **own._asdict()) for seconds, own in zip(stages, held, strict=True)),
+        hop,
+        shards,
+        CopyCosts(1 / device.to_host, 1 / device.to_device),
+        MemoryUnit.BYTES,
+        device.beside_communication,
+    )
+
+
+def costs_of_training(
+    model: ModelDescription,
+    placement: Placement,
+    layers: Sequence[int],
+    device: Device,
+    links: Links,
+    family: Family | None = None,
+) -> Costs:
+    """Seconds and bytes of passes, without what backwards make again (``remade``).
+
+    Args:
+        layers: of every stage.
+        family: of its schedule; None for costs that any family plans for, and that count no wait for messages.
+    """
+    split, exposed = not model.makes_weights_again, 0.0
+    if family is not None:
+        overlaps = family.name == "interleaved" and model.overlap_p2p_comm
+        waits = model.is_stock and model.pipeline_model_parallel_size > 1 and not overlaps
+        split, exposed = split and not family.fused, family.exposed_hops if waits else 0.0
+    costs = estimate(Shape.of(model), placement, layers, device, model.spread, split, links, exposed)
+    # A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone.
+    return costs if fuses(model, family) else cutting.without_fused(costs)
+
+
+def fuses(model: ModelDescription, family: Family | None = None) -> bool:
+    """Tell whether B and W run as one pass, always or where the plan likes."""
+    return bool(family and family.fused) or model.makes_weights_again or model.tensor_model_parallel_size > 1
+
+
+def remade(model: ModelDescription, costs: Costs) -> Costs:
+    """The costs where backwards make activations again, if they do."""
+    return cutting.with_recomputation(costs, model.makes_weights_again) if Shape.of(model).policy.recomputes else costs
+
+
+def by_layer(model: ModelDescription, device: Device, depth: int, links: Links) -> Costs:
+    """Costs of a model whose every layer is a stage, and whose first and last stage have all that is no layer.
+
+    Args:
+        depth: stages of its pipeline, whose passes each begin with the device's latency; layers share these.
+    """
+    layers = [0, *[1] * model.num_layers, 0]
+    gpu = replace(device, latency=device.latency * depth / len(layers))
+    return remade(model, costs_of_training(model, linear(len(layers)), layers, gpu, links))
 
 
 def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
@@ -204,11 +256,10 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
 
 
 def output_costs(shape: Shape, device: Device) -> StageCosts:
-    """Costs that the output layer and the loss add to the last stage."""
-    kept = activations.output_activation(shape)
+    """Seconds that the output layer and the loss add to the last stage."""
     work = _seconds(device, gpt.output_work(shape).times(shape.policy.of_cut_layers))
     forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.policy.tensor))
-    costs = _stage(work.plus(Work(forward, backward, 0.0)), Held(kept, kept, activations.output_retained(shape)))
+    costs = _stage(work.plus(Work(forward, backward, 0.0)))
     # It has no row-parallel linear before it, and computes its own weight's gradient. Its sum counts as if it were hidden always.
     return replace(costs, behind=costs.weight) if shape.policy.tensor > 1 else costs
 
@@ -287,19 +338,10 @@ def _linears(shape: Shape, device: Device, operations: float) -> float:
     return quantized.mean(whole, device.seconds(operations, quantized.recipe.peak)) if quantized else whole
 
 
-def _stage(seconds: Work, held: Held, saved: float = 0.0) -> StageCosts:
+def _stage(seconds: Work, saved: float = 0.0) -> StageCosts:
     """Args: saved: seconds that B and W as one pass take less."""
     forward, backward, weight = seconds
-    return StageCosts(
-        forward,
-        backward,
-        weight,
-        held.activation,
-        held.retained,
-        fused=backward + weight - saved,
-        recompute=forward,
-        checkpoint=held.checkpoint,
-    )
+    return StageCosts(forward, backward, weight, 0.0, 0.0, fused=backward + weight - saved, recompute=forward)
 
 
 def _sum(one: StageCosts, other: StageCosts) -> StageCosts:

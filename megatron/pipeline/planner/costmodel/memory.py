@@ -184,12 +184,16 @@ def any_device(shape: Shape) -> Device:
     return named("GB200" if shape.quantized else "H100-80GB")
 
 
-def stage_sizes(
-    model: ModelDescription, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None
-) -> StageSizes:
-    """Arguments as in ``predict``."""
-    alone, whole = (costs_in_bytes(model, placement, layers, each).stages for each in (Vocabulary.TWO_BARRIERS, vocabulary))
-    kept = attrgetter("checkpoint" if Shape.of(model).policy.recomputes else "activation")
+def stage_sizes(model: ModelDescription, layers: Sequence[int], spread: bool) -> StageSizes:
+    """Sizes of the stages of a model.
+
+    Args:
+        layers: as of ``predict``.
+        spread: whether the vocabulary is spread over all ranks.
+    """
+    shape, split = Shape.of(model), not model.makes_weights_again
+    alone, whole = (activations.held_by_stages(shape, layers, each, split) for each in (True, spread))
+    kept = attrgetter("checkpoint" if shape.policy.recomputes else "activation")
     return StageSizes(
         tuple(map(kept, alone)),
         tuple(kept(every) - kept(own) for every, own in zip(whole, alone, strict=True)),

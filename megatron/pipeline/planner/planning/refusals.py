@@ -6,6 +6,8 @@ planning again each show it in the unit in which the user gave the limit: a ``Un
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,11 +16,8 @@ from megatron.pipeline.planner.schedule.core.costs import Costs, MemoryUnit
 from megatron.pipeline.planner.schedule.core.problem import HostLimitTooLow, LimitTooLow, TooLow
 from megatron.pipeline.planner.schedule.rules.verify import rounded_up
 
+MEMORY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 _MOST_NAMED = 6  # variants with the same reason; the others are counted
-
-
-class Bytes(float):
-    """An amount of memory that was given with a unit, such as 20GiB."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,29 @@ class Unit:
         """
         instead = f", or take {' or '.join(others)}, which can hold less" if others else ""
         return ValueError(f"{given} is too little for {name}, which needs {self.at_least(least)}: raise it{instead}")
+
+
+class Bytes(float):
+    """An amount of memory that was given in a ``unit``, such as 20GiB."""
+
+    unit: Unit
+
+
+def read_amount(text: str) -> float:
+    """A number, or ``Bytes`` of one with a unit.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]+)", text)
+    if match and match[2] in MEMORY_UNITS:
+        amount = Bytes(int(float(match[1]) * MEMORY_UNITS[match[2]]))
+        amount.unit = Unit(match[2], MEMORY_UNITS[match[2]])
+        return amount
+    number = float(text)
+    if number >= 0 and (number < math.inf or "inf" in text.lower()):  # 1e400 is infinite too
+        return number
+    raise ValueError(f"{text!r}: expected a number of at least 0")
 
 
 MICROBATCHES = Unit(" microbatches")
