@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from itertools import product
+from itertools import combinations_with_replacement, pairwise, product
 
 import pytest
 from examples import examples
@@ -11,17 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import LayerType
 
-from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.model.layout import _even_layers, stage_layers
 from megatron.pipeline.planner.planning.balance import Model, layout
 from megatron.pipeline.planner.planning.costs import CostFlags, costs_of
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.planning.request import CostsOf, Request
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.planner.schedule.core.placement import interleaved
+from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved, linear, v
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
 from megatron.pipeline.planner.schedule.rules.verify import verify
-from megatron.pipeline.planner.shape.stages import balanced_layers
+from megatron.pipeline.planner.shape.hybrid import Pattern
+from megatron.pipeline.planner.shape.stages import balanced_by_weight, balanced_layers, heaviest
 
 OUTPUT = {"F": 0.4, "B": 0.8, "activation": 0.1}
 
@@ -49,12 +50,12 @@ def test_no_split_of_a_small_model_is_shorter(name: str, ranks: int, layers: int
 
 
 def test_the_lightest_ranks_are_not_always_the_shortest() -> None:
-    """Where ranks wait for messages, a longer first rank can be worth it: the descent finds what ``balanced_layers`` cannot."""
+    """Where ranks wait for messages, a longer first rank can be worth it: a descent finds what ``balanced_by_weight`` cannot."""
     costs = costs_with({"F": 0.15, "B": 0.35}, comm=0.3)
     found = of("1f1b", 4, 4, 18, costs)
     placement = families.placement("1f1b", 4)
     model = Model.of(costs(placement), 18)
-    lightest = balanced_layers(18, placement, model.extra(placement))
+    lightest = balanced_by_weight([layer.total for layer in model.layers], placement, model.extra(placement))
     alone = Request("1f1b", 4, 4, model.cut(lightest), objective="makespan").plan()
     assert found.split and list(found.split.layers) != lightest
     assert found.value < alone.value * 0.999
@@ -144,3 +145,74 @@ def test_early_stages_give_layers_in_turn_until_the_split_fits() -> None:
     heavy = costs_with({"F": 0.1, "B": 0.1, "activation": 0.5})
     found = of("1f1b", 14, 28, 56, heavy, limit=12.4)
     assert found.peak <= 12.4 * (1 + 1e-9)
+
+
+WEIGHTS = st.sampled_from([0.3, 0.6, 1.0, 1.4, 2.5])
+PLACEMENTS = [linear(2), linear(4), v(2), interleaved(2, 2), interleaved(2, 3), v(3)]
+
+
+@examples(150)
+@given(st.sampled_from(PLACEMENTS), st.lists(WEIGHTS, min_size=6, max_size=8), st.sampled_from([0.0, 0.5, 3.0]))
+def test_unequal_layers_are_shared_out_as_well_as_they_can_be(placement: Placement, weights: list[float], last: float) -> None:
+    extra = {placement.last_stage: last}
+    found = balanced_by_weight(weights, placement, extra)
+    cuts = combinations_with_replacement(range(len(weights) + 1), placement.last_stage)
+    splits = ([end - start for start, end in pairwise((0, *ends, len(weights)))] for ends in cuts)
+    best = min(heaviest(split, placement, extra, weights) for split in splits if min(split[1:-1], default=1) >= 1)
+    assert sum(found) == len(weights) and min(found[1:-1], default=1) >= 1
+    assert heaviest(found, placement, extra, weights) == pytest.approx(best)
+
+
+@examples(40)
+@given(
+    st.sampled_from([linear(16), v(8), interleaved(4, 3), v(4)]), st.lists(WEIGHTS, min_size=40, max_size=118), st.floats(0, 9)
+)
+def test_no_balance_is_heavier_than_even_numbers(placement: Placement, weights: list[float], last: float) -> None:
+    extra = {placement.last_stage: last}
+    found, even = balanced_by_weight(weights, placement, extra), _even_layers(len(weights), placement, {}, {})
+    assert sum(found) == len(weights) and min(found[1:-1]) >= 1
+    assert heaviest(found, placement, extra, weights) <= heaviest(even, placement, extra, weights) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: str(placement.stages))
+def test_equal_layers_are_shared_out_as_before(placement: Placement) -> None:
+    extra = {placement.last_stage: 1.7}
+    found = balanced_by_weight([2.0] * 13, placement, {stage: 2 * more for stage, more in extra.items()})
+    assert found == balanced_layers(13, placement, extra)
+
+
+SECONDS = {"M": 1.0, "-": 1.6, "*": 0.5, "E": 3.0}
+
+
+def by_letter(text: str, last: float = 1.0) -> Model:
+    """Layers that take what their letters do, and an output layer."""
+    pattern, end = Pattern.of(text), StageCosts(last / 3, last / 3, last / 3, 0.1)
+    each = [StageCosts(SECONDS[letter] / 3, SECONDS[letter] / 3, SECONDS[letter] / 3, 1.0) for letter in pattern.letters]
+    return Model.by_layer(Costs((StageCosts(0.0, 0.0, 0.0, 0.0), *each, end), hop=0.01), pattern)
+
+
+@examples(25)
+@given(st.sampled_from(["1f1b", "zb-h1", "zb-v"]), st.text("M-*E", min_size=8, max_size=14), st.sampled_from(["", "/M*/M*"]))
+def test_a_pattern_is_split_by_what_its_letters_take(name: str, letters: str, further: str) -> None:
+    depth = families.placement(name, 3).depth
+    counts = [1] * (depth - 1) + [len(letters) - depth + 1]
+    model = by_letter(Pattern.of(letters + further).cut(counts))
+    split = Request(name, 3, 6, layers=model, objective="makespan").plan().split
+    assert split and split.even and split.written
+    again = Pattern.of(split.layout)
+    assert (again.counts, again.letters, again.predictors) == (split.layers, letters, tuple(further.split("/")[1:]))
+    value = Request(name, 3, 6, model.cut(split.layers), objective="makespan").plan().value
+    assert value <= min(split.even, split.written) * (1 + 1e-9)
+    assert split.flag == "--hybrid-layer-pattern"
+
+
+def test_letters_that_differ_gain_over_even_numbers() -> None:
+    split = Request("1f1b", 4, 16, layers=by_letter("EEEE" + "*M" * 6)).plan().split
+    assert split and split.layers[0] < 4 < split.layers[-1]
+
+
+def test_a_pattern_of_other_stages_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"EM\|\*M has 2 stages, and the schedule has 3: write \| 2 times, or never"):
+        Request("1f1b", 3, 6, layers=by_letter("EM|*M")).plan()
+    with pytest.raises(ValueError, match=r"EM has 2 layers, and --costs is of 3 stages: give 4, .* mpipe costs --by-layer"):
+        Model.by_layer(Costs((StageCosts(1.0, 1.0, 1.0),) * 3), Pattern.of("EM"))

@@ -83,7 +83,7 @@ def test_patterns_of_all_releases() -> None:
     stages = "|".join(PATTERN[first : first + 13] for first in range(0, 52, 13))
     new = of(NEMOTRON, "--hybrid-layer-pattern", stages)
     assert new.ranks == old.ranks and [rank.layers for rank in old.ranks] == [13] * 4
-    assert len(old.args.not_modelled) == 1 and "megatron-core's own" in old.args.not_modelled[0]
+    assert not old.args.not_modelled
     further = of(NEMOTRON, "--hybrid-layer-pattern", f"{stages}/*-/*-")
     more = [row.parameters - other.parameters for row, other in zip(further.ranks, new.ranks, strict=True)]
     assert more[:3] == [0, 0, 0]  # the last rank has two layers of an attention and an MLP each, and embeddings
@@ -98,7 +98,7 @@ def test_patterns_of_all_releases() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--hybrid-layer-pattern MX*-", "--hybrid-layer-pattern MX*- with X: known are M G * - E"),
+        ("--hybrid-layer-pattern MX*-", "--hybrid-layer-pattern MX*- with X: known are M G * - E + D"),
         ("--hybrid-layer-pattern MM*- --num-layers 8", "--num-layers 8: --hybrid-layer-pattern MM*- has 4 layers"),
         ("--hybrid-layer-pattern ME*E", "ME*E has layers of experts (E): give --num-experts"),
         ("--hybrid-layer-pattern MM*-/*-/M-", "give the same symbols behind every /"),
@@ -120,6 +120,20 @@ def test_patterns_of_all_releases() -> None:
             "--linear-num-value-heads 24 is not a multiple of --linear-num-key-heads 16",
         ),
         ("--moe-load-factor 0.5", "--moe-load-factor: expected a number of at least 1, got 0.5"),
+        ("--hybrid-layer-pattern MM*-D", "MM*-D has attention of 2 kinds, * and D: give one of them"),
+        ("--hybrid-layer-pattern MM+-D", "MM+-D has attention of 2 kinds, + and D: give one of them"),
+        ("--hybrid-layer-pattern MM+-", "--multi-latent-attention needs --kv-lora-rank"),
+        (
+            "--hybrid-layer-pattern MM|*-|M-|M- --pipeline-schedule zb-v",
+            "zb-v has 2 chunks per rank, got 1 by --hybrid-layer-pattern MM|*-|M-|M-: leave | out of it",
+        ),
+        ("--hybrid-layer-pattern MM|*-|M-", "MM|*-|M- has 3 stages, which 4 pipeline ranks cannot share evenly"),
+        (
+            "--hybrid-layer-pattern MM|*-|M-|M- --decoder-first-pipeline-num-layers 2",
+            "says where every layer goes: leave out --num-layers-in-first-pipeline-stage",
+        ),
+        ("--hybrid-layer-pattern MM*- --pipeline-schedule zb-v", "--num-layers 4 cannot be split over 4 pipeline ranks with 8"),
+        ("--hybrid-layer-pattern MMM- --pipeline-schedule seq-1f1b", "needs whole sequences"),
     ],
 )
 def test_refusals(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from megatron.pipeline.flags.flag_types import memory_size, positive_int
-from megatron.pipeline.planner import Objective, Offload, Vocabulary, document, every_batch, refusals, written_costs
+from megatron.pipeline.planner import Objective, Offload, Vocabulary, document, every_batch, hybrid, refusals, written_costs
 
 T = TypeVar("T")
 
@@ -242,10 +242,11 @@ def pass_flags() -> Parser:
     flags.add_argument("--fuse", type=StageList, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
     flags.add_argument(
         "--balance",
-        type=positive_int,
+        type=layers_or_pattern,
         metavar="LAYERS",
         help="plan the number of each stage's layers, of LAYERS in the model, by moving one layer at a time; costs are those of "
-        "an even split, of which what the first and the last stage have more stays there",
+        "an even split, of which what the first and the last stage have more stays there. Or a --hybrid-layer-pattern, whose | "
+        "are a split to compare with, and --costs of mpipe costs --by-layer",
     )
     return flags
 
@@ -317,6 +318,16 @@ def whole_numbers(text: str) -> list[int]:
         return [positive_int(item) for item in text.split(",")]
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers of at least 1, such as 2 or 2,4") from None
+
+
+def layers_or_pattern(text: str) -> int | hybrid.Pattern:
+    """An argument type for the layers of a model: their number, or a letter for each."""
+    if not text or not set(text) <= {*hybrid.LETTERS, *"|/"}:
+        return int(positive_int(text))
+    try:
+        return hybrid.Pattern.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class StageList:

@@ -20,6 +20,7 @@ from megatron.pipeline.planner import (
     Shape,
     device,
     estimate,
+    interleaved,
     origin,
     ranges,
     refusals,
@@ -44,6 +45,11 @@ def add(commands: Commands) -> None:
     )
     add_gpu_flags(parser)
     parser.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (as few as experts allow)")
+    parser.add_argument(
+        "--by-layer",
+        action="store_true",
+        help="every layer as a stage, and before and behind them what is none: for mpipe plan --balance PATTERN",
+    )
     parser.set_defaults(takes_flags=True)
 
 
@@ -58,9 +64,13 @@ def run(options: argparse.Namespace) -> None:
     gpu = measured_gpu(gpu, options, args)
     model = describe(args)
     links = Links.of(gpu, options.gpus_per_node or gpu.node(model.gpus), model.ranks)
-    costs = estimate.remade(model, estimate.costs_of_training(model, placement, layers, gpu, links))
-    if model.copies > 1:  # what ranks do between two iterations
-        costs = with_replicas(model, costs, placement, layers, links, gpu)
+    if options.by_layer:
+        costs = estimate.by_layer(model, gpu, placement.depth, links)
+        placement, layers = interleaved(len(costs.stages), 1), [0, *[1] * args.num_layers, 0]
+    else:
+        costs = estimate.remade(model, estimate.costs_of_training(model, placement, layers, gpu, links))
+        if model.copies > 1:  # what ranks do between two iterations
+            costs = with_replicas(model, costs, placement, layers, links, gpu)
     data: dict[str, Any] = costs.fields() | {"of": origin.described(model, "predicted", layers)}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
     write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(model)), options, brief)

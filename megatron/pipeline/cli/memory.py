@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.pipeline import planner
 from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import count
@@ -191,11 +190,9 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
     args = parse(flags, predicts=True)
     read, not_modelled = settle(args)
     if read.pipeline_schedule is None:
-        hybrid, stages = given(read, *planner.hybrid.FLAGS), given(read, *neutral(Role.CHUNKS))
+        stages = given(read, *neutral(Role.CHUNKS)) or "|" in (read.hybrid_layer_pattern or "")
         ours = OURS.intersection(given(read | _DEFAULT, *neutral(Role.SCHEDULE, Role.DETAILS)))
-        read |= _DEFAULT if ours and not (hybrid or stages) else {"pipeline_schedule": STOCK}
-        if hybrid:
-            not_modelled.append(f"{hybrid[0]}: our schedules do not place its layers: predicted under megatron-core's own")
+        read |= _DEFAULT if ours and not stages else {"pipeline_schedule": STOCK}
     own = {"not_modelled": not_modelled, "transformer_impl": read.transformer_impl or engine}
     return read | neutral(Role.FILES) | own | changes
 

@@ -17,10 +17,12 @@ from megatron.pipeline.planner import (
     Request,
     Vocabulary,
     VocabularyCosts,
+    balance,
     cutting,
     document,
     every_batch,
     families,
+    hybrid,
     refusals,
     topics,
     written_costs,
@@ -69,6 +71,11 @@ def requested(options: Namespace) -> Request:
         )
         return replace(found, loads=loads) if loads else found
 
+    layers = options.balance
+    if isinstance(layers, hybrid.Pattern):
+        if not options.costs:
+            raise ValueError(f"--balance {layers} needs what each letter takes: give --costs of mpipe costs --by-layer")
+        layers = balance.Model.by_layer(cutting.with_shards(options.costs, vocabulary, options.pp), layers)
     return Request(
         name,
         options.pp,
@@ -85,7 +92,7 @@ def requested(options: Namespace) -> Request:
         offload=offload,
         host_limit=options.host_memory_limit,
         overlap=options.overlap_experts == "on",
-        layers=options.balance,
+        layers=layers,
         bounded=True,
         unit=unit,
     )

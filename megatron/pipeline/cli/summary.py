@@ -46,13 +46,16 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     if "period" in data:
         rows += _period(data)
     if "balance" in data:
-        split, value = data["balance"], data[kind]
-        even = "the even split does not fit into the limit"
-        if split["even"] is not None:
-            shorter = 1 - value / split["even"] if split["even"] else 0.0
-            even = f"{kind} of the even split; this one is {shorter:z.1%} shorter"
-        rows.append(("even", "-" if split["even"] is None else f"{split['even']:g}", even))
-        layers = f"by stage {' '.join(map(str, split['layers']))}; --pipeline-model-parallel-layout '{split['layout']}'"
+        split = data["balance"]
+        for name, of in (("even", "the even split"), ("written", "the split as written")):
+            if name == "written" and split[name] is None:
+                continue
+            words, value = f"{of} does not fit into the limit", split[name]
+            if value is not None:
+                shorter = 1 - data[kind] / value if value else 0.0
+                words = f"{kind} of {of}; this one is {shorter:z.1%} shorter"
+            rows.append((name, "-" if value is None else f"{value:g}", words))
+        layers = f"by stage {' '.join(map(str, split['layers']))}; {split['flag']} '{split['layout']}'"
         add("layers", sum(split["layers"]), layers)
     if "batch" in data:
         rows += _batch(data, unit)

@@ -12,14 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline import planner
 from megatron.pipeline.cli.arguments import Commands, add_command, names, whole_numbers
 from megatron.pipeline.cli.gpu import add_gpu_flags, measured_engine, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.flags.flag_types import count
-from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.model.description import shape_of
@@ -136,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResult, SearchResult]:
-    """All that was found, and what megatron-core's own schedules can run: of a hybrid model the same, which ours do not place.
+    """All that was found, and what megatron-core's own schedules can run.
 
     Stock's come first, in at most half of the time: where a search ends early, nothing slower than those is the best.
 
@@ -145,13 +143,13 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         KeyboardInterrupt: it was ended before anything was found.
         SystemExit: a process died.
     """
-    seconds, hybrid = options.seconds or float("inf"), bool(given(layouts.base, *planner.hybrid.FLAGS))
+    seconds = options.seconds or float("inf")
     limits = SearchLimits(options.processes, options.work)
     end, before = time.monotonic() + seconds, signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Progress("planning stock's") as progress:
             stock = found = ours = search(layouts, True, 3, replace(limits, seconds=seconds / 2), progress)
-        if not (hybrid or stock.interrupted):
+        if not stock.interrupted:
             with Progress("planning schedules") as progress:
                 ours = search(layouts, False, BEST, replace(limits, seconds=end - time.monotonic()), progress)
             found = stock.joined(ours)
@@ -216,6 +214,7 @@ def row(result: Result) -> dict[str, Any]:
         "microbatches": result.candidate.microbatches,
         "schedule": chosen(result),
         "with": extras(result),
+        "hybrid_layer_pattern": result.candidate.args.hybrid_layer_pattern,
         "memory_limit": result.memory_limit,
         "iteration_seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,
@@ -239,13 +238,14 @@ def base_flags(flags: list[str], engine: str | None = None) -> Flags:
     """The flags that a search begins with. Layers whose flags name no engine have this one, by default that of GPUs."""
     import megatron.core  # noqa: F401 - if it is not installed, say that before anything about the flags
 
+    from megatron.pipeline.flags.validation_hybrid import pattern_of
     from megatron.pipeline.session.tokenizer import vocabulary_size
 
     base = read_flags(flags, engine=engine or "transformer_engine")
     if not base.global_batch_size:
         raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
-    if base.hybrid_layer_pattern:
-        base |= {"hybrid_layer_pattern": base.hybrid_layer_pattern.replace("|", "")}  # stages are searched
+    if pattern := pattern_of(base):
+        base |= {"hybrid_layer_pattern": pattern.replace("|", "")}  # stages are searched
     return base | {"rampup_batch_size": None, "vocab_size": vocabulary_size(base)}
 
 

@@ -156,11 +156,12 @@ def chunks_per_rank(args: Namespace) -> int | None:
     """
     layers, chunks, layout = (getattr(args, name) for name in CHUNK_FLAGS)
     ranks, pattern = args.pipeline_model_parallel_size, getattr(args, "hybrid_layer_pattern", None)
+    stages = len(hybrid.Pattern.of(pattern).counts) if pattern else 0
     said = [
         None if layers is None else _chunks_of_layers(args, layers, ranks),
         int(chunks) if chunks else None,
         _chunks_of_layout(layout, ranks) if layout else None,
-        _chunks(len(stages), ranks, f"--hybrid-layer-pattern {pattern}") if len(stages := hybrid.segments(pattern)) > 1 else None,
+        _chunks(stages, ranks, f"--hybrid-layer-pattern {pattern}") if stages > 1 else None,
     ]
     names = (*CHUNK_FLAGS, "hybrid_layer_pattern")
     numbers = {flag_of(name): number for name, number in zip(names, said, strict=True) if number is not None}

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.planner import flag_of, hybrid
 
-_KNOWN = (*hybrid.KINDS, hybrid.ATTENTION, hybrid.MLP, hybrid.EXPERTS)
-
 
 def of_hybrid(args: Settings) -> Settings:
-    """Settings with what the pattern of layers says: layers, stages, and layers that predict further.
+    """Settings with what the pattern of layers says: layers, layers that predict further, and which attention there is.
 
-    Megatron-LM's patterns have a symbol for every layer, ``|`` between stages, and behind each ``/`` the layers that predict one
-    token further. Up to release 0.16 shares of attention and of MLPs may stand in the place of a pattern.
+    Up to release 0.16 shares of attention and of MLPs may stand in the place of a pattern.
 
     Raises:
-        ValueError: a symbol is unknown, the pattern is of another number of layers, or the schedule is ours; says what to change.
+        ValueError: as ``Pattern.of``, or the pattern does not go with other flags; says what to change.
     """
-    pattern = _pattern(args)
+    pattern = pattern_of(args)
     if pattern is None:
         return args
-    args |= {"hybrid_layer_pattern": pattern}
-    main, *further = pattern.split("/")
-    if unknown := sorted(set(pattern) - {*_KNOWN, "|", "/"}):
-        raise ValueError(
-            f"--hybrid-layer-pattern {pattern} with {' and '.join(unknown)}: known are {' '.join(_KNOWN)} (Mamba-2, gated delta "
-            "net, attention, MLP, experts), | between stages, / before layers that predict further"
-        )
-    if len(set(further)) > 1 or "|" in "".join(further):
-        raise ValueError(
-            f"--hybrid-layer-pattern {pattern} predicts further by {' and '.join(further)}: give the same symbols behind every /"
-        )
-    stages = main.split("|")
-    layers = sum(map(len, stages))
-    if not layers:
-        raise ValueError(f"--hybrid-layer-pattern {pattern} has no layers: give some of {' '.join(_KNOWN)} before the first /")
+    try:
+        found = hybrid.Pattern.of(pattern)
+    except ValueError as error:
+        raise ValueError(f"--hybrid-layer-pattern {error}") from None
+    layers, predicting = len(found.letters), len(found.predictors) or args.mtp_num_layers
     if "M" in pattern:
         _check_heads(args)
     if args.num_layers not in (None, layers):
@@ -44,13 +33,10 @@ def of_hybrid(args: Settings) -> Settings:
         )
     if hybrid.EXPERTS in pattern and not args.num_experts:
         raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts ({hybrid.EXPERTS}): give --num-experts")
-    predicting = len(further) or args.mtp_num_layers
-    args |= {"num_layers": layers, "mtp_num_layers": predicting}
-    if len(stages) > 1:
-        rows = ["t" * len(stage) for stage in stages]
-        rows[0], rows[-1] = "E" + rows[0], rows[-1] + "m" * (predicting or 0) + "L"
-        args |= {"pipeline_model_parallel_layout": "|".join(rows)}
-    return args
+    args |= {"hybrid_layer_pattern": pattern, "num_layers": layers, "mtp_num_layers": predicting}
+    if hybrid.LATENT in pattern or hybrid.INDEXED in pattern:
+        args |= {"multi_latent_attention": True}
+    return args | ({"experimental_attention_variant": hybrid.SPARSE} if hybrid.INDEXED in pattern else {})
 
 
 def check_latent(args: Settings) -> None:
@@ -100,7 +86,12 @@ def check_attention(args: Settings) -> None:
             raise ValueError(f"--linear-num-key-heads {keys} is not a multiple of {ranks} tensor- and context-parallel ranks")
 
 
-def _pattern(args: Settings) -> str | None:
+def pattern_of(args: Namespace) -> str | None:
+    """Pattern of the layers: as it is given, or made of shares; None for a GPT.
+
+    Raises:
+        ValueError: shares are more than all.
+    """
     if args.hybrid_layer_pattern:
         return str(args.hybrid_layer_pattern)
     shares = args.hybrid_attention_ratio, args.hybrid_mlp_ratio

@@ -12,7 +12,20 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.model.adapter import GPT, ModelAdapter
-from megatron.pipeline.planner import Placement, balanced_layers, counted, flag_of, hybrid, interleaved
+from megatron.pipeline.model.description import describe, shape_of
+from megatron.pipeline.planner import (
+    STOCK,
+    Device,
+    Links,
+    Placement,
+    balanced_by_weight,
+    counted,
+    estimate,
+    flag_of,
+    hybrid,
+    interleaved,
+    rank_memory,
+)
 
 __all__ = ["PlacementLayout", "stage_layers"]
 
@@ -72,19 +85,19 @@ def decoder_layers(args: Namespace, placement: Placement) -> list[int]:
 def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> tuple[tuple[LayerType, ...], ...]:
     """Contents of every stage of the model, in the model's order, from Megatron-LM's flags.
 
-    ``--pipeline-model-parallel-layout`` says it all, and so does ``--hybrid-layer-pattern`` with ``|``, each letter of which is a
-    layer. Otherwise layers are spread evenly; those left over go to the ranks that
+    ``--pipeline-model-parallel-layout`` says it all. Otherwise layers are spread evenly; those left over go to the ranks that
     have the fewest, and there to the stages in the middle, since the first has the embedding and the last the output layer.
     ``--num-layers-in-first-pipeline-stage``
     (``last``) fixes the first (last) stage of the model, or with an interleaved placement of several chunks all of the first
     (last) rank's, as in Megatron-LM. ``--account-for-embedding-in-pipeline-split`` (``loss``) counts it as a layer.
     ``--layer-redistribution`` makes the heaviest rank as light as it can be, given ``last_stage_in_layers``.
 
+    Of ``--hybrid-layer-pattern`` every letter is a layer: ``|`` says where stages end, and without them they are balanced by what
+    layers take (``balanced_by_cost``). Under megatron-core's own schedule, which knows no such balance, they are even.
+
     Raises:
         ValueError: the flags contradict each other or do not fit the number of layers and stages.
     """
-    if len(stages := hybrid.segments(getattr(args, "hybrid_layer_pattern", None))) > 1:
-        return _given_segments(args, placement, stages, adapter)
     if args.pipeline_model_parallel_layout:
         return _given_layout(args, placement)
     fixed = _fixed_layers(args, placement)
@@ -94,8 +107,13 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
             "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage say how many layers the ends have, and "
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split let it be computed: give one kind"
         )
-    if args.vocabulary.redistributes:
-        numbers = balanced_layers(args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
+    pattern = hybrid.Pattern.of(args.hybrid_layer_pattern) if getattr(args, "hybrid_layer_pattern", None) else None
+    if pattern and len(pattern.counts) > 1:
+        numbers = _written(args, pattern, placement)
+    elif pattern and not fixed and not any(accounts) and args.pipeline.schedule != STOCK:
+        numbers = balanced_by_cost(args, placement)
+    elif args.vocabulary.redistributes:
+        numbers = balanced_by_weight([1.0] * args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
     else:
         embedding, loss = map(int, accounts)
         extra = {0: embedding} if placement.last_stage == 0 else {0: embedding, placement.last_stage: loss}
@@ -140,18 +158,29 @@ def last_stage_in_layers(args: Namespace, placement: Placement, adapter: ModelAd
     return {placement.last_stage: adapter.last_stage_in_layers(args)}
 
 
-def _given_segments(
-    args: Namespace, placement: Placement, stages: Sequence[str], adapter: ModelAdapter
-) -> tuple[tuple[LayerType, ...], ...]:
-    given = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
+def balanced_by_cost(args: Namespace, placement: Placement, gpu: Device | None = None, per_node: int | None = None) -> list[int]:
+    """Layers of every stage under which the rank with most to do has as little as it can, by what each layer takes.
+
+    Args:
+        gpu: that runs the model, on nodes of ``per_node``; by default any.
+
+    Raises:
+        ValueError: there are fewer layers than stages that need one.
+    """
+    model, gpu = describe(args), gpu or rank_memory.any_device(shape_of(args))
+    links = Links.of(gpu, per_node or gpu.node(model.gpus), model.ranks)
+    first, *layers, last = (stage.total for stage in estimate.by_layer(model, gpu, placement.depth, links).stages)
+    return balanced_by_weight(layers, placement, {0: first} | {placement.last_stage: last + first * (placement.depth == 1)})
+
+
+def _written(args: Namespace, pattern: hybrid.Pattern, placement: Placement) -> Sequence[int]:
+    """Layers of every stage, where ``|`` in a pattern ends each."""
     if others := [flag_of(name) for name in _OF_STAGES if getattr(args, name)]:
-        raise ValueError(f"{given} says with | where every layer goes: leave out {' and '.join(others)}")
-    if len(stages) != placement.depth:
-        raise ValueError(
-            f"{given} has {len(stages)} stages between |, but {placement.ranks} pipeline ranks with "
-            f"{counted(placement.chunks, 'chunk')} have {placement.depth}: give as many, or leave | out"
-        )
-    return tuple(map(tuple, adapter.layers(args, [len(stage) for stage in stages])))
+        raise ValueError(f"--hybrid-layer-pattern {pattern} says where every layer goes: leave out {' and '.join(others)}")
+    try:
+        return pattern.on(placement.depth)
+    except ValueError as error:
+        raise ValueError(f"--hybrid-layer-pattern {error}") from None
 
 
 def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:

@@ -174,7 +174,7 @@ class OwnLoop:
         Raises:
             ValueError: the pattern has another number of stages.
         """
-        if isinstance(config.pipeline_model_parallel_layout, PlacementLayout) and len(hybrid.segments(pattern)) > 1:
+        if isinstance(config.pipeline_model_parallel_layout, PlacementLayout) and len(hybrid.Pattern.of(pattern).counts) > 1:
             placement = self.placement(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
             assert placement is not None, "lay_out has made the layout"
             config.pipeline_model_parallel_layout = PlacementLayout(_stages(config, placement, pattern), placement)

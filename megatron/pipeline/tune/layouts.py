@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.pipeline.flags.flags import neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
-from megatron.pipeline.planner import Variant, Vocabulary, families
+from megatron.pipeline.planner import Variant, Vocabulary, families, hybrid
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 
 # The flags that the search itself sets, with the values that they have where it does not.
@@ -125,7 +125,9 @@ class Layouts:
         pipelined = ranks > 1
         names = STOCKS if stock else self.choices.schedules or OURS
         methods: list[dict[str, Any]] = [{}]
-        if pipelined and stock:
+        if pipelined and self.base.hybrid_layer_pattern:  # whose stages are balanced
+            methods += [] if stock else [{"vocab_parallel": str(Vocabulary.ONE_BARRIER)}]
+        elif pipelined and stock:
             methods.append({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True})
         elif pipelined:
             methods += [{"layer_redistribution": True}, {"vocab_parallel": str(Vocabulary.ONE_BARRIER)}]
@@ -184,11 +186,15 @@ class Layouts:
                 self.refused[str(error)] += 1
 
     def _candidate(self, variant: Variant, changes: Mapping[str, Any]) -> Candidate:
-        from megatron.pipeline.model.layout import decoder_layers
+        from megatron.pipeline.model.layout import balanced_by_cost, decoder_layers
         from megatron.pipeline.session.memory import beside
 
         args = self.changed(changes)
         placement = families.placement(variant.name, args.pipeline_model_parallel_size, variant.chunks)
+        if self.base.hybrid_layer_pattern and placement.depth > 1:
+            counts = balanced_by_cost(args, placement, self.cluster.device, self.cluster.per_node)
+            changes = {**changes, "hybrid_layer_pattern": hybrid.Pattern.of(self.base.hybrid_layer_pattern).cut(counts)}
+            args = self.changed(changes)
         layers = tuple(decoder_layers(args, placement))
         family = families.named(variant.name)
         kept = beside(args, placement, args.vocabulary.spread, in_bytes=True) if family.memory or family.keeps else None

@@ -20,7 +20,7 @@ from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds, h
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, MemoryUnit, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner.schedule.core.placement import Placement, linear
 from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
 from megatron.pipeline.planner.schedule.families import Family
 from megatron.pipeline.planner.shape import gpt
@@ -132,6 +132,17 @@ def fuses(model: ModelDescription, family: Family | None = None) -> bool:
 def remade(model: ModelDescription, costs: Costs) -> Costs:
     """The costs where backwards make activations again, if they do."""
     return cutting.with_recomputation(costs, model.makes_weights_again) if Shape.of(model).policy.recomputes else costs
+
+
+def by_layer(model: ModelDescription, device: Device, depth: int, links: Links) -> Costs:
+    """Costs of a model whose every layer is a stage, and whose first and last stage have all that is no layer.
+
+    Args:
+        depth: stages of its pipeline, whose passes each begin with the device's latency; layers share these.
+    """
+    layers = [0, *[1] * model.num_layers, 0]
+    gpu = replace(device, latency=device.latency * depth / len(layers))
+    return remade(model, costs_of_training(model, linear(len(layers)), layers, gpu, links))
 
 
 def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:

@@ -20,7 +20,8 @@ from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.stage_costs import combined
 from megatron.pipeline.planner.schedule.time.simulate import simulate
-from megatron.pipeline.planner.shape.stages import balanced_layers, numbers_of_layers
+from megatron.pipeline.planner.shape.hybrid import Pattern
+from megatron.pipeline.planner.shape.stages import balanced_by_weight, balanced_layers, numbers_of_layers, raised
 
 MOST_LAYERS = 10_000
 _PASSES, _LEAST, _MOST = 200_000, 8, 60  # to plan in a descent: passes, but no fewer and no more splits than this
@@ -37,12 +38,14 @@ class Model:
         layers: costs of every layer by itself.
         first, last: what the embedding adds to the first stage, and the output layer to the last.
         costs: of the same model, cut in some way; its hop, vocabulary and copies count.
+        pattern: letters of the layers, where they are known, perhaps with a split to compare with.
     """
 
     layers: tuple[StageCosts, ...]
     first: StageCosts
     last: StageCosts
     costs: Costs
+    pattern: Pattern | None = None
 
     @classmethod
     def of(cls, costs: Costs, layers: int) -> Model:
@@ -57,6 +60,27 @@ class Model:
             pieces[end] = combined(min, [pieces[end], pieces[inner]])
         return cls(tuple(pieces), first, last, costs)
 
+    @classmethod
+    def by_layer(cls, costs: Costs, pattern: Pattern) -> Model:
+        """Layers of a pattern, from costs of which each is a stage, as ``costmodel.estimate.by_layer`` makes them.
+
+        Raises:
+            ValueError: the costs are of another number of stages.
+        """
+        if len(costs.stages) != len(pattern.letters) + 2:
+            raise ValueError(
+                f"--balance {pattern} has {len(pattern.letters)} layers, and --costs is of {len(costs.stages)} stages: give "
+                f"{len(pattern.letters) + 2}, of each layer and of what is before and behind them, as mpipe costs --by-layer"
+            )
+        first, *layers, last = costs.stages
+        return cls(tuple(layers), first, last, costs, pattern)
+
+    def layout(self, counts: Sequence[int]) -> tuple[str, str]:
+        """The flag of Megatron-LM that splits it so, and its value."""
+        if self.pattern:
+            return "--hybrid-layer-pattern", self.pattern.cut(counts)
+        return "--pipeline-model-parallel-layout", layout(counts)
+
     def cut(self, counts: Sequence[int]) -> Costs:
         """Its costs with these numbers of layers on the stages."""
         stages = []
@@ -66,10 +90,9 @@ class Model:
         return replace(self.costs, stages=tuple(stages))
 
     def extra(self, placement: Placement) -> dict[int, float]:
-        """Work of the ends, in mean layers; by stage."""
-        layer = sum(each.total for each in self.layers) / len(self.layers)
+        """Seconds of the ends, by stage."""
         ends = ((0, self.first), (placement.last_stage, self.last))
-        return {stage: end.total / layer for stage, end in ends if layer and end.total}
+        return {stage: end.total for stage, end in ends if end.total}
 
     def least(self, stage: int, placement: Placement) -> int:
         """Layers that a stage needs: an end does without where it has the embedding or the output layer to compute."""
@@ -99,7 +122,8 @@ def check_layers(layers: int, placement: Placement, least: int = 3) -> None:
 
 
 def balanced(placement: Placement, model: Model, microbatches: int, plan: Callable[[Costs], Planned]) -> Planned:
-    """The plan of the best split that a descent finds; never longer than those of the even split and of the lightest ranks.
+    """The plan of the best split that a descent finds; never longer than those of the even split, of the lightest ranks, and of
+    the split that the model's pattern has, if it has one.
 
     A layer moves from one stage to another as long as the plan becomes shorter. Which moves are planned first is known from the
     order of the best plan so far, simulated at the costs of the other split.
@@ -124,9 +148,12 @@ def balanced(placement: Placement, model: Model, microbatches: int, plan: Callab
                 tried[counts] = _Tried(counts, error)
         return tried[counts]
 
-    starts = [tuple(_raised(balanced_layers(layers, placement, extra), least)) for extra in ({}, model.extra(placement))]
-    even, lightest = map(attempt, starts)
-    best = min(even, lightest, key=_Tried.length)
+    weights, extra = [layer.total for layer in model.layers], model.extra(placement)
+    splits = [raised(balanced_layers(layers, placement, {}), least), balanced_by_weight(weights, placement, extra, least)]
+    if model.pattern and len(model.pattern.counts) > 1:
+        splits.append(list(model.pattern.on(placement.depth)))
+    starts = [attempt(tuple(split)) for split in splits]
+    best = min(starts, key=_Tried.length)
     most = min(_MOST, max(_LEAST, _PASSES // (3 * stages * microbatches)))
     while len(tried) < most:
         moves = islice(_moves(best, placement, model, least), _TRIES)
@@ -136,7 +163,8 @@ def balanced(placement: Placement, model: Model, microbatches: int, plan: Callab
         best = better
     if isinstance(best.plan, LimitTooLow):
         raise best.plan
-    return replace(best.plan, split=Split(best.counts, even.plan.value if isinstance(even.plan, Planned) else None))
+    even, _, *written = (start.plan.value if isinstance(start.plan, Planned) else None for start in starts)
+    return replace(best.plan, split=Split(best.counts, *model.layout(best.counts), even, *written))
 
 
 @dataclass(frozen=True)
@@ -206,15 +234,6 @@ def _work(costs: Costs, placement: Placement) -> list[float]:
     """Seconds that every rank computes at least for a microbatch, where no passes are braided."""
     seconds = [stage.forward + min(stage.value("fused"), stage.backward + stage.weight) for stage in costs.stages]
     return [sum(seconds[stage] for stage in row) for row in placement.stages]
-
-
-def _raised(counts: Sequence[int], least: Sequence[int]) -> list[int]:
-    """The same number of layers, with at least what every stage needs."""
-    raised = [max(count, needed) for count, needed in zip(counts, least, strict=True)]
-    for _ in range(sum(raised) - sum(counts)):
-        richest = max(range(len(raised)), key=lambda stage: raised[stage] - least[stage])
-        raised[richest] -= 1
-    return raised
 
 
 def _more(end: StageCosts, inner: StageCosts) -> StageCosts:

@@ -6,11 +6,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.pipeline.planner.planning.balance import layout
 from megatron.pipeline.planner.planning.choose import Choice
 from megatron.pipeline.planner.planning.compose import adapted
 from megatron.pipeline.planner.planning.costs import CostFlags, cost_fields, costs_of, taking_time
@@ -113,9 +112,8 @@ def _period(planned: Planned) -> dict[str, Any]:
 
 
 def _split(planned: Planned) -> dict[str, Any]:
-    """The field ``balance``, where layers are split by planning: the best split, and the objective of the even one."""
-    split = planned.split
-    return {} if split is None else {"balance": {"layers": split.layers, "layout": layout(split.layers), "even": split.even}}
+    """The field ``balance``, where layers are split by planning: the best split, and the objective of others."""
+    return {} if planned.split is None else {"balance": asdict(planned.split)}
 
 
 def _limits(planned: Planned) -> dict[str, Any]:

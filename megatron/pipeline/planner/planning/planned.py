@@ -41,11 +41,16 @@ class Split:
 
     Attributes:
         layers: of every stage, in the model's order.
+        flag, layout: with which Megatron-LM splits it so.
         even: what the family's schedule of the even split takes; None where that does not fit into the memory limit.
+        written: what that of the split takes that was given; None where none was, or as above.
     """
 
     layers: tuple[int, ...]
+    flag: str
+    layout: str
     even: float | None = None
+    written: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

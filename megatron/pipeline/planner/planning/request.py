@@ -69,8 +69,9 @@ class Request:
         quick: see ``Problem``: a valid plan in a fifth of a second for a few thousand passes, which a search would make shorter.
         equal: what a rank's whole share costs where no costs are given; or of every stage of a placement, whose vocabulary is
             spread or at its ends.
-        layers: of the model, if these are to be split over the stages so that the schedule is short (``planning.balance``); costs
-            are then cut into layers, and ``Planned.split`` says how many a stage gets. None: stages are as the costs say.
+        layers: of the model, if these are to be split over the stages so that the schedule is short (``planning.balance``): what
+            each costs, or how many there are, into which costs are then cut; ``Planned.split`` says how many a stage gets. None:
+            stages are as the costs say.
         unit: in which refusals tell the user amounts of memory.
         beside: what ranks need beside activations, for limits where there is no ``memory_limit``: see ``limits.kept_limits``; or
             from a placement, the vocabulary and whether to count bytes, in place of the costs' unit, to that. None: not known.
@@ -97,7 +98,7 @@ class Request:
     overlap: bool = False
     quick: bool = False
     equal: StageCosts | EqualOf = EQUAL_PASSES
-    layers: int | None = None
+    layers: int | Model | None = None
     unit: Unit = MICROBATCHES
     bounded: bool = False
     keep: bool = False
@@ -200,14 +201,17 @@ class Request:
         schedule = solve(self.schedule, problem)
         return with_boundary(schedule, problem) if problem.costs.has_boundary else (schedule, None)
 
-    def _balanced(self, layers: int) -> Planned:
+    def _balanced(self, layers: int | Model) -> Planned:
         """The schedule of the split of the layers that makes it shortest."""
         begin = time.perf_counter()
         placement = replace(self, layers=None).problem().placement
-        check_layers(layers, placement)
-        model = Model.of(self.costs_on(interleaved(placement.ranks, finer(placement))), layers)
+        model = layers if isinstance(layers, Model) else self._model(layers, placement)
         planned = balanced(placement, model, self.microbatches, lambda costs: replace(self, layers=None, costs=costs).plan())
         return replace(planned, seconds=time.perf_counter() - begin)
+
+    def _model(self, layers: int, placement: Placement) -> Model:
+        check_layers(layers, placement)
+        return Model.of(self.costs_on(interleaved(placement.ranks, finer(placement))), layers)
 
 
 def variants(ranks: int, names: Iterable[str] | None = None, chunks: Sequence[int] | None = None) -> list[Variant]:

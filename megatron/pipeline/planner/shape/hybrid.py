@@ -1,22 +1,83 @@
 """Models whose layers differ: every layer has one part, of a kind that a pattern names by a symbol, or another one in place of
 attention.
 
-A new kind is one file with a function that makes a ``Mixer`` of flags, and one entry of ``KINDS``.
+A new kind is one file with a function that makes a ``Mixer`` of flags, and one entry of ``KINDS``. ``Pattern`` is all that reads
+the text of a pattern.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.planner.shape import gated_delta, mamba
 from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.mixer import Mixer
+from megatron.pipeline.planner.shape.stages import numbers_of_layers
 
-ATTENTION, MLP, EXPERTS = "*", "-", "E"
-FLAGS = "hybrid_layer_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"  # each makes a model hybrid
+ATTENTION, MLP, EXPERTS, LATENT, INDEXED = "*", "-", "E", "+", "D"
 KINDS: Mapping[str, Callable[[ModelDescription], Mixer]] = {"M": mamba.mixer, "G": gated_delta.mixer}
 LINEAR, SPARSE = "gated_delta_net", "dsa"  # of --experimental-attention-variant
+LETTERS = (*KINDS, ATTENTION, MLP, EXPERTS, LATENT, INDEXED)
+_STAGE, _FURTHER = "|", "/"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Layers of a hybrid model as ``--hybrid-layer-pattern`` has them: a letter each.
+
+    Attributes:
+        letters: of the layers.
+        counts: of the layers between ``|``, which are stages in the model's order; all of them where there is none.
+        predictors: letters behind each ``/``, of layers that predict one token further.
+    """
+
+    letters: str
+    counts: tuple[int, ...]
+    predictors: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text: str) -> Pattern:
+        """From its text.
+
+        Raises:
+            ValueError: a letter is unknown, or some do not go together; says what to change.
+        """
+        main, *further = text.split(_FURTHER)
+        if unknown := sorted(set(text) - {*LETTERS, _STAGE, _FURTHER}):
+            raise ValueError(
+                f"{text} with {' and '.join(unknown)}: known are {' '.join(LETTERS)} (Mamba-2, gated delta net, attention, MLP, "
+                "experts, latent attention, sparse attention), | between stages, / before layers that predict further"
+            )
+        if len(kinds := [letter for letter in (ATTENTION, LATENT, INDEXED) if letter in text]) > 1:
+            raise ValueError(f"{text} has attention of {len(kinds)} kinds, {' and '.join(kinds)}: give one of them")
+        if len(set(further)) > 1 or _STAGE in "".join(further):
+            raise ValueError(f"{text} predicts further by {' and '.join(further)}: give the same symbols behind every /")
+        stages = main.split(_STAGE)
+        if not any(stages):
+            raise ValueError(f"{text} has no layers: give some of {' '.join(LETTERS)} before the first /")
+        return cls("".join(stages), tuple(map(len, stages)), tuple(further))
+
+    def __str__(self) -> str:
+        return self.cut(self.counts)
+
+    def on(self, stages: int) -> tuple[int, ...]:
+        """Layers of every stage, where ``|`` ends each.
+
+        Raises:
+            ValueError: there are other numbers of stages; says what to change.
+        """
+        if len(self.counts) != stages:
+            raise ValueError(
+                f"{self} has {len(self.counts)} stages, and the schedule has {stages}: write | {stages - 1} times, or never, and "
+                "stages are balanced by what layers take"
+            )
+        return self.counts
+
+    def cut(self, counts: Sequence[int]) -> str:
+        """Its text with these numbers of layers on the stages."""
+        stages = (self.letters[own.start : own.stop] for own in numbers_of_layers(counts))
+        return _FURTHER.join([_STAGE.join(stages), *self.predictors])
 
 
 @dataclass(frozen=True)
@@ -39,18 +100,14 @@ class Hybrid:
         pattern = model.hybrid_layer_pattern
         if not pattern and model.experimental_attention_variant != LINEAR:
             return None
-        layers, *further = pattern.replace("|", "").split("/") if pattern else [_with_linear_attention(model)]
+        found = Pattern.of(pattern) if pattern else None
+        layers = [*map(_part, found.letters)] if found else _with_linear_attention(model)
         mixers = tuple((symbol, kind(model)) for symbol, kind in KINDS.items() if any(symbol in layer for layer in layers))
-        return cls(tuple(layers), tuple(further[0]) if further else (), mixers)
+        return cls(tuple(layers), tuple(map(_part, found.predictors[0])) if found and found.predictors else (), mixers)
 
     def share(self, symbol: str) -> float:
         """Share of the layers that are of a kind."""
         return sum(symbol in layer for layer in self.layers) / len(self.layers)
-
-
-def segments(pattern: str | None) -> list[str]:
-    """The letters of the stages between which a pattern has ``|``, in the model's order; one string of all without any."""
-    return (pattern or "").partition("/")[0].split("|")
 
 
 def have_experts(model: ModelDescription) -> tuple[bool, ...]:
@@ -59,8 +116,13 @@ def have_experts(model: ModelDescription) -> tuple[bool, ...]:
     if not model.num_experts:
         return (False,) * model.num_layers
     if pattern:
-        return tuple(symbol == EXPERTS for symbol in pattern.partition("/")[0].replace("|", ""))
+        return tuple(symbol == EXPERTS for symbol in Pattern.of(pattern).letters)
     return tuple(layer % every == 0 for layer in range(model.num_layers)) if isinstance(every, int) else tuple(map(bool, every))
+
+
+def _part(letter: str) -> str:
+    """Part of a layer, which is attention of whichever kind the model has."""
+    return ATTENTION if letter in (LATENT, INDEXED) else letter
 
 
 def _with_linear_attention(model: ModelDescription) -> list[str]:
