@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import LayerType
 
-from megatron.pipeline.model.layout import _even_layers, stage_layers
+from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.planner.planning.balance import Model, layout
 from megatron.pipeline.planner.planning.costs import CostFlags, costs_of
 from megatron.pipeline.planner.planning.planned import Planned
@@ -169,7 +169,7 @@ def test_unequal_layers_are_shared_out_as_well_as_they_can_be(placement: Placeme
 )
 def test_no_balance_is_heavier_than_even_numbers(placement: Placement, weights: list[float], last: float) -> None:
     extra = {placement.last_stage: last}
-    found, even = balanced_by_weight(weights, placement, extra), _even_layers(len(weights), placement, {}, {})
+    found, even = balanced_by_weight(weights, placement, extra), balanced_layers(len(weights), placement, {})
     assert sum(found) == len(weights) and min(found[1:-1]) >= 1
     assert heaviest(found, placement, extra, weights) <= heaviest(even, placement, extra, weights) * (1 + 1e-9)
 

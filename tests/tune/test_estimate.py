@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -11,14 +10,9 @@ from megatron.pipeline.planner.costmodel import activations
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved, linear, v
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.planner.shape.stages import balanced_layers
+from megatron.pipeline.planner.shape.stages import balanced_layers, heaviest
 
 K = 1024
-
-
-def heaviest(counts: Sequence[int], placement: Placement, extra: Mapping[int, float]) -> float:
-    """Work of the heaviest rank, in layers."""
-    return max(sum(counts[stage] + extra.get(stage, 0.0) for stage in row) for row in placement.stages)
 
 
 def shape(seq: int = 2048, vocabulary: int = 32 * K) -> Shape:

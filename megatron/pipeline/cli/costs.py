@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
 from megatron.pipeline.cli.gpu import add_gpu_flags, measured_engine, measured_gpu, named_gpu
+from megatron.pipeline.cli.letters import by_letter
 from megatron.pipeline.cli.memory import predicted, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import count
@@ -64,8 +65,10 @@ def run(options: argparse.Namespace) -> None:
     gpu = measured_gpu(gpu, options, args)
     model = describe(args)
     links = Links.of(gpu, options.gpus_per_node or gpu.node(model.gpus), model.ranks)
+    alone = estimate.by_layer(model, gpu, placement.depth, links)
+    letters = by_letter(model, alone, timed=True)
     if options.by_layer:
-        costs = estimate.by_layer(model, gpu, placement.depth, links)
+        costs = alone
         placement, layers = interleaved(len(costs.stages), 1), [0, *[1] * args.num_layers, 0]
     else:
         costs = estimate.remade(model, estimate.costs_of_training(model, placement, layers, gpu, links))
@@ -73,10 +76,10 @@ def run(options: argparse.Namespace) -> None:
             costs = with_replicas(model, costs, placement, layers, links, gpu)
     data: dict[str, Any] = costs.fields() | {"of": origin.described(model, "predicted", layers)}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
-    write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(model)), options, brief)
+    write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(model), letters), options, brief)
 
 
-def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device, shape: Shape) -> str:
+def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device, shape: Shape, letters: str) -> str:
     heads = ["stage", "rank", "layers", "F ms", "B ms", "W ms", "activations, MiB", "held until W, MiB"]
     cells = [
         [
@@ -95,5 +98,5 @@ def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device
     sure = ranges.learnt("throughput", shape, gpu)
     likely = f"published trainings of this class took {1 / sure.high:.2f} to {1 / sure.low:.2f} times as long ({sure.source})"
     message = f"a message between stages takes {1e3 * costs.hop:.4g} ms{shards}"
-    table = f"one microbatch on {gpu.name}\n\n{view.plain_table(heads, cells)}\n"
+    table = f"one microbatch on {gpu.name}\n\n{view.plain_table(heads, cells)}\n" + (f"\n{letters}\n" if letters else "")
     return "\n".join([table, message, likely, *ranges.doubts(shape, gpu), HOW])

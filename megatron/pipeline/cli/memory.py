@@ -15,13 +15,25 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
+from megatron.pipeline.cli.letters import by_letter
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
 from megatron.pipeline.flags.importers.upstream import settle
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.model.description import describe, shape_of
-from megatron.pipeline.planner import MOST_RANKS, OFF, STOCK, Schedule, ranges, rank_memory, total_parameters, view
+from megatron.pipeline.planner import (
+    MOST_RANKS,
+    OFF,
+    STOCK,
+    Links,
+    Schedule,
+    estimate,
+    parameters,
+    ranges,
+    rank_memory,
+    view,
+)
 
 _DEFAULT = {"pipeline_schedule": actions()["pipeline_schedule"].default}
 ENOUGH = 16  # microbatches for each rank, to plan for
@@ -233,7 +245,7 @@ def report(prediction: Prediction) -> dict[str, Any]:
         "dp": args.data_parallel_size,
         "vocab_parallel": args.vocabulary.spread or OFF,
         "microbatches": prediction.microbatches,
-        "parameters": total_parameters(shape_of(args), not args.untie_embeddings_and_output_weights),
+        "parameters": parameters.total_parameters(shape_of(args), not args.untie_embeddings_and_output_weights),
         "transformer_impl": args.transformer_impl,
         "overhead": rank_memory.OVERHEAD,
         "message_buffers": prediction.message_buffers,
@@ -313,7 +325,10 @@ def _text(
         )
         most = max(rank.total for rank in unfused) / rank_memory.GIB
         parts.append(f"{FUSED}; with --transformer-impl {LOCAL} the fullest rank needs {most:.1f} GiB")
-    return "\n\n".join([*parts, NOTE])
+    model, gpu = describe(prediction.args), rank_memory.any_device(shape_of(prediction.args))
+    alone = estimate.by_layer(model, gpu, prediction.schedule.placement.depth, Links.of(gpu, gpu.node(model.gpus), model.ranks))
+    letters = by_letter(model, alone, timed=False)
+    return "\n\n".join([*parts, *([letters] if letters else []), NOTE])
 
 
 def _table(prediction: Prediction) -> str:

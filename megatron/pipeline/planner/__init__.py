@@ -71,7 +71,6 @@ Predict
 ``Links``               what joins ranks
 ``estimate``            seconds of passes
 ``rank_memory``         bytes of every rank
-``total_parameters``    parameters of a model
 ``with_replicas``       costs with what data-parallel replicas add
 ``between_seconds``     what they add to an iteration
 ``origin``              measured costs, and the GPU that follows from them
@@ -99,11 +98,10 @@ Beside
 from megatron.pipeline.planner import view
 from megatron.pipeline.planner.combinations import rows as topics
 from megatron.pipeline.planner.combinations.table import Facts, Found, flag_of, minor
-from megatron.pipeline.planner.costmodel import device, estimate, origin, ranges
+from megatron.pipeline.planner.costmodel import device, estimate, origin, parameters, ranges
 from megatron.pipeline.planner.costmodel import memory as rank_memory
 from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.links import Links
-from megatron.pipeline.planner.costmodel.parameters import total_parameters
 from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
 from megatron.pipeline.planner.planning import balance, choose, document, every_batch, refusals, solve, traffic
 from megatron.pipeline.planner.planning import costs as written_costs
