@@ -71,6 +71,7 @@ Predict
 ``Links``               what joins ranks
 ``estimate``            seconds of passes
 ``rank_memory``         bytes of every rank
+``parameters``          numbers of parameters: of a model, a layer, a rank
 ``with_replicas``       costs with what data-parallel replicas add
 ``between_seconds``     what they add to an iteration
 ``origin``              measured costs, and the GPU that follows from them
