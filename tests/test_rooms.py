@@ -38,6 +38,14 @@ def test_the_front_page_names_the_rooms() -> None:
     assert re.findall(r"^``(\w+)`` ", (PIPELINE / "__init__.py").read_text(), re.MULTILINE) == layers("rooms")
 
 
+def test_the_page_of_the_planner_names_all_of_its_face() -> None:
+    """A newcomer learns it from there, name by name, and there is no more of it than one page."""
+    face = ast.parse((PIPELINE / "planner" / "__init__.py").read_text())
+    names = [name.asname or name.name for node in face.body if isinstance(node, ast.ImportFrom) for name in node.names]
+    assert sorted(names) == sorted(re.findall(r"``(\w+)``", ast.get_docstring(face) or ""))
+    assert len(names) <= 78
+
+
 def test_only_code_counts_as_a_line(tmp_path: Path) -> None:
     file = tmp_path / "some.py"
     file.write_text(

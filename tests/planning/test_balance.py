@@ -35,7 +35,7 @@ def of(name: str, ranks: int, microbatches: int, layers: int, costs: CostsOf, li
     return Request(name, ranks, microbatches, costs, memory_limit=limit, layers=layers, objective="makespan").plan()
 
 
-@pytest.mark.parametrize(("name", "ranks", "layers"), [("1f1b", 3, 9), ("1f1b", 4, 10), ("zb-h1", 3, 10), ("zb-v", 2, 6)])
+@pytest.mark.parametrize(("name", "ranks", "layers"), [("1f1b", 3, 9), ("1f1b", 4, 10), ("zb-h1", 3, 10), ("zb-v", 2, 5)])
 def test_no_split_of_a_small_model_is_shorter(name: str, ranks: int, layers: int) -> None:
     costs = costs_with(OUTPUT, comm=0.05)
     found = of(name, ranks, 6, layers, costs)
@@ -60,7 +60,7 @@ def test_the_lightest_ranks_are_not_always_the_shortest() -> None:
     assert found.value < alone.value * 0.999
 
 
-@examples(50)
+@examples(24)
 @given(
     st.sampled_from(["1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "zb-auto"]),
     st.integers(2, 4),

@@ -14,11 +14,7 @@ from megatron.pipeline.planner.schedule.core.cutting import with_whole_vocabular
 from megatron.pipeline.planner.schedule.core.placement import interleaved, linear
 
 STAGES = st.lists(
-    st.builds(
-        lambda f, b, w, held, share: StageCosts(f, b, w, held, held * share),
-        *[st.floats(0.1, 10)] * 4,
-        st.floats(0, 1),
-    ),
+    st.builds(lambda f, b, w, held, share: StageCosts(f, b, w, held, held * share), *[st.floats(0.1, 10)] * 4, st.floats(0, 1)),
     min_size=1,
     max_size=8,
 )

@@ -93,18 +93,6 @@ def test_no_class_hangs(tmp_path: Path, name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))
-def test_torch_writes_1f1b_without_the_first_forward_of_the_last_rank(tmp_path: Path, ranks: int) -> None:
-    """``Schedule1F1B._get_pipeline_order`` in torch 2.13 counts the last rank's forwards from 1. Its own runtime cannot lower
-    that, either. What the class really runs is in ``test_certify.py``, ``torch_1f1b``."""
-    path = tmp_path / "torch.csv"
-    path.write_text(text(compute_only("1F1B", ranks, 2 * ranks)))
-    with pytest.raises(ValueError, match=rf"torch.csv: rank 0: F{2 * ranks}\.0 is missing; add it"):
-        read_traffic(str(path), CostFlags())
-    with pytest.raises(AssertionError):
-        with_messages("1F1B", ranks, 2 * ranks)
-
-
-@pytest.mark.parametrize("ranks", range(2, 9))
 @pytest.mark.parametrize("name", MULTI)
 def test_deferred_receives_hang_where_opposite_messages_share_a_line(name: str, ranks: int) -> None:
     """``defer_pp_recv=True`` of torch 2.13. With 2 or more microbatches for each rank, every class hangs over one

@@ -112,6 +112,10 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
         ("chimera", "chimera, which held every stage twice, is gone: take dualpipe-v"),
         ("interleaved --pipeline-model-parallel-size 1", "needs at least 2 pipeline ranks"),
         ("zb-h1 --pipeline-memory-limit 12GiB", "12GiB needs --pipeline-costs with activations in bytes: a file, or profile"),
+        (
+            "zb-h1 --pipeline-costs UNITS --pipeline-memory-limit 12GiB",
+            "--pipeline-memory-limit of 12GiB, but the costs do not count bytes: give --pipeline-costs FILE with bytes, or",
+        ),
         ("zbv", "unknown schedule 'zbv'; known are 1f1b, "),
         ("zbv", ", auto, stock and file:PATH; did you mean zb-v"),
         ("file:NESTED", "not a schedule: the JSON is nested too deeply"),
@@ -121,7 +125,8 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
 def test_what_cannot_be_planned_is_refused_in_the_words_of_the_flags(flags: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(json.dumps({"stages": [STAGE] * 4}))
     (tmp_path / "nested.json").write_text("[" * 100_000)
-    given = flags.replace("COSTS", str(tmp_path / "costs.json")).replace("NESTED", str(tmp_path / "nested.json"))
+    (tmp_path / "units.json").write_text(json.dumps({"unit": "microbatches", "stages": [STAGE] * 4}))
+    given = re.sub("COSTS|NESTED|UNITS", lambda name: str(tmp_path / f"{name[0].lower()}.json"), flags)
     with pytest.raises(ValueError, match=re.escape(reason)) as refused:
         program.prepare(f"{MODEL} --pipeline-schedule {given}".split(), world_size=4 if "size 4" in flags else 2)
     assert "\n" not in str(refused.value)

@@ -155,7 +155,7 @@ FAST = CopyCosts(1e-10, 1e-10)
         ),
         (
             "zb-v --offload full --pipeline-costs FAST --offload-host-memory 1MiB",
-            "--offload-host-memory 1MiB is too little: one microbatch of a chunk takes 1.15MiB or more, as",
+            "--offload-host-memory 1MiB has no room for one microbatch of a chunk, which takes 1.15MiB or more",
         ),
     ],
 )

@@ -120,7 +120,6 @@ def test_patterns_of_all_releases() -> None:
             "--linear-num-value-heads 24 is not a multiple of --linear-num-key-heads 16",
         ),
         ("--moe-load-factor 0.5", "--moe-load-factor: expected a number of at least 1, got 0.5"),
-        ("--hybrid-layer-pattern MM*- --pipeline-schedule zb-v", "our schedules place those of a GPTModel"),
     ],
 )
 def test_refusals(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.cli.arguments import Commands, add_command
 from megatron.pipeline.flags.support import FEATURES
-from megatron.pipeline.planner.combinations.rows import OF_FEATURES
-from megatron.pipeline.planner.view.table import plain_table
+from megatron.pipeline.planner import topics, view
 
 _HEADER = ("feature", "pretrain_gpt.py", "mpipe launch", "")
 _LEGEND = (
@@ -29,7 +28,7 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     header, *rows = _rows()
-    print(markdown() if options.markdown else f"{plain_table(header, rows, words=len(header))}\n\n{_LEGEND}")
+    print(markdown() if options.markdown else f"{view.plain_table(header, rows, words=len(header))}\n\n{_LEGEND}")
 
 
 def markdown() -> str:
@@ -51,7 +50,7 @@ def _rows() -> list[tuple[str, ...]]:
 def _in_general() -> Iterator[tuple[str, str, str]]:
     """Rows for the page: the one features, the others, and the reason with what to do instead; rows of one reason are joined."""
     joined: dict[tuple[str, ...], list[str]] = {}
-    for row in OF_FEATURES:
+    for row in topics.OF_FEATURES:
         one, other = row.titles
         text = (f"{row.reason}: {row.instead}" if row.instead else row.reason).format_map(_GENERAL).removeprefix(": ")
         releases = f" (before {row.mended})" if row.mended else ""

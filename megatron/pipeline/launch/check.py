@@ -18,9 +18,7 @@ from megatron.pipeline.flags.validation import check_rotary, chunks_per_rank, of
 from megatron.pipeline.launch.adapt import exclusions, refusal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
-from megatron.pipeline.planner.combinations.rows import LAUNCHED, MODELS, QUANTIZED, SCHEDULES, STARTED, WRONG
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner import STOCK, families, topics
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 
@@ -32,10 +30,14 @@ def check_flags(args: Namespace) -> None:
     """
     families.check(args.pipeline_schedule)
     facts = of_flags(args, launch=True, crowded=local_device(args.rehearse)[1])
-    wrong = facts.sentences(STARTED, LAUNCHED)
+    wrong = facts.sentences(topics.STARTED, topics.LAUNCHED)
     if args.pipeline_schedule != STOCK:
         excluded = exclusions(args)
-        wrong = [*facts.sentences(WRONG, QUANTIZED, SCHEDULES), *([refusal(excluded)] if excluded else []), *wrong]
+        wrong = [
+            *facts.sentences(topics.WRONG, topics.QUANTIZED, topics.SCHEDULES),
+            *([refusal(excluded)] if excluded else []),
+            *wrong,
+        ]
     if wrong:
         raise ValueError(". ".join(wrong))
     if args.pipeline_schedule != STOCK:
@@ -97,7 +99,7 @@ def complete(args: Namespace) -> Settings:
         }
     )
     if not stock:
-        of_flags(ours).refuse(MODELS)
+        of_flags(ours).refuse(topics.MODELS)
         if args.transformer_impl == "transformer_engine":
             te_linear.check_version()
         if not getattr(ours, "multi_latent_attention", False):
@@ -112,7 +114,7 @@ def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> 
         ValueError: the schedule cuts microbatches in a way that a flag forbids, or recomputes what draws at random.
     """
     reruns = any(pipeline.plans.plan(count).schedule.reruns for count in microbatches)
-    of_flags(args, launch=True, splits=pipeline.plans.splits, reruns=reruns).refuse(SCHEDULES, LAUNCHED)
+    of_flags(args, launch=True, splits=pipeline.plans.splits, reruns=reruns).refuse(topics.SCHEDULES, topics.LAUNCHED)
 
 
 def check_model(model: object, pipeline: Pipeline) -> None:

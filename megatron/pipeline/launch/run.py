@@ -51,8 +51,7 @@ from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
-from megatron.pipeline.planner.combinations.rows import DOCUMENTS, WRONG
-from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner import STOCK, topics
 from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import save_lock
@@ -126,7 +125,7 @@ class Run:
         stock = args.pipeline_schedule == STOCK
         notes = untested(args, self.unasked)
         if stock:
-            notes += [f"WARNING: {wrong}" for wrong in of_flags(args, launch=True).sentences(WRONG)]
+            notes += [f"WARNING: {wrong}" for wrong in of_flags(args, launch=True).sentences(topics.WRONG)]
         if not stock and checkpoint.save_by_parameter(args):
             notes.append("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
         if not stock and args.overlap_grad_reduce:
@@ -141,7 +140,7 @@ class Run:
         with nullcontext() if stock else hidden(args):
             result = original(args, *rest, **options)
         if stock:
-            self._say(f"WARNING: {wrong}" for wrong in of_flags(args).sentences(DOCUMENTS))
+            self._say(f"WARNING: {wrong}" for wrong in of_flags(args).sentences(topics.DOCUMENTS))
         return result
 
     def plan(self, args: Namespace) -> None:

@@ -6,11 +6,7 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import Any
 
-from megatron.pipeline.planner.combinations.rows import AT_ONCE
-from megatron.pipeline.planner.combinations.table import Facts
-from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.description import ModelDescription
-from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner import STOCK, Facts, ModelDescription, Shape, topics
 
 _NUMBERS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}  # bytes by the names of --exp-avg-dtype and its like
 
@@ -34,7 +30,7 @@ def describe(args: Namespace) -> ModelDescription:
             "logits_limit": args.vocabulary.logits_limit,
             "recompute_fused_backward": args.pipeline.recompute_fused_backward,
             "undoes_steps": args.steps.ahead and args.steps.copy == "device",
-            "at_once": any(Facts(vars(args)).found(AT_ONCE)),
+            "at_once": any(Facts(vars(args)).found(topics.AT_ONCE)),
         }
         | {f"{name}_bytes": _bytes(args, name) for name in ("exp_avg", "exp_avg_sq", "main_params", "main_grads")}
     )

@@ -12,11 +12,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.model.adapter import GPT, ModelAdapter
-from megatron.pipeline.planner.combinations.table import flag_of
-from megatron.pipeline.planner.schedule.core.names import counted
-from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.shape.hybrid import segments
-from megatron.pipeline.planner.shape.stages import balanced_layers
+from megatron.pipeline.planner import Placement, balanced_layers, counted, flag_of, hybrid, interleaved
 
 __all__ = ["PlacementLayout", "stage_layers"]
 
@@ -87,7 +83,7 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
     Raises:
         ValueError: the flags contradict each other or do not fit the number of layers and stages.
     """
-    if len(stages := segments(getattr(args, "hybrid_layer_pattern", None))) > 1:
+    if len(stages := hybrid.segments(getattr(args, "hybrid_layer_pattern", None))) > 1:
         return _given_segments(args, placement, stages, adapter)
     if args.pipeline_model_parallel_layout:
         return _given_layout(args, placement)

@@ -17,12 +17,7 @@ from typing import Any
 import torch
 
 from megatron.pipeline.distributed.groups import new_group
-from megatron.pipeline.planner.planning.aside import PlannedBatch, PlanningProcess
-from megatron.pipeline.planner.planning.plan_cache import PlanCache
-from megatron.pipeline.planner.planning.planned import Planned
-from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner import Costs, PlanCache, Planned, PlannedBatch, PlanningProcess, Request, Schedule
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,9 +15,7 @@ from typing import Any
 
 from megatron.pipeline.flags.flags import neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
-from megatron.pipeline.planner.planning.planned import Variant
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.passes import Vocabulary
+from megatron.pipeline.planner import Variant, Vocabulary, families
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 
 # The flags that the search itself sets, with the values that they have where it does not.

@@ -149,7 +149,7 @@ def fixed_memory(
     for rank, (has, count) in enumerate(zip(layers_of_ranks(layers, placement), counts, strict=True)):
         temporary = of_layers if has else 0.0
         if rank == output_rank:
-            temporary = max(temporary, activations.output_temporary(shape, (gpu or any_device(shape)).loss_copies))
+            temporary = max(temporary, activations.output_temporary(shape, (gpu or Device).loss_copies))
         found.append(FixedMemory(count, state_bytes(model, count), temporary))
     return found
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from megatron.pipeline.planner.schedule.core import cutting
@@ -55,6 +56,12 @@ class CostFlags:
     copy: Numbers | None = None
     costs: Costs | None = None
     boundary: Numbers | None = None
+
+
+def named_times() -> str:
+    """Names of ``--cost`` that may be left out, with what each is."""
+    named = ((meaning, [field.flag for field in alike]) for meaning, alike in groupby(COST_FIELDS, lambda field: field.meaning))
+    return "; ".join(f"{', '.join(flags)} ({meaning})" for meaning, flags in named if meaning)
 
 
 def checked(given: object, names: tuple[str, ...]) -> Numbers:

@@ -106,8 +106,7 @@ def _period(planned: Planned) -> dict[str, Any]:
     """The period, its bound, and the period under Megatron-LM's rules, where it is known what ranks do between iterations."""
     if planned.period is None or not planned.problem.costs.has_boundary:
         return {}
-    bound = planned.period_bound
-    found = {"period": planned.period, "period_lower_bound": bound, "period_gap": above(planned.period, bound)}
+    found = {"period": planned.period, "period_lower_bound": planned.period_bound, "period_gap": planned.period_gap}
     if planned.by_rules is not None:
         return found | {"period_by_rules": planned.by_rules}
     return found | {"period_by_rules_of_this_order": megatron(planned.schedule, planned.problem)[1].period}

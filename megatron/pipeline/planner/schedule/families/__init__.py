@@ -20,7 +20,7 @@ from megatron.pipeline.planner.schedule.families import (
 )
 from megatron.pipeline.planner.schedule.families.family import Family
 
-__all__ = ["AUTO", "FAMILIES", "ChunksDoNotFit", "Family", "check", "facts", "meant", "named", "placement", "trained"]
+__all__ = ["AUTO", "FAMILIES", "Family", "meant", "named", "placement"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
