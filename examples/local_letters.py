@@ -1,9 +1,8 @@
 """The letters of ``HybridModel`` without Transformer Engine, as on a CPU: ``--spec local_letters STACK``.
 
-megatron-core's own specification has modules of Transformer Engine. This one has its local ones: attention (``*``), latent
-attention (``+``), MLP (``-``), experts (``E``), Mamba-2 (``M``), gated delta net (``G``), and layers behind ``/``.
-The first four are halves of a GPT's layer. In checkpoints names are those that Transformer Engine's modules have. Mamba-2 and the
-gated delta net need packages with GPU kernels, as upstream.
+megatron-core's own specification has modules of Transformer Engine. This one has its local ones: attention (``*``), MLP (``-``)
+and experts (``E``), which are halves of a GPT's layer; Mamba-2 (``M``) and gated delta net (``G``), which need packages with GPU
+kernels, as upstream; and layers behind ``/``. In checkpoints names are those that Transformer Engine's modules have.
 """
 
 from typing import Any
@@ -50,22 +49,12 @@ class LocalStack(HybridStack):
             self.final_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def _first_half(**options: Any) -> ModuleSpec:
-    """Attention, as a GPT's layer has it."""
+def _half(kind: type[TransformerLayer], *parts: str, **options: Any) -> ModuleSpec:
+    """A layer with some of the parts that a GPT's layer has."""
     layer = get_gpt_layer_local_spec(**options).submodules
-    half = TransformerLayerSubmodules(
-        input_layernorm=Norm, self_attention=layer.self_attention, self_attn_bda=layer.self_attn_bda
-    )
-    half.sharded_state_dict_keys_map = layer.sharded_state_dict_keys_map
-    return ModuleSpec(TransformerLayer, submodules=half)
-
-
-def _second_half(kind: type[TransformerLayer], **options: Any) -> ModuleSpec:
-    """An MLP or experts, as a GPT's layer has them."""
-    layer = get_gpt_layer_local_spec(**options).submodules
-    half = TransformerLayerSubmodules(pre_mlp_layernorm=Norm, mlp=layer.mlp, mlp_bda=layer.mlp_bda)
-    half.sharded_state_dict_keys_map = layer.sharded_state_dict_keys_map
-    return ModuleSpec(kind, submodules=half)
+    taken = {part: getattr(layer, part) for part in (*parts, "sharded_state_dict_keys_map")}
+    norm = "input_layernorm" if "self_attention" in parts else "pre_mlp_layernorm"
+    return ModuleSpec(kind, submodules=TransformerLayerSubmodules(**taken, **{norm: Norm}))
 
 
 _MIXER = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear))
@@ -79,10 +68,9 @@ _FURTHER = MultiTokenPredictionLayerSubmodules(
 STACK = ModuleSpec(
     LocalStack,
     submodules=HybridStackSubmodules(
-        attention_layer=_first_half(),
-        mla_layer=_first_half(multi_latent_attention=True),
-        mlp_layer=_second_half(MLPLayer),
-        moe_layer=_second_half(MoETransformerLayer, num_experts=8),  # any number: the flags say it
+        attention_layer=_half(TransformerLayer, "self_attention", "self_attn_bda"),
+        mlp_layer=_half(MLPLayer, "mlp", "mlp_bda"),
+        moe_layer=_half(MoETransformerLayer, "mlp", "mlp_bda", num_experts=8),  # any number: the flags say it
         mamba_layer=ModuleSpec(
             MambaLayer,
             submodules=MambaLayerSubmodules(

@@ -202,4 +202,4 @@ def without_adapter() -> str:
 
 
 def test_a_model_without_an_adapter_is_refused(pool: Pool) -> None:
-    assert "Linear is no GPTModel: give it an attribute pipeline_adapter" in pool.run(1, without_adapter)[0]
+    assert "Linear is no GPTModel or HybridModel: give it an attribute pipeline_adapter" in pool.run(1, without_adapter)[0]

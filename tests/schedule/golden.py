@@ -228,7 +228,7 @@ def read() -> dict[str, Digests]:
 
 def difference(before: Mapping[str, Digests], now: Mapping[str, Digests]) -> str:
     """What differs, in words; empty where nothing does."""
-    changed = [key for key in (before | now) if before.get(key) != now.get(key)]
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     lines = [f"  {key}: {before.get(key)} -> {now.get(key)}" for key in changed[:5]]
     by_family = ", ".join(f"{family} {count}" for family, count in Counter(key.split()[0] for key in changed).items())
     return "\n".join([f"{len(changed)} cases differ: {by_family}", *lines]) if changed else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.pipeline.planner import Costs, ModelDescription, Shape, hybrid, layer_parameters, refusals, view
+from megatron.pipeline.planner import Costs, ModelDescription, Shape, hybrid, parameters, refusals, view
 
 
 def by_letter(model: ModelDescription, costs: Costs, timed: bool) -> str:
@@ -21,7 +21,7 @@ def by_letter(model: ModelDescription, costs: Costs, timed: bool) -> str:
         first = letters.index(letter)
         layer = costs.stages[1 + first]
         times = [f"{1e3 * seconds:.4g}" for seconds in (layer.forward, layer.backward, layer.weight)]
-        count = f"{layer_parameters(shape, first).total / 1e6:.1f}M"
+        count = f"{parameters.layer_parameters(shape, first).total / 1e6:.1f}M"
         rows.append(
             [letter, str(letters.count(letter)), count, *times, *map(refusals.MIB.number, (layer.activation, layer.retained))]
         )

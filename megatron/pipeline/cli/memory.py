@@ -29,9 +29,9 @@ from megatron.pipeline.planner import (
     Links,
     Schedule,
     estimate,
+    parameters,
     ranges,
     rank_memory,
-    total_parameters,
     view,
 )
 
@@ -245,7 +245,7 @@ def report(prediction: Prediction) -> dict[str, Any]:
         "dp": args.data_parallel_size,
         "vocab_parallel": args.vocabulary.spread or OFF,
         "microbatches": prediction.microbatches,
-        "parameters": total_parameters(shape_of(args), not args.untie_embeddings_and_output_weights),
+        "parameters": parameters.total_parameters(shape_of(args), not args.untie_embeddings_and_output_weights),
         "transformer_impl": args.transformer_impl,
         "overhead": rank_memory.OVERHEAD,
         "message_buffers": prediction.message_buffers,

@@ -21,7 +21,7 @@ from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.model.description import shape_of
-from megatron.pipeline.planner import MOST_RANKS, device, families, ranges, rank_memory, total_parameters, view
+from megatron.pipeline.planner import MOST_RANKS, device, families, parameters, ranges, rank_memory, view
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
@@ -188,7 +188,7 @@ def report(base: Flags, cluster: Cluster, found: SearchResult, stock: SearchResu
         "gpu": cluster.device.name,
         "global_batch_size": base.global_batch_size,
         "seq_length": base.seq_length,
-        "parameters": total_parameters(shape, not base.untie_embeddings_and_output_weights),
+        "parameters": parameters.total_parameters(shape, not base.untie_embeddings_and_output_weights),
         "planned": found.tried,
         "slower": found.beaten,
         "misfits": len(found.misfits),

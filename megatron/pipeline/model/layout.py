@@ -19,7 +19,6 @@ from megatron.pipeline.planner import (
     Links,
     Placement,
     balanced_by_weight,
-    balanced_layers,
     counted,
     estimate,
     flag_of,
@@ -114,7 +113,7 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
     elif pattern and not fixed and not any(accounts) and args.pipeline.schedule != STOCK:
         numbers = balanced_by_cost(args, placement)
     elif args.vocabulary.redistributes:
-        numbers = balanced_layers(args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
+        numbers = balanced_by_weight([1.0] * args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
     else:
         embedding, loss = map(int, accounts)
         extra = {0: embedding} if placement.last_stage == 0 else {0: embedding, placement.last_stage: loss}

@@ -23,8 +23,9 @@ Ask
 
 Plan
 ``Planned``             a verified schedule with programs, times, memory and bound
+``balance``             layers of every stage, planned with the schedule
 ``choose``              the best of several schedules, and why
-``plan``, ``solve``     a schedule in one call, of sizes or of a problem
+``solve``               the schedule of a problem
 ``PlanCache``           the plans of a training, by number of microbatches
 ``PlanningProcess``     plans beside a training, in a process of its own
 ``PlannedBatch``        what it sends back
@@ -65,13 +66,12 @@ Predict
 ``Shape``               the sizes of its model and of its microbatches
 ``hybrid``              letters of layers that differ
 ``Shards``              rows of the vocabulary on every rank
-``balanced_layers``     layers of every stage, with the heaviest rank as light as possible
-``balanced_by_weight``  the same of layers that differ; ``balance``, together with the order of passes
+``balanced_by_weight``  layers of every stage, with the heaviest rank as light as possible
 ``device``, ``Device``  GPUs by name and from files
 ``Links``               what joins ranks
 ``estimate``            seconds of passes
 ``rank_memory``         bytes of every rank
-``total_parameters``    parameters of a model; ``layer_parameters``, of one layer
+``parameters``          numbers of parameters: of a model, a layer, a rank
 ``with_replicas``       costs with what data-parallel replicas add
 ``between_seconds``     what they add to an iteration
 ``origin``              measured costs, and the GPU that follows from them
@@ -99,13 +99,12 @@ Beside
 from megatron.pipeline.planner import view
 from megatron.pipeline.planner.combinations import rows as topics
 from megatron.pipeline.planner.combinations.table import Facts, Found, flag_of, minor
-from megatron.pipeline.planner.costmodel import device, estimate, origin, ranges
+from megatron.pipeline.planner.costmodel import device, estimate, origin, parameters, ranges
 from megatron.pipeline.planner.costmodel import memory as rank_memory
 from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.links import Links
-from megatron.pipeline.planner.costmodel.parameters import layer_parameters, total_parameters
 from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
-from megatron.pipeline.planner.planning import balance, choose, document, every_batch, plan, refusals, solve, traffic
+from megatron.pipeline.planner.planning import balance, choose, document, every_batch, refusals, solve, traffic
 from megatron.pipeline.planner.planning import costs as written_costs
 from megatron.pipeline.planner.planning.aside import PlannedBatch, PlanningProcess
 from megatron.pipeline.planner.planning.children import end_with_parent
@@ -143,4 +142,4 @@ from megatron.pipeline.planner.shape import hybrid
 from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.shards import Shards
-from megatron.pipeline.planner.shape.stages import balanced_by_weight, balanced_layers
+from megatron.pipeline.planner.shape.stages import balanced_by_weight

@@ -18,11 +18,11 @@ from megatron.pipeline.planner import (
     Beside,
     Costs,
     Placement,
+    Request,
     Schedule,
     StageCosts,
     Vocabulary,
     interleaved,
-    plan,
     rank_memory,
 )
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -35,7 +35,7 @@ def largest_iteration(args: Settings, pipeline: Pipeline) -> Schedule:
     microbatches, placement = max(microbatch_counts(args)), pipeline.placement
     if pipeline.is_stock:
         name, group = ("interleaved", args.microbatch_group_size_per_vp_stage) if placement.chunks > 1 else ("1f1b", None)
-        return plan(name, placement.ranks, microbatches, chunks=placement.chunks, group=group)
+        return Request(name, placement.ranks, microbatches, chunks=placement.chunks, group=group).plan().schedule
     return pipeline.plans.plan(microbatches).schedule
 
 
@@ -51,7 +51,8 @@ def stock_memory(args: Settings) -> list[rank_memory.RankMemory] | None:
         layers = decoder_layers(stock, interleaved(ranks, 1))
     except ValueError:
         return None
-    return _here(rank_memory.predict(describe(stock), plan("1f1b", ranks, min(ranks, max(microbatch_counts(args)))), layers))
+    schedule = Request("1f1b", ranks, min(ranks, max(microbatch_counts(args)))).plan().schedule
+    return _here(rank_memory.predict(describe(stock), schedule, layers))
 
 
 def _here(ranks: list[rank_memory.RankMemory]) -> list[rank_memory.RankMemory]:

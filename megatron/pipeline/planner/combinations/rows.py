@@ -28,13 +28,11 @@ _excluded = partial(Row, other="ours", instead="leave it out, or take --pipeline
 YAML = (_excluded("yaml_cfg", reason="replaces all flags, ours too", instead="give flags, or a --config file of flags"),)
 # Models whose layers are letters: HybridModel has them from 0.18 on, and another class before.
 HYBRID = (
-    _excluded("hybrid_layer_pattern | hybrid_override_pattern", reason="is of a class that our schedules do not place before "
-        "megatron-core 0.18", when=lambda to: not to.is_from("0.18")),
-    _excluded("hybrid_override_pattern", reason="is the old name of --hybrid-layer-pattern", when=lambda to: to.is_from("0.18")),
+    _excluded("hybrid_layer_pattern", reason="lists the layers of a class that our schedules place from megatron-core 0.18 on",
+        when=lambda to: not to.is_from("0.18")),
+    _excluded("hybrid_override_pattern", reason="is what releases before 0.18 call --hybrid-layer-pattern"),
     _excluded("mtp_hybrid_override_pattern",
-        reason="is the old way to say what predicts further tokens: write it behind / in --hybrid-layer-pattern, once a token"),
-    _excluded("hybrid_layer_pattern", reason="with D uses the weight of a linear without its forward, and W would never compute "
-        "that weight's gradient", when=lambda to: "D" in to.hybrid_layer_pattern),
+        reason="is what older releases have for the letters behind each / of --hybrid-layer-pattern"),
 )  # fmt: skip
 # Settings of megatron-core and Megatron-LM that every schedule of ours excludes.
 EXCLUDED = (
@@ -109,6 +107,8 @@ GROUPS = (
 )  # fmt: skip
 # Our features, and what a schedule is or has.
 SCHEDULES = (
+    Row("hybrid_layer_pattern", "ours", "with D uses the weight of a linear without its forward, and W would never compute that "
+        "weight's gradient", "take --pipeline-schedule stock", lambda to: "D" in str(to.hybrid_layer_pattern)),
     Row("post_validation", "no ours", "needs a schedule that says where a step must stand, and megatron-core's own does not",
         "take 1f1b, which runs the same passes, or another one, or leave {flag} out"),
     Row("vocab_parallel", "pipeline_model_parallel_size=1", f"spreads the vocabulary over pipeline ranks, {_ALONE}",
@@ -199,7 +199,7 @@ FLAGS = (
     Row("layer_redistribution", "num_layers_per_virtual_pipeline_stage",
         "chooses the number of layers of every stage, and {other} would fix it",
         "leave one of the two out; --num-virtual-stages-per-pipeline-rank gives the number of chunks"),
-    Row("layer_redistribution", f"pipeline_model_parallel_layout | {_ENDS} | {_COUNTED}",
+    Row("layer_redistribution", f"pipeline_model_parallel_layout | hybrid_layer_pattern | {_ENDS} | {_COUNTED}",
         "chooses the number of layers of every stage, and {other} would fix some"),
     Row("offload_profile", "pipeline_costs",
         "measures what passes and copies cost, and {other} says it", when=lambda to: to.pipeline_costs != "profile"),
