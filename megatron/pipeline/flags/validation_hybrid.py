@@ -22,10 +22,7 @@ def of_hybrid(args: Settings) -> Settings:
     pattern = pattern_of(args)
     if pattern is None:
         return args
-    try:
-        found = Pattern.of(pattern)
-    except ValueError as error:
-        raise ValueError(f"--hybrid-layer-pattern {error}") from None
+    found = read_pattern(pattern)
     layers, predicting = len(found.letters), len(found.predictors) or args.mtp_num_layers
     if "M" in pattern:
         _check_heads(args)
@@ -39,6 +36,18 @@ def of_hybrid(args: Settings) -> Settings:
     if LATENT in pattern or INDEXED in pattern:
         args |= {"multi_latent_attention": True}
     return args | ({"experimental_attention_variant": SPARSE} if INDEXED in pattern else {})
+
+
+def read_pattern(text: str) -> Pattern:
+    """Letters and stages of a ``--hybrid-layer-pattern``.
+
+    Raises:
+        ValueError: as ``Pattern.of``, with the flag.
+    """
+    try:
+        return Pattern.of(text)
+    except ValueError as error:
+        raise ValueError(f"--hybrid-layer-pattern {error}") from None
 
 
 def check_latent(args: Settings) -> None:
