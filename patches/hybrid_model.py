@@ -4,7 +4,7 @@
 in its configuration is of a placement, a chunk has the letters of its stage: ``hybrid_layer_allocation.select_pipeline_segment``,
 which is looked up while the model is built, is replaced meanwhile. In a loop that has called ``megatron.pipeline.install``
 (``loops``) the layout then follows ``|``, of which a configuration does not know.
-``HybridStack.forward``: as ``TransformerBlock.forward`` (``transformer_block.py``). A stage without layers hands on a copy of what
+``HybridStack.forward``: as ``TransformerBlock.forward`` (``transformer_block.py``). One without layers hands on a copy of what
 it gets, as ``TransformerBlock`` does: a schedule frees what it sent, and keeps what it got for B.
 """
 
