@@ -4,7 +4,8 @@
 in its configuration is of a placement, a chunk has the letters of its stage: ``hybrid_layer_allocation.select_pipeline_segment``,
 which is looked up while the model is built, is replaced meanwhile. In a loop that has called ``megatron.pipeline.install``
 (``loops``) the layout then follows ``|``, of which a configuration does not know.
-``HybridStack.forward``: as ``TransformerBlock.forward`` (``transformer_block.py``).
+``HybridStack.forward``: as ``TransformerBlock.forward`` (``transformer_block.py``). One without layers hands on a copy of what
+it gets, as ``TransformerBlock`` does: a schedule frees what it sent, and keeps what it got for B.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PATH = "megatron.core.models.hybrid"
 def install() -> None:
     if compat.has_patterns():
         compat.wrap(compat.module(f"{_PATH}.hybrid_model").HybridModel, "__init__", _build)
-        compat.wrap(compat.module(f"{_PATH}.hybrid_block").HybridStack, "forward", transformer_block.forward)
+        compat.wrap(compat.module(f"{_PATH}.hybrid_block").HybridStack, "forward", _forward)
 
 
 def _build(original: Any, model: Any, *given: Any, **options: Any) -> None:
@@ -38,3 +39,8 @@ def _build(original: Any, model: Any, *given: Any, **options: Any) -> None:
         original(model, *given, **options)
     finally:
         module.select_pipeline_segment = looped
+
+
+def _forward(original: Any, stack: Any, *given: Any, **options: Any) -> Any:
+    output = transformer_block.forward(original, stack, *given, **options)
+    return output.clone() if output is stack.input_tensor else output

@@ -124,7 +124,7 @@ def test_a_setting_is_refused_and_one_with_a_price_can_be_left_out(row: Combinat
 def test_no_row_is_lost() -> None:
     names = (
         "use_torch_fsdp2 use_megatron_fsdp use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp inprocess_restart fp4 "
-        "use_grouped_gemm_for_shared_expert overlap_p2p_comm_warmup_flush hybrid_layer_pattern hybrid_override_pattern "
+        "use_grouped_gemm_for_shared_expert overlap_p2p_comm_warmup_flush hybrid_override_pattern mtp_hybrid_override_pattern "
         "cuda_graph_impl external_cuda_graph tp_comm_overlap fp8_output_proj hybrid_context_parallel"
     )
     assert set(names.split()) <= {row.name for row in EXCLUDED}

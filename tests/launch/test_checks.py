@@ -304,3 +304,34 @@ def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: st
         pipeline = cast("Pipeline", Namespace(name="zb-h1", plans=Namespace(splits=1, plan=lambda _, plan=plan: plan)))
         with pytest.raises(ValueError, match=words) if again and recipe == "delayed" else nullcontext():
             check_plan(args, pipeline, [4])
+
+
+@pytest.mark.parametrize(
+    ("release", "given", "words"),
+    [
+        (
+            "0.17.1",
+            {"hybrid_layer_pattern": "M*"},
+            "--hybrid-layer-pattern M* lists the layers of a class that our schedu",
+        ),
+        (
+            "0.19.2",
+            {"hybrid_override_pattern": "M*"},
+            "--hybrid-override-pattern M* is what releases before 0.18 call --hybr",
+        ),
+        ("0.19.2", {"mtp_hybrid_override_pattern": "*-"}, "--mtp-hybrid-override-pattern *- is what older releases have for"),
+        ("0.19.2", {"hybrid_layer_pattern": "MD"}, "--hybrid-layer-pattern MD with D uses the weight of a linear without its"),
+        ("0.19.2", {"hybrid_layer_pattern": "MX"}, "--hybrid-layer-pattern MX with X: known are"),
+        ("0.19.2", {"hybrid_layer_pattern": "M|*|-"}, "--hybrid-layer-pattern M|*|- has 3 stages, which 2 pipeline ranks cannot"),
+    ],
+)
+def test_patterns_that_do_not_train_are_refused(
+    release: str, given: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "version", lambda: release)
+    chunks = dict.fromkeys(CHUNK_FLAGS) | {"pipeline_model_parallel_size": 2}
+    args = as_read(pipeline_schedule="zb-h1", **SIZES_OF_RANKS, **chunks, **given)
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        check_flags(args)
+    args.pipeline_schedule = "stock"
+    check_flags(args)

@@ -17,8 +17,7 @@ def train(schedule: str, pattern: str) -> Steps:
     own = example("own_training_loop")
     own.plan(schedule)
     own.GPTModel, own.get_gpt_layer_local_spec = HybridModel, lambda: example("local_letters").STACK
-    tied = {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"}
-    chunks = own.wrap(own.build(hybrid_layer_pattern=pattern, **tied))
+    chunks = own.wrap(own.build(hybrid_layer_pattern=pattern, position_embedding_type="learned_absolute"))
     optimizer = optimizer_of(chunks)
     steps = [own.run(chunks, own.batches(4, seed=seed), optimizer) for seed in range(2)]
     return [([losses.tolist() for losses in reports], float(norm)) for reports, norm in steps]

@@ -15,10 +15,10 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation_experts import check_grouped_experts, of_experts
 from megatron.pipeline.flags.validation_files import check_outputs, of_data
-from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, of_hybrid
+from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, of_hybrid, read_pattern
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.planner import STOCK, flag_of, hybrid, topics
+from megatron.pipeline.planner import STOCK, flag_of, topics
 
 
 def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Settings:
@@ -156,7 +156,7 @@ def chunks_per_rank(args: Namespace) -> int | None:
     """
     layers, chunks, layout = (getattr(args, name) for name in CHUNK_FLAGS)
     ranks, pattern = args.pipeline_model_parallel_size, getattr(args, "hybrid_layer_pattern", None)
-    stages = len(hybrid.Pattern.of(pattern).counts) if pattern else 0
+    stages = len(read_pattern(pattern).counts) if pattern else 0
     said = [
         None if layers is None else _chunks_of_layers(args, layers, ranks),
         int(chunks) if chunks else None,

@@ -20,10 +20,7 @@ def of_hybrid(args: Settings) -> Settings:
     pattern = pattern_of(args)
     if pattern is None:
         return args
-    try:
-        found = hybrid.Pattern.of(pattern)
-    except ValueError as error:
-        raise ValueError(f"--hybrid-layer-pattern {error}") from None
+    found = read_pattern(pattern)
     layers, predicting = len(found.letters), len(found.predictors) or args.mtp_num_layers
     if "M" in pattern:
         _check_heads(args)
@@ -37,6 +34,18 @@ def of_hybrid(args: Settings) -> Settings:
     if hybrid.LATENT in pattern or hybrid.INDEXED in pattern:
         args |= {"multi_latent_attention": True}
     return args | ({"experimental_attention_variant": hybrid.SPARSE} if hybrid.INDEXED in pattern else {})
+
+
+def read_pattern(text: str) -> hybrid.Pattern:
+    """Letters and stages of a ``--hybrid-layer-pattern``.
+
+    Raises:
+        ValueError: as ``Pattern.of``, with the flag.
+    """
+    try:
+        return hybrid.Pattern.of(text)
+    except ValueError as error:
+        raise ValueError(f"--hybrid-layer-pattern {error}") from None
 
 
 def check_latent(args: Settings) -> None:

@@ -43,7 +43,10 @@ def check_flags(args: Namespace) -> None:
     if args.pipeline_schedule != STOCK:
         chunks_per_rank(args)  # which upstream's validation does not see: ``hidden``
         if pattern := getattr(args, "hybrid_layer_pattern", None):
-            compat.get("megatron.core.models.hybrid.hybrid_layer_allocation", "parse_hybrid_pattern")(pattern)
+            try:  # letters that are not of this release
+                compat.get("megatron.core.models.hybrid.hybrid_layer_allocation", "parse_hybrid_pattern")(pattern)
+            except ValueError as error:
+                raise ValueError(f"--hybrid-layer-pattern {pattern}: {error}") from None
 
 
 def separates_documents(args: Namespace) -> bool:

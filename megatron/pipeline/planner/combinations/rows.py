@@ -26,10 +26,8 @@ def _shards(to: Facts) -> int:
 
 _excluded = partial(Row, other="ours", instead="leave it out, or take --pipeline-schedule stock")
 YAML = (_excluded("yaml_cfg", reason="replaces all flags, ours too", instead="give flags, or a --config file of flags"),)
-# Models whose layers are letters: HybridModel has them from 0.18 on, and another class before.
+# Models whose layers are letters, as older releases have them.
 HYBRID = (
-    _excluded("hybrid_layer_pattern", reason="lists the layers of a class that our schedules place from megatron-core 0.18 on",
-        when=lambda to: not to.is_from("0.18")),
     _excluded("hybrid_override_pattern", reason="is what releases before 0.18 call --hybrid-layer-pattern"),
     _excluded("mtp_hybrid_override_pattern",
         reason="is what older releases have for the letters behind each / of --hybrid-layer-pattern"),
@@ -283,6 +281,8 @@ _ahead = partial(Row, other="post_validation", instead="leave it out, or leave -
 _MASKS = "with {other}: Megatron-LM's models would draw other"
 # Megatron-LM's own scripts, under mpipe launch.
 LAUNCHED = (
+    Row("hybrid_layer_pattern", "launch", "lists the layers of a class that our schedules place from megatron-core 0.18 on",
+        "install it, or take --pipeline-schedule stock", lambda to: to.ours and not to.is_from("0.18")),
     _trainer("rehearse", reason="with more ranks than GPUs has process groups of its own, and the script makes its own here",
              instead="use the pretrain_gpt.py of megatron.pipeline, or start as many ranks as there are GPUs",
              when=lambda to: to.crowded),
