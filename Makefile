@@ -2,7 +2,7 @@
 # make compare  a wider model under megatron-core's own 1F1B, interleaved, ZB-H1, ZB-V and V-Half, rehearsed: one table, one picture
 # make frameworks train in the loops of frameworks, with their own packages, which are fetched
 # make slurm    the batch scripts on a SLURM of two emulated nodes on this machine: needs root, installs SLURM by apt-get
-# make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules of those that tests do not run with; ARGS=--tests: and test
+# make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: a few tests with those that tests do not run with; ARGS=--tests: and test
 # make test     the product's tests, or some: make test ARGS=tests/schedule
 # make test-room the tests of a room, such as make test-room ROOM=planner: what to run after each change there
 # make test-rest what make test leaves out: long cases, the device model, the oracle of the planner, all pages, browsers

@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -25,17 +26,19 @@ from torch.distributed import pipelining
 from megatron.pipeline import patches
 from megatron.pipeline.distributed.groups import new_group
 from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.planning.balance import Model
 from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
+from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved, v
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.planner.schedule.lower.torch_csv import from_csv
 from megatron.pipeline.planner.schedule.time.simulate import simulate
+from megatron.pipeline.planner.shape.stages import balanced_by_weight, balanced_layers
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.pipeline import Pipeline
 
@@ -80,7 +83,12 @@ class Megatron:
 
     Args:
         seconds: F, B and W of a rank's whole share, and one hop.
+
+    Attributes:
+        split: costs of the stages of a placement, where they are not equal shares; and what this split is called.
     """
+
+    split: tuple[Callable[[Placement], Costs], str] | None = None
 
     def __init__(self, seconds: Sequence[float], microbatches: int, sleeper: Sleeper) -> None:
         self.microbatches, self.sleeper, self._seconds = microbatches, sleeper, seconds
@@ -92,7 +100,25 @@ class Megatron:
 
     def costs(self, placement: Placement) -> Costs:
         forward, backward, weight, hop = self._seconds
+        if self.split:
+            return replace(self.split[0](placement), hop=hop)
         return uniform(placement, forward, backward, weight, hop)
+
+    def of_layers(self, model: Model, even: bool) -> Megatron:
+        """The same with the layers of a model, which take a rank as long as its share on average: equally many on every stage, or
+        balanced by what they take."""
+        weights = [layer.total for layer in model.layers]
+        faster = (sum(weights) + model.first.total + model.last.total) / self.ranks / sum(self._seconds[:3])
+
+        def cut(placement: Placement) -> Costs:
+            balanced = balanced_by_weight(weights, placement, model.extra(placement))
+            costs = model.cut(balanced_layers(len(weights), placement, {}) if even else balanced)
+            stages = ([each / faster for each in (one.forward, one.backward, one.weight)] for one in costs.stages)
+            return Costs(tuple(StageCosts(*seconds) for seconds in stages))
+
+        other = copy(self)
+        other.split = cut, "even numbers" if even else "balanced"
+        return other
 
     def stages(self, placement: Placement, costs: Costs, layers: int = 1) -> list[MegatronStage]:
         """This rank's chunks, of so few layers each."""
@@ -130,7 +156,7 @@ class Megatron:
                 pg_collection=self._groups,
             )
 
-        return Contender(name, schedule, costs, iterate, pipeline)
+        return Contender(f"{name}, {self.split[1]}" if self.split else name, schedule, costs, iterate, pipeline)
 
     def stock(self, chunks: int, batches: Sequence[Sequence[Microbatch]] = ()) -> Contender:
         """megatron-core's own schedule: 1F1B, or with two chunks interleaved."""

@@ -130,7 +130,7 @@ def _arguments(flags: tuple[str, ...]) -> argparse.Namespace:
 def _not_layers(source: Source, method: Method, shape: Shape, placement: Placement) -> Mapping[int, float]:
     """What stages do beside layers, in layers, where layers make room for it."""
     if method.redistributes:  # by Narayanan's operations, in which layers recompute: see tests/tune/test_estimate.py
-        return {placement.last_stage: gpt.output_in_layers(shape, recompute=True)}
+        return {placement.last_stage: shape.output_in_layers(recompute=True)}
     return dict.fromkeys((0, placement.last_stage), float(source.ends))
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from megatron.pipeline.planner.costmodel.memory import GIB
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
-from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.gpt import Shape
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +166,7 @@ def _vocabulary_parallelism() -> Source:
     )
 
     def mfu(shape: Shape, rate: float) -> float:
-        return 100 * gpt.training_operations(shape) * rate / (RANKS * 320e12)
+        return 100 * shape.training_operations() * rate / (RANKS * 320e12)
 
     return Source("Vocabulary Parallelism", "MFU, %", GIB, methods, "baseline", 0, columns, mfu)
 

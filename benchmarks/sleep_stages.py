@@ -8,8 +8,9 @@ many processes as pipeline ranks, which share the machine's cores; 2 cores are e
 Every round runs one iteration of each schedule, so that whatever disturbs the machine disturbs all of them. Measured is the
 time from the start of the first pass on any rank to the end of the last pass on any rank; reported are medians over the
 rounds. It is divided by what the simulation says, once for messages that take no time and once for hops that take as long
-as one between two processes that slept before. ``--picture FILE`` draws the fastest round of each schedule with the activation
-memory that its passes hold.
+as one between two processes that slept before. ``--layers PATTERN FILE`` has stages of a hybrid model's layers, which take what
+``mpipe costs --by-layer -o FILE`` says of each, and a rank's share on average as long: equally many on every stage, and balanced.
+``--picture FILE`` draws the fastest round of each schedule with the activation memory that its passes hold.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from common import add_flags, command_line, in_rounds, print_table
 from contenders import Contender, iteration, start
 from sleeping import Interval
 
+from megatron.pipeline.planner.planning.balance import Model
+from megatron.pipeline.planner.planning.document import read_costs
 from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, activation_profile
+from megatron.pipeline.planner.shape.hybrid import Pattern
 from megatron.pipeline.planner.view.picture import draw
 
 OURS = "1f1b interleaved gis gis-h zb-h1 zb-h2 zb-auto zb-v v-half v-min v-auto v-auto@2 1f1b-v dualpipe-v".split()
@@ -62,15 +66,20 @@ def main() -> None:
     parser.add_argument("--torchs", nargs="*", default=TORCHS, choices=TORCHS, help="schedules of torch.distributed.pipelining")
     add_flags(parser.add_argument)
     parser.add_argument("--stock", nargs="*", type=int, default=(1, 2), metavar="CHUNKS", help="of megatron-core's schedules")
+    parser.add_argument("--layers", nargs=2, metavar=("PATTERN", "FILE"), help="letters of a model's layers, and what these take")
     parser.add_argument("--picture", metavar="FILE", help="draw the fastest round of each schedule, .png or .svg")
     options = parser.parse_args()
     if options.picture and options.torchs:  # whose steps are not one for each pass
         parser.error("--picture draws no schedules of torch: add --torchs without a name")
 
     megatron = start(options)
-    contenders = [megatron.stock(chunks) for chunks in options.stock]
+    splits = [megatron]
+    if options.layers:
+        model = Model.by_layer(read_costs(options.layers[1]), Pattern.of(options.layers[0]))
+        splits = [megatron.of_layers(model, even) for even in (True, False)]
+    contenders = [split.stock(chunks) for chunks in options.stock for split in splits]
     contenders += [megatron.torchs(name) for name in options.torchs]
-    contenders += [megatron.ours(name) for name in options.ours]
+    contenders += [split.ours(name) for name in options.ours for split in splits]
 
     def run(contender: Contender) -> tuple[float, Timeline | None]:
         measured = iteration(contender, megatron.sleeper)

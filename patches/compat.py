@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.pipeline.planner.combinations.table import minor
+from megatron.pipeline.planner import minor
 
 RELEASES = ("0.16", "0.17", "0.18", "0.19")  # scripts/check_core_versions.py trains with these
 TORCH = ((2, 11), (2, 15))  # the first and the last release of torch that trained what docs/versions.md says

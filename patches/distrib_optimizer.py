@@ -32,8 +32,7 @@ from megatron.pipeline.patches.distributed_data_parallel import gathered
 from megatron.pipeline.patches.torch_checkpoint import CheckpointError
 from megatron.pipeline.patches.torch_optimizers import allocate_state, is_torch
 
-from megatron.pipeline.planner.combinations.rows import AT_ONCE
-from megatron.pipeline.planner.combinations.table import Facts, found
+from megatron.pipeline.planner import Facts, topics
 
 # Weights are rounded main parameters; another precision since then rounds once more. Anything saved wrong is farther off.
 _RELATIVE, _ABSOLUTE = 2**-6, 2**-20
@@ -98,7 +97,7 @@ def _steps_at_once(optimizer: Any) -> bool:
     config, ddp = vars(optimizer.config), vars(optimizer.ddp_config)
     if optimizer.is_stub_optimizer or not ddp["overlap_param_gather"] or ddp["use_megatron_fsdp"]:
         return True
-    return any(found(Facts(config | ddp), AT_ONCE))
+    return any(Facts(config | ddp).found(topics.AT_ONCE))
 
 
 @contextmanager

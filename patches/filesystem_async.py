@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.planner.planning.children import end_with_parent
+from megatron.pipeline.planner import end_with_parent
 
 
 def install() -> None:

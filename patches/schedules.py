@@ -20,10 +20,7 @@ from typing import Any
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.planner.combinations.rows import CALLS
-from megatron.pipeline.planner.combinations.table import Facts, refuse
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.core.placement import interleaved
+from megatron.pipeline.planner import Facts, Kind, Pass, interleaved, topics
 
 _FUNCTIONS = (
     "forward_backward_no_pipelining",
@@ -81,7 +78,7 @@ def _of_own_placement(forward_backward: Callable[..., Any]) -> Callable[..., Any
     def refusing(*given: Any, model: Any, **options: Any) -> Any:
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
-        refuse(Facts(vars(config), chunks=len(chunks)), CALLS)
+        Facts(vars(config), chunks=len(chunks)).refuse(topics.CALLS)
         layout = getattr(config, "pipeline_model_parallel_layout", None)
         homes = getattr(layout, "homes", None)  # ``model/layout.py`` ``PlacementLayout``
         if homes and homes != interleaved(len(homes), len(homes[0])).stages:

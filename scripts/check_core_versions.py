@@ -7,8 +7,9 @@ the environment that runs this script. Releases from 0.17 on ask for Python 3.12
 and its one compiled module built. There the patches are applied, and a few iterations of
 ``configs/tiny.yaml`` must give the numbers of that release's own schedules, as exactly as docs/numerics.md says, also when they
 resume from a checkpoint of the distributed optimizer, buckets padded; and so must those by ``megatron.training``, in wheels
-from 0.17 on. ``--quick`` takes three schedules, and leaves out the release that is installed here, with which the tests run;
-``--tests`` runs tests of the model, the runtime and training there as well.
+from 0.17 on. ``--quick`` takes a few tests in place of these trainings, and leaves out the release that is installed here, with
+which all tests run; ``--tests`` runs tests of the model, the runtime and training there as well. Releases are checked side by
+side: ranks wait for each other, and for processes to start.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sysconfig
 import tempfile
 import venv
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +58,6 @@ class Row(NamedTuple):
     close: float = 0.0
 
 
-_QUICK = {"schedules": Row(2, "", {"zb-h1": _ALL, "v-half": _LOSS})}
 _ROWS = {
     "schedules": Row(2, "", {"zb-h1": _ALL, "v-half": _LOSS, "gis-h --offload full": _LOSS}),
     "interleaved": Row(2, "--num-virtual-stages-per-pipeline-rank 2", {"interleaved": _ALL}),
@@ -79,6 +80,12 @@ _DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-s
 _DUTIES = "tests/patches/test_duties.py"
 # Upstream's own parser, validation and loop, which its wheels bring from 0.17 on.
 _FRONT_DOOR = "tests/launch/test_front_door.py"
+# Schedules of each placement train as stock does, evaluations in between, and resume where buckets end in padding.
+_QUICK = (
+    "tests/runtime/test_numerics.py::test_evaluation",
+    "tests/runtime/test_forward_backward.py::test_given_groups_and_non_loss_data",
+    "tests/training/test_checkpoint_layouts.py::test_sizes_at_which_buckets_end_in_padding",
+)
 # What newer wheels import of Python 3.12's.
 _OVERRIDE = "import typing; typing.override = getattr(typing, 'override', lambda function: function)\n"
 _TESTS = (
@@ -117,26 +124,26 @@ class Failed(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the releases one after another; returns 1 if one of them fails."""
+    """Check the releases side by side; returns 1 if one of them fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help=f"of megatron-core; {' '.join(RELEASES)}")
     parser.add_argument(
-        "--quick", action="store_true", help="three schedules in place of all rows, and not the release that is installed"
+        "--quick", action="store_true", help="a few tests in place of all rows, and not the release that is installed"
     )
     parser.add_argument("--tests", action="store_true", help="run tests in each environment, too: minutes")
     args = parser.parse_args(argv)
-    failed = False
     here = metadata.version("megatron-core") if args.quick else None
-    for release in args.releases or [each for each in RELEASES if each != here]:
-        try:
-            python = environment(release)
-            print(f"megatron-core {release}: {check(python, release, _QUICK if args.quick else _ROWS)}", flush=True)
-            if args.tests:
-                _pytest(python, *_TESTS)
-                print(f"megatron-core {release}: tests passed", flush=True)
-        except Failed as failure:
-            failed = True
-            print(f"megatron-core {release}: FAILED: {failure}", flush=True)
+    releases = args.releases or [each for each in RELEASES if each != here]
+    failed = False
+    with ThreadPoolExecutor(len(releases)) as beside:
+        for release, found in zip(
+            releases, [beside.submit(check, each, args.quick, args.tests) for each in releases], strict=True
+        ):
+            try:
+                print(f"megatron-core {release}: {found.result()}", flush=True)
+            except Failed as failure:
+                failed = True
+                print(f"megatron-core {release}: FAILED: {failure}", flush=True)
     return int(failed)
 
 
@@ -186,22 +193,26 @@ def _unpack(release: str, packages: Path) -> None:
     _run(["c++", "-O3", "-shared", "-std=c++17", "-fPIC", *includes, str(helpers), "-o", str(target)], "compiling helpers.cpp")
 
 
-def check(python: str, release: str, rows: Mapping[str, Row]) -> str:
+def check(release: str, quick: bool, tests: bool) -> str:
     """Apply the patches and train; returns what was found, in words.
 
     Raises:
         Failed: a symbol is missing, a training fails, or numbers differ.
     """
+    python = environment(release)
     version, file = _run([python, "-W", "ignore", "-c", _PATCHES], "applying the patches").split()[-2:]
     if version.partition("+")[0] != release:  # some wheels name their commit, too
         raise Failed(f"the environment has megatron-core {version} in {file}")
-    _pytest(python, _DUTIES, *([_FRONT_DOOR] if _minor(release) >= (0, 17) else []))
+    front_door = [_FRONT_DOOR] if _minor(release) >= (0, 17) else []
+    _pytest(python, _DUTIES, *front_door, *(_QUICK if quick else ()), *(_TESTS if tests else ()))
+    said = ["patches applied", *(["upstream's parser and loop take every schedule"] if front_door else [])]
+    if quick:
+        return "; ".join([*said, "schedules train as stock does, and resume"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = [f"{name}: {_equals_stock(python, row, folder / name.replace(' ', '-'))}" for name, row in rows.items()]
-        found.append(_resumes(python, folder))
-    door = "upstream's parser and loop take every schedule; " if _minor(release) >= (0, 17) else ""
-    return f"patches applied; {door}{'; '.join(found)}"
+        said += [f"{name}: {_equals_stock(python, row, folder / name.replace(' ', '-'))}" for name, row in _ROWS.items()]
+        said.append(_resumes(python, folder))
+    return "; ".join([*said, *(["tests passed"] if tests else [])])
 
 
 def _equals_stock(python: str, row: Row, folder: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,12 @@ def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """What a command prints with ``--json``."""
+    told: dict[str, Any] = json.loads(output(capsys, *words, "--json"))
+    return told
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:

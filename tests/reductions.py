@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import torch
-from megatron.core.distributed import param_and_grad_buffer as module
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
 from megatron.pipeline.planner.schedule import families
@@ -79,23 +77,6 @@ def noted() -> Iterator[list[Buckets]]:
             stack.enter_context(patch.object(owner, method, telling(name, getattr(owner, method), *after)))
         stack.enter_context(patch.object(Iteration, "run", running))
         yield found
-
-
-@contextmanager
-def summed_in_order() -> Iterator[None]:
-    """Gradients of distributed optimizers are added up in the order of replicas while it lasts: gloo's order depends on where in
-    a bucket a gradient is, and placements have other buckets."""
-    original = module.dist_reduce_scatter_func
-
-    def reduce_scatter(own: torch.Tensor, bucket: torch.Tensor, *, group: Any, **options: Any) -> Any:
-        parts = [torch.empty_like(bucket) for _ in range(group.size())]
-        group.allgather([parts], [bucket]).wait()
-        bucket.zero_()  # of which ``own`` is a part
-        own += sum(part.chunk(group.size())[group.rank()] for part in parts)
-        return original(own, bucket, group=group, **options)  # of one sum and zeros
-
-    with patch.object(module, "dist_reduce_scatter_func", reduce_scatter):
-        yield
 
 
 def _summary(events: list[tuple[str, Any]], chunks: list[list[Any]]) -> Buckets:

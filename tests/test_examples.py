@@ -39,25 +39,24 @@ def test_own_training_loop(pool: Pool) -> None:
         assert norms(ours) == pytest.approx(norms(stock), rel=near)
 
 
-@pytest.mark.parametrize(("script", "other"), [("own_training_loop.py", "v-half"), ("varying_microbatches.py", "zb-h1")])
-def test_a_user_sees_the_same_numbers_under_every_schedule(pool: Pool, script: str, other: str) -> None:
+def test_a_user_sees_the_same_numbers_under_every_schedule(pool: Pool) -> None:
     """Others are trained above and below. A V of 3 ranks has 6 stages, over which 8 layers are spread."""
-    seen = {schedule: pool.run(RANKS, example_runs.printed, script, schedule) for schedule in ("stock", other)}
-    if script == "own_training_loop.py":
-        seen["zb-v"] = [(0, "", ""), *pool.run(3, example_runs.printed, script, "zb-v")]
-    assert all(code == 0 for found in seen.values() for code, _, _ in found)
-    lines = {schedule: sorted(output for _, output, _ in found) for schedule, found in seen.items()}
-    assert lines["stock"][:-1] == [""] * (RANKS - 1) and len(lines["stock"][-1].splitlines()) >= 3
-    assert all(found == lines["stock"] for found in lines.values())
+    stock = pool.run(RANKS, example_runs.printed, "own_training_loop.py", "stock")
+    ours = [(0, "", ""), *pool.run(3, example_runs.printed, "own_training_loop.py", "zb-v")]
+    assert all(code == 0 for code, _, _ in (*stock, *ours))
+    lines, expected = (sorted(output for _, output, _ in found) for found in (ours, stock))
+    assert lines == expected and expected[:-1] == [""] * (RANKS - 1) and len(expected[-1].splitlines()) >= 3
 
 
-def test_a_user_sees_the_same_loss_of_adapters_under_every_schedule(pool: Pool) -> None:
-    seen = [
-        "".join(output for _, output, _ in pool.run(RANKS, example_runs.printed, "lora.py", schedule))
-        for schedule in ("zb-h1", "v-half")
-    ]
-    assert re.fullmatch(r"loss \d\.\d{4}; W is planned to take \d+% of B\n", seen[0])
-    assert len({text.partition(";")[0] for text in seen}) == 1
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("varying_microbatches.py", r"(.+\n){3,}"), ("lora.py", r"loss \d\.\d{4}; W is planned to take \d+% of B\n")],
+)
+def test_other_scripts_say_what_they_train(pool: Pool, script: str, said: str) -> None:
+    """With the numbers of megatron-core's own schedule: below."""
+    found = pool.run(RANKS, example_runs.printed, script, "zb-h1")
+    assert all(code == 0 for code, _, _ in found)
+    assert re.fullmatch(said, "".join(output for _, output, _ in found))
 
 
 def test_the_own_training_loop_is_short() -> None:
@@ -93,12 +92,11 @@ def test_where_every_linear_is_frozen_w_is_empty(pool: Pool) -> None:
 
 def test_where_a_whole_stage_is_frozen_its_w_is_empty(pool: Pool) -> None:
     """All but the output layer: no stage before the last has anything to compute in a backward."""
-    stock, *others = pool.each(RANKS, example_runs.lora, ("stock", "zb-h1", "zb-v"), "output_layer")
-    for ours in others:
-        assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
-        done = [name for rank in ours for one in rank.weights for name in one]
-        assert done and all(name.endswith(" output_layer.weight") for name in done)
-        assert any(not any(rank.weights) for rank in ours) and all(rank.changed == 0 for rank in ours)
+    stock, ours = pool.each(RANKS, example_runs.lora, ("stock", "zb-v"), "output_layer")
+    assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
+    done = [name for rank in ours for one in rank.weights for name in one]
+    assert done and all(name.endswith(" output_layer.weight") for name in done)
+    assert any(not any(rank.weights) for rank in ours) and all(rank.changed == 0 for rank in ours)
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.15])
@@ -151,10 +149,3 @@ def test_checkpoint_across_schedules(pool: Pool, data: str, tmp_path: Path) -> N
     for command in commands:
         assert pool.run(2, short_runs.train, command.removeprefix(launcher)) == ["", ""]
     assert_losses_are_stocks(pool, data, output, tmp_path / "stock.jsonl")
-
-
-@pytest.mark.slow
-@pytest.mark.whole
-def test_checkpoint_across_schedules_under_torchrun(pool: Pool, data: str, tmp_path: Path) -> None:
-    run_script(tmp_path / "ours", data)
-    assert_losses_are_stocks(pool, data, tmp_path / "ours", tmp_path / "stock.jsonl")

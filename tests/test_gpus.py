@@ -64,17 +64,7 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 """
-OPTIONAL = (
-    "uvicorn",
-    "starlette",
-    "ortools",
-    "matplotlib",
-    "playwright",
-    "shtab",
-    "pybind11",
-    "transformer_engine",
-    "tensorboard",
-)
+OPTIONAL = tuple("uvicorn starlette ortools matplotlib playwright shtab pybind11 transformer_engine tensorboard".split())
 
 
 def pytest_without(names: tuple[str, ...], directory: Path, *flags: str) -> str:

@@ -38,6 +38,14 @@ def test_the_front_page_names_the_rooms() -> None:
     assert re.findall(r"^``(\w+)`` ", (PIPELINE / "__init__.py").read_text(), re.MULTILINE) == layers("rooms")
 
 
+def test_the_page_of_the_planner_names_all_of_its_face() -> None:
+    """A newcomer learns it from there, name by name, and there is no more of it than one page."""
+    face = ast.parse((PIPELINE / "planner" / "__init__.py").read_text())
+    names = [name.asname or name.name for node in face.body if isinstance(node, ast.ImportFrom) for name in node.names]
+    assert sorted(names) == sorted(re.findall(r"``(\w+)``", ast.get_docstring(face) or ""))
+    assert len(names) <= 78
+
+
 def test_only_code_counts_as_a_line(tmp_path: Path) -> None:
     file = tmp_path / "some.py"
     file.write_text(
@@ -50,8 +58,9 @@ def test_only_code_counts_as_a_line(tmp_path: Path) -> None:
 def test_a_budget_is_named_when_it_is_exceeded_and_only_ever_lowered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    today = dict.fromkeys(check_lines.counted(), 100)
-    assert set(today) >= {*layers("rooms"), *(f"planner/{name}" for name in layers("planner")), "words of docs"} - {"planner"}
+    rooms = {*layers("rooms"), *(f"planner/{name}" for name in layers("planner"))} - {"planner"}
+    today = dict.fromkeys([*rooms, "package", "words of docs"], 100)
+    assert set(json.loads(check_lines.BUDGET.read_text())) >= today.keys()
     monkeypatch.setattr(check_lines, "counted", lambda: today)
     monkeypatch.setattr(check_lines, "BUDGET", tmp_path / "lines.json")
     budget = today | {"runtime": 97, "package": 99, "words of docs": 90, "model": 300}

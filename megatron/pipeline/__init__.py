@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.pipeline.planner.planning.request import Request
+    from megatron.pipeline.planner import Request
     from megatron.pipeline.runtime.every_batch import EveryBatch
     from megatron.pipeline.session.own_loop import OwnLoop
 
@@ -63,7 +63,7 @@ def install(schedule: str | Request = "zb-h1", costs: str | Path | None = None, 
         ValueError: there is no such schedule, or the file cannot be read.
         RuntimeError: this release of megatron-core lacks what is relied on.
     """
-    from megatron.pipeline.planner.planning.request import Request
+    from megatron.pipeline.planner import Request
     from megatron.pipeline.session.own_loop import OwnLoop  # which imports torch
 
     if not isinstance(schedule, str | Request):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import output, refusal
+from command import output, refusal, report
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
@@ -40,12 +40,12 @@ def test_a_file_with_braids_has_the_bound_and_the_times_of_its_plan(capsys: pyte
     assert main(["plan", "--schedule", "dualpipe-v", *shape, "--json", "-o", str(path)]) == 0
     plan = json.loads(path.read_text())
     capsys.readouterr()
-    again = json.loads(output(capsys, "plan", str(path), "--json"))
+    again = report(capsys, "plan", str(path))
     assert plan["overlap"]["braids"] > 0
     for name in ("makespan", "makespan_lower_bound", "lower_bound", "gap", "makespan_gap"):
         assert again[name] == pytest.approx(plan[name]), name
     assert again["makespan_gap"] >= 0
-    assert json.loads(output(capsys, "certify", str(path), "--json"))["makespan_unlimited"] == pytest.approx(plan["makespan"])
+    assert report(capsys, "certify", str(path))["makespan_unlimited"] == pytest.approx(plan["makespan"])
 
 
 def test_a_file_says_of_which_order_rules_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -54,13 +54,13 @@ def test_a_file_says_of_which_order_rules_are(capsys: pytest.CaptureFixture[str]
     shape = ["--schedule", "zb-v", "--pp", "4", "--microbatches", "4"]
     output(capsys, "plan", *shape, "--cost", "F=31,B=34,W=29,RS=96,AG=48,OPT=1,norm=1", "-o", path)
     plan = json.loads(Path(path).read_text())
-    again = json.loads(output(capsys, "plan", path, "--json"))
+    again = report(capsys, "plan", path)
     assert again["period_by_rules"] == plan["period_by_rules"] > plan["period"] == again["period"] >= again["period_lower_bound"]
     assert (
         again["period_lower_bound"] == plan["period_lower_bound"] > 4 * (31 + 34 + 29)
     )  # with what follows the passes of a rank
     other = "F=31,B=34,W=29,RS=200,AG=100,OPT=1,norm=1"
-    changed = json.loads(output(capsys, "plan", path, "--cost", other, "--json"))
+    changed = report(capsys, "plan", path, "--cost", other)
     assert "period_by_rules" not in changed and changed["period_by_rules_of_this_order"] > changed["period"]
     assert "period of this order of passes under the best of" in output(capsys, "plan", path, "--cost", other)
 
@@ -69,12 +69,12 @@ def test_replicas_count_for_a_file_as_for_a_plan(capsys: pytest.CaptureFixture[s
     replicas = "--cost F=1,B=1,W=1,OPT=0.5 --replicas 8 --grad-bytes 40GB --replica-link 50"
     path, plan = tmp_path / "plan.json", "plan --schedule 1f1b --pp 2 --microbatches 4"
     output(capsys, plan, "-o", str(path))
-    planned = json.loads(output(capsys, plan, replicas, "--json"))
-    again = json.loads(output(capsys, "plan", str(path), replicas, "--json"))
+    planned = report(capsys, plan, replicas)
+    again = report(capsys, "plan", str(path), replicas)
     assert again["costs"] == planned["costs"] and again["period"] >= planned["period"] > planned["span"]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "v-auto", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe-v"])
 def test_a_plan_counts_what_communication_takes_from_computation(
     schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -87,11 +87,11 @@ def test_a_plan_counts_what_communication_takes_from_computation(
     assert spans[0] < spans[1] < spans[2] <= alone * (1 + 1e-9)
     assert found[1]["gap"] >= 0 and found[1]["costs"]["beside_communication"] == 1.2
     path.write_text(json.dumps(found[1]))
-    assert json.loads(output(capsys, "plan", str(path), "--json"))["makespan"] == pytest.approx(spans[1])
+    assert report(capsys, "plan", str(path))["makespan"] == pytest.approx(spans[1])
 
 
 def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(output(capsys, *PLAN, "--cost", "F=2,B=2,W=2,comm=0.5", "--memory-limit", "4", "--json"))
+    data = report(capsys, *PLAN, "--cost", "F=2,B=2,W=2,comm=0.5", "--memory-limit", "4")
     expected = {
         "schedule": "zb-h1",
         "pp": 4,
@@ -122,15 +122,15 @@ def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[
 
 
 def test_memory_is_counted_in_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(output(capsys, *PLAN, "--activation", "B=8,W=2", "--memory-limit", "4", "--json"))
+    data = report(capsys, *PLAN, "--activation", "B=8,W=2", "--memory-limit", "4")
     assert data["peak_activation"] == [4, 3.25, 2.5, 1.75]
 
 
 def test_a_report_counts_one_microbatch(capsys: pytest.CaptureFixture[str]) -> None:
-    report = output(capsys, "plan", "--schedule", "zb-v", "--pp", "5", "--microbatches", "1")
-    assert report.startswith("zb-v: 5 ranks with 2 chunks each, 1 microbatch\n")
-    assert "no order within 1 microbatch has" in report and "1  microbatch on the fullest rank; by rank 1 1 1 1 1" in report
-    assert "sustain" not in report
+    text = output(capsys, "plan", "--schedule", "zb-v", "--pp", "5", "--microbatches", "1")
+    assert text.startswith("zb-v: 5 ranks with 2 chunks each, 1 microbatch\n")
+    assert "no order within 1 microbatch has" in text and "1  microbatch on the fullest rank; by rank 1 1 1 1 1" in text
+    assert "sustain" not in text
 
 
 def test_a_limit_that_cannot_sustain_the_rate_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,9 +150,9 @@ def test_the_other_commands_read_what_plan_wrote(planned: Path, capsys: pytest.C
     assert Schedule.from_json(planned.read_text()).passes[3][0].microbatch == 0
     obeys = f"{planned}: zb-h1 (4 ranks, 8 microbatches) obeys every rule; 96 passes and 48 sends, no deadlock\n\nzb-h1: 4 ranks,"
     assert output(capsys, "plan", str(planned)).startswith(obeys)
-    again = json.loads(output(capsys, "plan", str(planned), "--json"))
+    again = report(capsys, "plan", str(planned))
     assert again == {key: value for key, value in data.items() if key != "plan_seconds"}
-    slower = json.loads(output(capsys, "plan", str(planned), "--cost", "comm=0.5", "--json"))
+    slower = report(capsys, "plan", str(planned), "--cost", "comm=0.5")
     assert (data["span"], slower["span"]) == (30, 33)
     assert slower["costs"] == {"F": 1, "B": 1, "W": 1, "comm": 0.5}
 
@@ -189,7 +189,7 @@ def test_a_plan_and_its_file_are_drawn_alike(capsys: pytest.CaptureFixture[str],
     output(capsys, "export", str(plan), "-o", str(third))
     assert first.read_text() == second.read_text() == third.read_text()
     assert f'"title": "{text.splitlines()[0]}"' in page.read_text()
-    assert json.loads(output(capsys, "plan", str(plan), "--draw", str(page), "--json"))["pp"] == 4, "no other word"
+    assert report(capsys, "plan", str(plan), "--draw", str(page))["pp"] == 4, "no other word"
 
 
 def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
@@ -216,10 +216,7 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         ([], "required: plan|certify|compare|check|export|memory"),
         (["tell"], "unknown command 'tell'; commands are plan, certify, compare, check, export"),
         ([*PLAN, "--replicas", "8"], "--replicas 8 needs the bytes of a rank's gradients: give --grad-bytes, such as 4GiB"),
-        (
-            [*PLAN, "--param-bytes", "1GB"],
-            "--param-bytes 953.674MiB is of data-parallel replicas: give --replicas",
-        ),
+        ([*PLAN, "--param-bytes", "1GB"], "--param-bytes 953.674MiB is of data-parallel replicas: give --replicas"),
         (
             [*PLAN, "--cost", "F=1,RS=1", "--replicas", "8", "--grad-bytes", "4GB"],
             "--cost RS=.. and --replicas 8 say the same: leave out one of them",
@@ -241,11 +238,8 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         (["plan", "a", "--json", "b"], "plan takes FILEs side by side: leave b out"),
         (["plan"], "required: --schedule, --pp, --microbatches; or the FILE of a schedule"),
         (["plan", "--schedule", "zb-h1", "--pp", "2"], "required: --microbatches; or the FILE of a schedule"),
-        ([*PLAN, "--schedule", "zb"], "unknown schedule 'zb'; known are 1f1b, "),
         ([*PLAN, "--schedule", "zb_h1"], "dualpipe-v; did you mean zb-h1"),
         ([*PLAN, "--schedule", "Auot"], "dualpipe-v; did you mean auto or v-auto?"),
-        ([*PLAN, "--schedule", "dualpipe"], "dualpipe, which held every stage twice, is gone: take dualpipe-v"),
-        ([*PLAN, "--schedule", "chimera"], "chimera, which held every stage twice, is gone: take dualpipe-v"),
         ([*PLAN, "--pp", "0"], "--pp: expected a whole number of at least 1, got 0"),
         ([*PLAN, "--pp", "two"], "--pp: expected a whole number of at least 1, got 'two'"),
         ([*PLAN, "--pp", "9" * 30], "over 3000000 passes"),
@@ -259,7 +253,6 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         ([*PLAN, "--cost", "F"], "expected each of F, B, W, comm"),
         ([*PLAN, "--cost", "F=0,B=0,W=0"], "F, B and W of every stage take 0"),
         ([*PLAN, "--activation", "B=0"], "B=0,W=0: F must allocate"),
-        ([*PLAN, "--memory-limit", "3"], "rank 0: F3.0 brings the activation memory of zb-h1 to 4, above the limit of 3"),
         ([*PLAN, "--memory-limit", "nan"], "'nan': expected a number of microbatches"),
         ([*PLAN, "--memory-limit", "12GiB"], "--memory-limit of 12GiB, but the costs do not count bytes: give --costs FILE"),
         ([*PLAN, "--memory-limit", "12 GiB"], "'12 GiB': expected a number of microbatches of at least 0, or bytes such as"),
@@ -317,13 +310,6 @@ def test_bad_files_are_one_line_and_exit_code_2(
     assert message in refusal(capsys, "plan", str(path))
 
 
-def test_draw_refuses_what_it_cannot_draw(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "must end in .png, .svg" in refusal(capsys, "plan", str(planned), "--draw", str(tmp_path / "picture.pdf"))
-    assert "there is no directory" in refusal(capsys, "plan", str(planned), "--draw", str(tmp_path / "no" / "picture.png"))
-    planned.write_text('{"ranks": 3}')
-    assert "zb-h1.json: not a timeline" in refusal(capsys, "plan", str(planned))
-
-
 def test_it_runs_as_a_module_and_bears_a_reader_that_leaves() -> None:
     command = [sys.executable, "-m", "megatron.pipeline.cli"]
     done = subprocess.run([*command, "plan"], capture_output=True, text=True, check=False)
@@ -350,7 +336,7 @@ def test_a_file_that_says_fused_of_split_backwards_is_not_believed(
 ) -> None:
     path = tmp_path / "fused.json"
     path.write_text(json.dumps(json.loads(planned.read_text()) | {"fuse": [0, 1, 2, 3]}))
-    data = json.loads(output(capsys, "plan", str(path), "--json"))
+    data = report(capsys, "plan", str(path))
     assert data["lower_bound"] <= data["span"]
     path.write_text(json.dumps(json.loads(planned.read_text()) | {"memory_limit": 10**400}))
     assert "memory_limit must be a number between 0 and 1e100" in refusal(capsys, "plan", str(path))

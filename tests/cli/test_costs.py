@@ -2,10 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from command import refusal
+from command import refusal, report
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import placements
@@ -22,12 +21,6 @@ numbers = st.floats(1e-6, 1e6) | st.just(0.0)
 
 def flags(*arguments: str) -> CostFlags:
     return cost_flags_of(cost_flags().parse_args(arguments))
-
-
-def run(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
-    assert main([*arguments.split(), "--json"]) == 0
-    data: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return data
 
 
 @st.composite
@@ -100,12 +93,7 @@ def test_the_costs_of_a_plan_may_have_a_part_of_a_layer_on_a_chunk() -> None:
 
 @pytest.mark.parametrize(
     ("placement", "first", "last"),
-    [
-        (linear(3), [0], [2]),
-        (interleaved(2, 3), [0], [5]),
-        (v(3), [0], [5]),
-        (linear(1), [0], [0]),
-    ],
+    [(linear(3), [0], [2]), (interleaved(2, 3), [0], [5]), (v(3), [0], [5]), (linear(1), [0], [0])],
 )
 def test_extras_go_to_the_ends_of_the_model_wherever_they_live(placement: Placement, first: list[int], last: list[int]) -> None:
     base = costs_of(flags("--cost", "F=2,B=3,W=1,BW=3.5,comm=0.5", "--activation", "B=2,W=1,R=0.5"), placement)
@@ -169,7 +157,7 @@ def test_extras_leave_the_parts_of_layers() -> None:
 def test_a_plan_with_uneven_stages_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = "plan --schedule zb-h1 --pp 3 --microbatches 5 --cost F=1,B=1.5,W=1,comm=0.25 --memory-limit 9 --objective makespan "
     plan += "--first-stage F=0.5,activation=0.5 --last-stage F=1,B=1,W=0.5,activation=2 --fuse 1"
-    planned = run(capsys, plan)
+    planned = report(capsys, plan)
     assert planned["costs"] == {"F": 1.5, "B": pytest.approx(11 / 6), "W": pytest.approx(7 / 6), "comm": 0.25}
     assert [stage["forward"] for stage in planned["stage_costs"]["stages"]] == [1.5, 1, 2]
     assert (planned["objective"], planned["memory_limit"], planned["fuse"]) == ("makespan", 9, [1])
@@ -177,45 +165,44 @@ def test_a_plan_with_uneven_stages_travels(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(planned))
     del planned["plan_seconds"]
-    assert run(capsys, f"plan {path}") == planned
+    assert report(capsys, f"plan {path}") == planned
 
     # Flags replace what they name, on every stage, and leave the rest.
-    other = run(capsys, f"plan {path} --cost W=2,comm=0")["stage_costs"]
+    other = report(capsys, f"plan {path} --cost W=2,comm=0")["stage_costs"]
     assert other["hop"] == 0
     assert [(stage["forward"], stage["weight"]) for stage in other["stages"]] == [(1.5, 2), (1, 2), (2, 2)]
 
     # The same stages from a file of costs give the same plan.
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps(planned["stage_costs"]))
-    again = run(
-        capsys, f"plan --schedule zb-h1 --pp 3 --microbatches 5 --objective makespan --memory-limit 9 --fuse 1 --costs {costs}"
-    )
+    same = "--schedule zb-h1 --pp 3 --microbatches 5 --objective makespan --memory-limit 9 --fuse 1"
+    again = report(capsys, f"plan {same} --costs {costs}")
     del again["plan_seconds"]
     assert again == planned
 
 
 def test_recomputation_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     plan = "plan --schedule 1f1b --pp 1 --microbatches 2 --cost F=1,B=2,W=3,R=4 --activation B=1,W=1,R=0.25"
-    data = run(capsys, f"{plan} --recompute all")
+    data = report(capsys, f"{plan} --recompute all")
     assert data["passes"] == [["F0.0", "R0.0", "BW0.0", "F1.0", "R1.0", "BW1.0"]]
     assert (data["span"], data["peak_activation"]) == (20, [1])
     assert (data["costs"], data["activation"]) == ({"F": 1, "B": 2, "W": 3, "comm": 0, "R": 4}, {"B": 1, "W": 1, "R": 0.25})
-    two = run(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2 --activation B=1,R=0.25 --recompute 0")
+    two = report(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2 --activation B=1,R=0.25 --recompute 0")
     assert two["peak_activation"] == [1.25, 1]
     assert [any(work.startswith("R") for work in passes) for passes in two["passes"]] == [True, False]
 
 
 def test_a_fused_backward_may_take_another_time(capsys: pytest.CaptureFixture[str]) -> None:
-    data = run(capsys, "plan --schedule zb-h1 --pp 1 --microbatches 1 --cost F=1,B=1,W=1,BW=1.5 --fuse 0")
+    data = report(capsys, "plan --schedule zb-h1 --pp 1 --microbatches 1 --cost F=1,B=1,W=1,BW=1.5 --fuse 0")
     assert (data["passes"], data["span"], data["costs"]["BW"]) == ([["F0.0", "BW0.0"]], 2.5, 1.5)
 
 
 def test_the_limit_travels_and_can_be_lifted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    data = run(capsys, "plan --schedule zb-h1 --pp 2 --microbatches 4 --memory-limit 2")
+    data = report(capsys, "plan --schedule zb-h1 --pp 2 --microbatches 4 --memory-limit 2")
     path.write_text(json.dumps(data | {"memory_limit": 1}))
     assert "above the limit of 1" in refusal(capsys, "plan", str(path))
-    assert "memory_limit" not in run(capsys, f"plan {path} --memory-limit inf")
+    assert "memory_limit" not in report(capsys, f"plan {path} --memory-limit inf")
     for wrong in ("2", -1, True):
         path.write_text(json.dumps(data | {"memory_limit": wrong}))
         assert f"{path}: memory_limit must be a number between 0 and 1e100, got {wrong!r}" in refusal(capsys, "plan", str(path))
@@ -246,10 +233,7 @@ def test_stages(text: str, stages: set[int]) -> None:
             "--cost F.attention=0.5",
             "unknown cost 'F.attention' (attention is what the other parts leave of F: give F); allowed are F,",
         ),
-        (
-            "--cost F.dispatch=0.1,layers=4",
-            "F.dispatch without F.experts, F.combine, B.combine, B.experts, B.dispatch, W.ex",
-        ),
+        ("--cost F.dispatch=0.1,layers=4", "F.dispatch without F.experts, F.combine, B.combine, B.experts, B.dispatch, W.ex"),
         ("--cost layers=1.5", "layers=1.5: give a whole number of layers per rank, from 1 to 1000"),
         ("--cost F.dispatch=0.9,F.combine=0.9", "F.dispatch + F.combine = 1.8 is more than F = 1, whose parts they are"),
         ("--cost B=2,B.experts=2.5", "B.experts = 2.5 is more than B = 2, whose part it is"),
@@ -271,64 +255,27 @@ def test_costs_of_stages_exclude_the_flags_they_replace(tmp_path: Path, capsys: 
     assert "leave --cost out, or --costs" in refusal(capsys, *plan, "--cost", "comm=1")
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("zb-v", 2), ("interleaved", 2)])
-def test_costs_of_any_number_of_stages_plan_every_schedule(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, chunks: int
-) -> None:
-    """Equal stages, cut evenly or joined, are what equal costs give."""
-    path = tmp_path / "costs.json"
-    command = f"plan --pp 4 --microbatches 8 --schedule {name}"
-    for count in (2, 4, 8, 16):
-        stage = {"forward": 4 / count, "backward": 4 / count, "weight": 4 / count, "activation": 4 / count}
-        path.write_text(json.dumps({"stages": [stage] * count}))
-        found = run(capsys, f"{command} --costs {path}")
-        assert (found["passes"], found["chunks"]) == (run(capsys, command)["passes"], chunks)
-        assert found["makespan"] == pytest.approx(run(capsys, command)["makespan"])
-
-
 def test_layers_are_split_with_the_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = "plan --schedule zb-h1 --pp 4 --microbatches 8 --last-stage F=0.5,B=0.5 --objective makespan --balance 20"
-    data = run(capsys, flags)
+    data = report(capsys, flags)
     split = data["balance"]
     assert split["layers"] == [6, 5, 5, 4] and split["layout"] == "Et*6|t*5|t*5|t*4L"
     assert data["makespan"] < split["even"]
     file = tmp_path / "plan.json"
     assert main([*flags.split(), "-o", str(file)]) == 0
     capsys.readouterr()
-    assert run(capsys, f"plan {file}")["makespan"] == pytest.approx(data["makespan"])
+    assert report(capsys, f"plan {file}")["makespan"] == pytest.approx(data["makespan"])
     assert main(flags.split()) == 0
     text = capsys.readouterr().out
     assert f"makespan of the even split; this one is {1 - data['makespan'] / split['even']:.1%} shorter" in text
     assert "by stage 6 5 5 4; --pipeline-model-parallel-layout 'Et*6|t*5|t*5|t*4L'" in text
-    compared = run(capsys, flags.replace("plan --schedule zb-h1", "compare --schedules zb-h1"))
+    compared = report(capsys, flags.replace("plan --schedule zb-h1", "compare --schedules zb-h1"))
     assert compared["schedules"][0]["balance"]["layers"] == [6, 5, 5, 4]
 
 
 def test_an_even_split_beyond_the_limit_has_no_length(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan --schedule 1f1b --pp 4 --microbatches 8 --balance 16 --memory-limit 3.6".split()) == 0
     assert "the even split does not fit into the limit" in capsys.readouterr().out
-
-
-def test_too_few_layers_for_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = refusal(capsys, "plan --schedule zb-v --pp 4 --microbatches 8 --balance 7")
-    assert wrong == "mpipe: --balance 7: 8 stages (4 ranks with 2 chunks each) need at least 8 layers\n"
-
-
-def test_a_rehearsals_costs_plan_and_compare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The fields are those that ``--rehearse`` writes to costs.json, in seconds and bytes."""
-    first = {"forward": 0.0051, "backward": 0.0035, "weight": 0.001, "activation": 2138368.0, "retained": 1277952.0}
-    inner = first | {"forward": 0.0041, "activation": 2136064.0}
-    last = first | {"forward": 0.0063, "backward": 0.0039, "weight": 0.0013, "activation": 2795780.0, "retained": 1671168.0}
-    stages = [one | {"recompute": one["forward"], "checkpoint": 0.0} for one in (first, inner, inner, last)]
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"hop": 0.000168, "stages": stages}))
-    planned = run(capsys, f"plan --schedule zb-v --pp 2 --microbatches 4 --costs {path}")
-    work = 4 * max(sum(one[name] for one in pair for name in ("forward", "backward", "weight"))
-                   for pair in ((stages[0], stages[3]), stages[1:3]))  # fmt: skip
-    assert work <= planned["makespan"] < 2 * work
-    few = "1f1b,zb-h1,zb-v,v-half"
-    compared = run(capsys, f"compare --pp 2 --microbatches 4 --costs {path} --schedules {few}")
-    assert {row["schedule"] for row in compared["schedules"]} == {*few.split(",")}
 
 
 def test_what_a_plan_says_of_its_shards_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

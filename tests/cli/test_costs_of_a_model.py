@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import output, refusal
+from command import output, refusal, report
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.planner.costmodel import origin
@@ -26,7 +26,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
-    return json.loads(output(capsys, "plan", "--schedule", "v-auto", "--pp", "4", "--microbatches", "16", *more, "--json"))
+    return report(capsys, "plan", "--schedule", "v-auto", "--pp", "4", "--microbatches", "16", *more)
 
 
 def test_a_spread_vocabulary_goes_to_the_ends_of_plans_without_one(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,18 +96,6 @@ def test_reports_and_refusals_count_mib(file: str, capsys: pytest.CaptureFixture
     assert "memory, MiB" in output(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v")
 
 
-def test_costs_of_no_bytes_have_no_limit_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"stages": [{"forward": 1, "backward": 1, "weight": 1, "activation": 40_000}] * 4}))  # MiB
-    flags = ["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"]
-    assert "--memory-limit of 1GiB, but the costs do not count bytes" in refusal(
-        capsys, "plan", *flags, "--costs", str(path), "--memory-limit", "1GiB"
-    )
-    plan = tmp_path / "plan.json"
-    assert main(["plan", *flags, "-o", str(plan)]) == 0
-    assert "the costs do not count bytes" in refusal(capsys, "plan", str(plan), "--memory-limit", "1GiB")
-
-
 def test_a_stage_without_layers_of_experts_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the embedding or the output layer alone; plans read the file, and their own report of it."""
     flags = ["costs", "--config", str(ROOT / "configs" / "mixtral" / "8x7B.yaml"), "--gpu", "A100-80GB"]
@@ -134,19 +122,3 @@ def test_limits_of_host_memory_are_in_mib_too(file: str, tmp_path: Path, capsys:
     again = ["plan", plan, "--offload", "full", "--host-memory-limit"]
     assert "of 1GiB, but the costs do not count bytes" in refusal(capsys, *again, "1GiB")
     assert refused in refusal(capsys, *again, "1MiB", "--costs", file)
-
-
-def test_recomputation_and_tensor_parallelism_are_in_it(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = Costs.from_json(output(capsys, *LLAMA, "--json"))
-    again = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    full = Costs.from_json(output(capsys, *LLAMA, *again, "--json"))
-    assert full.stages[1].activation < plain.stages[1].activation / 4 and full.stages[1].backward > plain.stages[1].backward
-    shared = Costs.from_json(output(capsys, *LLAMA, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--json"))
-    assert shared.stages[1].fused is not None and shared.stages[1].fused < shared.stages[1].backward + shared.stages[1].weight
-    assert plain.stages[1].fused is None
-
-
-def test_an_unknown_gpu_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--gpu: unknown GPU 'H100'; known are A100-40GB" in refusal(
-        capsys, "costs", "--config", "/nowhere.yaml", "--gpu", "H100"
-    )

@@ -251,21 +251,3 @@ def test_any_damage_to_a_recorded_timeline_is_answered(tmp_path: Path, content: 
     assert output.exists() == (code == 0)
     if code == 0 and use == "trace":
         json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
-@examples(60)
-@given(rank=st.integers(0, 1), slot=st.integers(0, 8), other=st.integers(0, 8), action=st.sampled_from(["remove", "double"]))
-def test_a_missing_or_doubled_pass_is_refused_with_its_rank_and_name(
-    tmp_path: Path, rank: int, slot: int, other: int, action: str
-) -> None:
-    data = json.loads(json.dumps(VALID))
-    row = data["passes"][rank]
-    work = row.pop(slot)
-    if action == "double":
-        row[min(slot, other) : min(slot, other)] = [work, work]
-    path = tmp_path / "schedule.json"
-    path.write_text(json.dumps(data))
-    err = io.StringIO()
-    with contextlib.redirect_stderr(err):
-        assert main(["plan", str(path)]) == 2
-    assert err.getvalue().startswith(f"mpipe: {path}: rank {rank}: {work} ")

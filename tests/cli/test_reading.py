@@ -36,13 +36,6 @@ def test_json_is_read_in_one_place(read: Callable[[str], object], text: str, mes
     assert message in str(error.value)
 
 
-def test_a_key_given_twice_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "costs.json"
-    path.write_text('{"hop": 0, "stages": [{"forward": 1, "backward": 1, "weight": 1, "weight": 2}]}')
-    plan = ["plan", "--schedule", "zb-v", "--pp", "2", "--microbatches", "4"]
-    assert "'weight' is given twice" in refusal(capsys, *plan, "--costs", str(path))
-
-
 def test_a_file_without_an_end_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command import refusal
 
-from megatron.pipeline.cli import main, rehearse
+from megatron.pipeline.cli import rehearse
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--config configs/tiny.yaml --mock-data"
@@ -51,10 +51,3 @@ def test_what_is_wrong_is_one_line(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert words in refusal(capsys, "rehearse", arguments)
-
-
-def test_help_says_how(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["rehearse", "--help"])
-    assert ended.value.code == 0
-    assert "mpipe rehearse -- --config configs/tiny.yaml" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.combinations import rows
-from megatron.pipeline.planner.combinations.table import Combination, Facts, found, refuse, sentences
+from megatron.pipeline.planner.combinations.table import Combination, Facts
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
@@ -74,11 +74,11 @@ def test_values_switch_features_on() -> None:
 def test_releases_limit_a_row() -> None:
     row = Combination("a", "b", "is not {other}", "take {core}", since="0.17", mended="0.19")
     cores = {"0.16.1": [], "0.17.0": ["--a 1 is not --b 2: take 0.17.0"], "0.19.2": []}
-    assert {core: sentences(Facts(a=1, b=2, core=core), [row]) for core in cores} == cores
-    assert list(found(Facts(a=1, b=2), [row])) == []  # no release is known
+    assert {core: Facts(a=1, b=2, core=core).sentences([row]) for core in cores} == cores
+    assert list(Facts(a=1, b=2).found([row])) == []  # no release is known
 
 
 def test_every_feature_is_named_once_with_all_that_is_given() -> None:
     several = [Combination("a | b", "c", "with {other}"), Combination("a | b", "d", "is later"), Combination("e", "c", "too", "")]
     with pytest.raises(ValueError, match=r"^--a 1 and --b 2 with --c: leave one of the two out\. --e too$"):
-        refuse(Facts(a=1, b=2, c=True, d=1, e=True), several)
+        Facts(a=1, b=2, c=True, d=1, e=True).refuse(several)

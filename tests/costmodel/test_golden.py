@@ -21,7 +21,6 @@ from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds
 from megatron.pipeline.planner.costmodel.parameters import parameters
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import linear, v
-from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.description import Ranks
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -47,7 +46,7 @@ def predicted(seed: int) -> Iterator[float]:
     for values in zip(*map(astuple, parameters(given, placement, layers, vocabulary, draw.random() < 0.5)), strict=True):
         yield sum(place * value for place, value in enumerate(values, 1))
     yield from (activations.layer_temporary(given), activations.layer_temporary(given, True), activations.exchanged_bytes(given))
-    yield from (exchange_seconds(given, links), gpt.training_operations(given), activations.output_temporary(given, 1))
+    yield from (exchange_seconds(given, links), given.training_operations(), activations.output_temporary(given, 1))
 
 
 def numbers() -> list[list[float]]:

@@ -12,20 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from engine.quantized import (
-    TORCH,
-    DType,
-    bgrad_quantize,
-    compute_amax,
-    create_empty_quantized_tensor,
-    fp8_block_scaling_compute_partial_amax,
-    fp8_block_scaling_partial_cast,
-    fp8_transpose,
-    matrix_of,
-    multi_tensor_compute_scale_and_scale_inv,
-    quantize,
-    split_quantize,
-)
+from engine import quantized
+from engine.quantized import TORCH, DType, matrix_of, quantize
 from engine.stand_in import missing
 
 Tensor = torch.Tensor
@@ -58,31 +46,6 @@ def _tensors_of_three_products(first: str, *others: str) -> type[enum.IntEnum]:
     return enum.IntEnum("Tensors", names, start=0)  # type: ignore[return-value]
 
 
-__all__ = [
-    "bgrad_quantize",
-    "compute_amax",
-    "create_empty_quantized_tensor",
-    "fp8_block_scaling_compute_partial_amax",
-    "fp8_block_scaling_partial_cast",
-    "fp8_transpose",
-    "fused_multi_row_padding",
-    "fused_multi_row_unpadding",
-    "generic_gemm",
-    "get_cublasLt_version",
-    "get_cudnn_version",
-    "get_num_cublas_streams",
-    "layernorm_bwd",
-    "layernorm_fwd",
-    "multi_tensor_adam",
-    "multi_tensor_compute_scale_and_scale_inv",
-    "multi_tensor_l2norm",
-    "multi_tensor_scale",
-    "quantize",
-    "rmsnorm_bwd",
-    "rmsnorm_fwd",
-    "split_quantize",
-    "te_general_grouped_gemm",
-]
 FP8FwdTensors = _tensors_of_three_products("GEMM{}_INPUT", "GEMM{}_WEIGHT", "GEMM{}_OUTPUT")
 FP8BwdTensors = _tensors_of_three_products("GRAD_OUTPUT{}", "GRAD_INPUT{}")
 
@@ -248,7 +211,7 @@ def multi_tensor_adam(
 
 
 def __getattr__(name: str) -> Any:
-    return missing(name)
+    return getattr(quantized, name, None) or missing(name)
 
 
 def _product(a: Any, transposed_a: bool, b: Any, transposed_b: bool) -> Tensor:

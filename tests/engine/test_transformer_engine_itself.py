@@ -11,19 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine import gpt
-from engine.linears import (
-    HIDDEN,
-    INNER,
-    METERED,
-    OFFLOADED,
-    ORDERS,
-    PLAIN,
-    RECIPES,
-    RECOMPUTED,
-    TOKENS,
-    counted_bytes,
-    gradients,
-)
+from engine.linears import HIDDEN, INNER, METERED, OFFLOADED, ORDERS, PLAIN, RECIPES, RECOMPUTED, TOKENS, counted_bytes, gradients
 from engine.releases import fetched, ranks_with
 from marked import whole
 from pool import Pool

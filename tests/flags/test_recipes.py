@@ -22,56 +22,24 @@ from megatron.pipeline.planner.costmodel.parameters import total_parameters
 
 # Sizes of published models, and billions of parameters; DeepSeek-V3's with the layer of multi-token prediction.
 LLAMA = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-}
-QWEN = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+}  # fmt: skip
+QWEN = {
+    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+}  # fmt: skip
 DEEPSEEK = {
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "intermediate_size": 18432,
-}
-LATENT = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "num_nextn_predict_layers": 1,
-}
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 MODELS: list[tuple[dict[str, Any], float]] = [
     ({"model_type": "llama", "vocab_size": 128256} | LLAMA, 8.03),
     ({"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2} | LLAMA, 46.7),
-    (
-        {
-            "model_type": "qwen3_moe",
-            "vocab_size": 151936,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        }
-        | {"intermediate_size": 6144, "decoder_sparse_step": 1}
-        | QWEN,
-        30.5,
-    ),
-    (
-        {
-            "model_type": "deepseek_v3",
-            "vocab_size": 129280,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-        }
-        | {"n_shared_experts": 1, "first_k_dense_replace": 3}
-        | DEEPSEEK
-        | LATENT,
-        685.0,
-    ),
+    ({"model_type": "qwen3_moe", "vocab_size": 151936} | QWEN, 30.5),
+    ({"model_type": "deepseek_v3", "vocab_size": 129280} | DEEPSEEK, 685.0),
 ]
 BATCH = "--seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --pipeline-model-parallel-size 4 --pipeline-schedule stock"
 SCRIPT = """\

@@ -14,7 +14,7 @@ from megatron.pipeline.flags.flags import actions, neutral
 from megatron.pipeline.flags.settings import Role
 from megatron.pipeline.flags.support import FEATURES, Feature, Support, check_trained, of_flag, untested
 from megatron.pipeline.planner.combinations.rows import EXCLUDED
-from megatron.pipeline.planner.combinations.table import Facts, sentences
+from megatron.pipeline.planner.combinations.table import Facts
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
@@ -54,7 +54,7 @@ def ids(feature: Feature) -> str:
 def test_a_feature_is_refused_warned_of_or_silent_in_a_launch(feature: Feature) -> None:
     args = on(feature)
     assert (feature in untested(args)) == (feature.launch is Support.UNTESTED)
-    assert bool(sentences(Facts(vars(args), ours=True), EXCLUDED)) == (feature.launch is Support.REFUSED)
+    assert bool(Facts(vars(args), ours=True).sentences(EXCLUDED)) == (feature.launch is Support.REFUSED)
 
 
 @pytest.mark.parametrize("name", [row.name for row in EXCLUDED])

@@ -37,7 +37,6 @@ class Device:
     Attributes:
         order, memory: what is known of the order of work, and of the memory that it uses.
         syncs: where the host waited for the device.
-        kernels: operations that were launched.
         trace: all of that in its order, where it is recorded.
     """
 
@@ -47,7 +46,6 @@ class Device:
         self.memory = Memory(self.order, self.trace)
         self.default = Stream(name="compute")
         self.syncs: list[Sync] = []
-        self.kernels = 0
         self._local = threading.local()
         # Storages that gloo has yet to fill, and how to wait for that.
         self.arriving: list[tuple[set[int], Callable[[], None]]] = []
@@ -79,7 +77,6 @@ class Device:
 
     def launch(self, stream: Stream | None = None) -> At:
         """One kernel or copy on a stream; the current one by default."""
-        self.kernels += 1
         name = (stream or self.current).name
         self.trace.kernel(name)
         return self.order.launch(name)
@@ -112,13 +109,6 @@ _device: Device | None = None
 def device() -> Device:
     """This process's."""
     assert _device is not None, "pose() makes it"
-    return _device
-
-
-def place_device(one: Device | None = None) -> Device:
-    """Make this process's device."""
-    global _device
-    _device = one or Device()
     return _device
 
 
@@ -280,9 +270,10 @@ def names() -> dict[str, Any]:
     }
 
 
-def install(one: Device | None = None) -> None:
+def install() -> None:
     """Have ``torch.cuda`` be this process's device, for good."""
-    place_device(one)
+    global _device
+    _device = Device()
     for name, value in names().items():
         for module in (torch.cuda, torch.cuda.random):
             if module is torch.cuda or hasattr(module, name):

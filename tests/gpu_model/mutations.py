@@ -124,8 +124,7 @@ RUNS = {
     "vocabulary, sequence": Run(4, f"{FOUR} --sequence-parallel --pipeline-schedule zb-v --vocab-parallel 2 {UNTIED}"),
     "two barriers, sequence": Run(4, f"{FOUR} --sequence-parallel --pipeline-schedule zb-v --vocab-parallel 1 {UNTIED}"),
     "logits in parts": Run(
-        4,
-        f"{FOUR} --sequence-parallel --pipeline-schedule zb-v --vocab-parallel 1 --vocab-logits-limit 1KiB {UNTIED}",
+        4, f"{FOUR} --sequence-parallel --pipeline-schedule zb-v --vocab-parallel 1 --vocab-logits-limit 1KiB {UNTIED}"
     ),
     "gathers": Run(
         4,

@@ -1,7 +1,7 @@
 """A process group that keeps the rules of torch's ProcessGroupNCCL, and moves its data over gloo.
 
 The rules, from torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp as of torch 2.8 to 2.13 and the documentation of
-torch.distributed; each has a test in ``test_nccl.py``:
+torch.distributed; each has a test in ``test_nccl.py``, or a mutation in ``mutations.py`` that is reported by it alone:
 
 - A single send or receive runs on a communicator of its pair (``pointToPoint``: key of the two ranks), what is batched and every
   collective on that of the whole group. Each communicator has one stream, whose work runs in the order of posting.
@@ -29,7 +29,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_model.cuda import Stream, device
@@ -98,8 +97,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         done = self._run(stream, [tensor] if sends else [], [] if sends else [tensor], what)
         moment = self.note(stream, made, [(what, peer)], alone=alone) if batch is None else batch
         device().memory.record(tensor, stream.name)
-        if not _has_bytes([tensor]):
-            return Work([], done, moment, lambda: None, self._lines[stream].put([]))
         with _disable_current_modes(), torch.no_grad():
             staged = tensor.detach().clone()
             # What is batched or not are other messages, although gloo has one queue for each pair.
@@ -237,15 +234,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         done = self._run(stream, reads, [*extra, *writes], what)
         moment = self.note(stream, made, [(what, None)], asynchronous=asynchronous)
         tensors = list(reads if staged is None else staged)
-        copies: list[torch.Tensor] = []
-        requests: Any = []
-        if _has_bytes(tensors):
-            with _disable_current_modes(), torch.no_grad():
-                copies = [tensor.detach().clone() for tensor in tensors]
-                requests = start(self._gloo, copies)
+        with _disable_current_modes(), torch.no_grad():
+            copies = [tensor.detach().clone() for tensor in tensors]
+            requests = start(self._gloo, copies)
 
         def move() -> None:
-            for tensor, copy in zip(tensors, copies, strict=bool(copies)):
+            for tensor, copy in zip(tensors, copies, strict=True):
                 if any(tensor is each for each in writes):
                     tensor.detach().copy_(copy)
 
@@ -281,7 +275,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self.posted_from.add(one.current.name)
         if stream != one.current:
             one.order.wait(stream.name, one.order.record(one.current.name))
-        one.kernels += 1
         at = one.order.launch(stream.name)
         for tensor in reads:
             one.memory.use(tensor, at, what, write=False)
@@ -379,11 +372,6 @@ class _Options:
 def _places() -> set[str]:
     """Files of the product that are on the stack."""
     return {name.rpartition("/megatron/pipeline/")[2] for name, _ in _frames() if "/megatron/pipeline/" in name}
-
-
-def _has_bytes(tensors: Tensors) -> bool:
-    """Fake tensors have none: nothing moves."""
-    return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def _storages(tensors: Tensors) -> set[int]:

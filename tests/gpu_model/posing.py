@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from gpu_model import cuda
 from gpu_model.cuda import CUDA, Device, device
 from gpu_model.memory import _place
 from gpu_model.order import HOST
-from gpu_model.watch import Watch, host_reads, on_device, shared_methods
+from gpu_model.watch import Watch, host_reads, making, on_device, shared_methods
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -40,16 +39,7 @@ def pose() -> None:
         setattr(torch.Tensor, name, _made(getattr(torch.Tensor, name), like=True))
     _methods()
     nccl.install()
-    _Watch().__enter__()
-
-
-class _Making(threading.local):
-    """Where the operations of this thread put what they make: None for where their inputs are."""
-
-    where: torch.device | None = None
-
-
-_making = _Making()
+    Watch().__enter__()
 
 
 def _is_cuda(where: Any) -> bool:
@@ -66,11 +56,11 @@ def _made(factory: Callable[..., Any], like: bool) -> Callable[..., Any]:
         where, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
         if where is None and like and isinstance(args[0], torch.Tensor):
             where = args[0].device
-        before, _making.where = _making.where, CUDA if where is not None and _is_cuda(where) else _CPU
+        before, making.where = making.where, CUDA if where is not None and _is_cuda(where) else _CPU
         try:
             tensor = factory(*args, **kwargs)
         finally:
-            _making.where = before
+            making.where = before
         if pinned:
             device().memory.allocate(tensor, HOST, guarded=True)
         if where is not None and _is_cuda(where) and not on_device(tensor):
@@ -112,11 +102,11 @@ def _methods() -> None:
                 rest.append(value)
         if where is None or _is_cuda(where) == self.is_cuda:
             return to(self, *rest, **kwargs) if rest or kwargs else self
-        before, _making.where = _making.where, CUDA if _is_cuda(where) else _CPU
+        before, making.where = making.where, CUDA if _is_cuda(where) else _CPU
         try:
             return to(self, *rest, **kwargs | {"copy": True})
         finally:
-            _making.where = before
+            making.where = before
 
     def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
@@ -139,25 +129,3 @@ def _methods() -> None:
     tensor.to, tensor.type, tensor.tolist, tensor.numpy = move, type_, read(tolist), read(numpy)
     tensor.cuda = lambda self, where=None, non_blocking=False, **_: self.to(CUDA, non_blocking=non_blocking)
     tensor.cpu = lambda self, **_: self.to(_CPU)
-
-
-def _product(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a GPU has and a CPU has not: a product of 16-bit factors in another precision."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    if "out_dtype" not in given:
-        return func(*args, **kwargs)
-    result = {"out": given["out"]} if "out" in given else {}
-    factors = [given[name].to(given["out_dtype"]) for name in ("self", "mat1", "mat2") if name in given]
-    overload = getattr(func.overloadpacket, "out" if result else "default")
-    product: torch.Tensor = overload(*factors, **result)
-    return product
-
-
-class _Watch(Watch):
-    """Of what computes in CPU memory."""
-
-    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return _product(func, args, kwargs) if func._overloadname.startswith("dtype") else func(*args, **kwargs)
-
-    def lands(self, tensor: torch.Tensor, here: bool) -> bool:
-        return here if _making.where is None else _making.where.type == "cuda"

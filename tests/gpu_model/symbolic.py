@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from gpu_model.trace import At, Follow, HostWait, Item, Kernels, Mark, Part, Post
 from megatron.pipeline.planner.schedule.core.passes import Pass
-from megatron.pipeline.planner.schedule.lower.posting import LEAD, Posting, starts_posted
+from megatron.pipeline.planner.schedule.lower.posting import LEAD
 from megatron.pipeline.planner.schedule.lower.program import (
     Collective,
     Compute,
@@ -20,12 +20,14 @@ from megatron.pipeline.planner.schedule.lower.program import (
     Join,
     Message,
     Operation,
+    Posting,
     Program,
     Receive,
     Send,
     Validate,
     Wait,
     describe,
+    starts_posted,
 )
 
 KERNELS = 20  # of a pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_model.judge import SETTINGS, Setting, judge
-from gpu_model.trace import At, Create, Follow, HostWait, Item, Kernels, Mark, Part, Post
+from gpu_model.trace import At, Follow, HostWait, Item, Kernels, Mark, Part, Post
 
 ALL = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 QUEUES = SETTINGS["queues"]
@@ -26,17 +26,6 @@ def test_a_message_comes(setting: Setting) -> None:
     assert verdict.deadlock == ()
     assert verdict.kernels == 3
     assert verdict.receives == ((), ((0, 1), (3, 0)))
-
-
-@ALL
-def test_two_that_receive_first_on_one_communicator_wait_for_each_other(setting: Setting) -> None:
-    traces: list[list[Item]] = [
-        [At("F1.0"), message("recv", own, 1 - own, place="here"), message("send", own, 1 - own)] for own in (0, 1)
-    ]
-    found = judge(traces, setting).deadlock
-    assert len(found) >= 2
-    assert {line.split(" waits")[0] for line in found} == {"rank 0", "rank 1"}
-    assert any("recv" in line and "F1.0" in line and "here" in line for line in found)
 
 
 def test_two_groups_keep_opposing_messages_apart_but_one_queue_does_not() -> None:
@@ -89,19 +78,6 @@ def test_a_host_that_waits_for_all_waits_for_posted_receives(setting: Setting) -
     stuck = judge([asking([HostWait(None, "synchronize")]), answering], setting).deadlock
     assert any("the host's wait" in line and "synchronize" in line for line in stuck)
     assert judge([asking([Mark("compute"), HostWait(1, "")]), answering], setting).deadlock == ()
-
-
-def test_the_making_of_a_communicator_holds_hosts() -> None:
-    """Each of two hosts is at another communicator first; in eager mode they are made before."""
-
-    def makes(group: str) -> list[Item]:
-        return [Create(group, (0, 1), group)]
-
-    traces = [makes("up") + makes("down"), makes("down") + makes("up")]
-    stuck = judge(traces, QUEUES).deadlock
-    assert {line[: len("rank 0")] for line in stuck} == {"rank 0", "rank 1"} and all("the making" in line for line in stuck)
-    assert judge(traces, SETTINGS["eager"]).deadlock == ()
-    assert "never comes" in judge([makes("up"), []], QUEUES).deadlock[-1]
 
 
 def test_work_of_a_communicator_is_in_order_whatever_its_streams() -> None:

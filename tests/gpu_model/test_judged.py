@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from marked import whole
 from pool import Pool
 from runtime.layouts import SCHEDULES
 
 from gpu_model.judge import SETTINGS, Setting, judge
 from gpu_model.mutations import KEEPS_ALL_THAT_IS_SENT, UNTIED, Mutation, mutated, shapes_first
 from gpu_model.recorded import recording, stuck, trained
-from gpu_model.test_trainer import races_and_trace
 from gpu_model.trace import At, Item, Post
 from megatron.pipeline.planner import planning
 
@@ -28,64 +28,30 @@ EXTRAS = {
 }
 
 
-class Case(NamedTuple):
-    """A schedule on some ranks, with an extra."""
-
-    schedule: str
-    ranks: int
-    extra: str
-
-    def __str__(self) -> str:
-        return f"{self.schedule} on {self.ranks}, {self.extra}"
-
-
-# By schedule, those that it goes with.
-EXTRAS_OF = {schedule: ["plain", "batched"] if schedule == "seq-1f1b" else [*EXTRAS] for schedule in SCHEDULES}
-CASES = [Case(schedule, ranks, extra) for ranks in (2, 4, 8) for schedule in SCHEDULES for extra in EXTRAS_OF[schedule]]
-# Every schedule on 2 ranks with one of the extras, each of which is there; and a few on 4.
-FEW = [
-    *(Case(name, 2, extras[number % len(extras)]) for number, (name, extras) in enumerate(EXTRAS_OF.items())),
-    Case("zb-v", 4, "one barrier"),
-    Case("1f1b", 4, "interlaced"),
+# Every extra once, some on 4 ranks; of all schedules test_symbolic.py has the programs.
+DAILY = [
+    (2, "zb-h1", "plain"),
+    (2, "gis", "batched"),
+    (4, "zb-v", "one barrier"),
+    (2, "v-half", "two barriers"),
+    (4, "1f1b", "interlaced"),
+    (2, "dualpipe-v", "offload"),
+    (2, "zb-auto", "batched, one barrier"),
 ]
-AHEAD = "--post-validation --post-validation-when always --clip-grad 0.3"
-# Beside those of 2 ranks in test_trainer.py, on 4.
-TRAININGS = {
-    "undone": f"--pipeline-schedule zb-h2 {AHEAD}",
-    "undone, one barrier": f"--pipeline-schedule zb-v --vocab-parallel 2 {UNTIED} {AHEAD}",
-    "undone, two barriers": f"--pipeline-schedule v-half --vocab-parallel 1 {UNTIED} {AHEAD}",
-    "undone, batched": f"--pipeline-schedule zb-v --pipeline-p2p batched {AHEAD}",
-    "undone, offload": f"--pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB {AHEAD}",
-    "profile": "--pipeline-schedule zb-v --pipeline-costs profile --train-iters 12",
-    "profile, batched": "--pipeline-schedule zb-v --pipeline-costs profile --train-iters 12 --pipeline-p2p batched",
-    "offload profile": "--pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB --offload-profile --train-iters 10",
-}
+EVERY = [
+    (ranks, schedule, extra)
+    for ranks in (2, 4, 8)
+    for schedule in SCHEDULES
+    for extra in EXTRAS
+    if schedule != "seq-1f1b" or extra in ("plain", "batched")
+]
+assert {*DAILY} <= {*EVERY}
 
 
-def traces_of(gpus: Pool, case: Case, microbatches: int, iterations: int) -> list[list[Item]]:
-    given = {"pp": case.ranks, "microbatches": microbatches, "iterations": iterations}
-    flags = f"--num-layers {2 * case.ranks} {EXTRAS[case.extra]}".split()
-    return gpus.run(case.ranks, trained, case.schedule, **given, flags=tuple(flags))
-
-
-@pytest.mark.parametrize("case", FEW, ids=str)
-def test_ranks_end_together(gpus: Pool, case: Case) -> None:
-    assert stuck(traces_of(gpus, case, microbatches=4, iterations=1)) == []
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_ranks_end_together_whatever_trains(gpus: Pool, case: Case) -> None:
-    assert stuck(traces_of(gpus, case, microbatches=5, iterations=2)) == []
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("name", TRAININGS)
-def test_ranks_end_together_in_a_training(gpus: Pool, data: str, name: str) -> None:
-    flags = f"{data} --num-layers 8 --pipeline-model-parallel-size 4 {TRAININGS[name]}"
-    found = gpus.run(4, races_and_trace, flags)
-    assert [races for races, _ in found] == [[]] * 4
-    assert stuck([trace for _, trace in found]) == []
+@pytest.mark.parametrize(("ranks", "schedule", "extra"), [case if case in DAILY else whole(*case) for case in EVERY])
+def test_ranks_end_together(gpus: Pool, ranks: int, schedule: str, extra: str) -> None:
+    flags = f"--num-layers {2 * ranks} {EXTRAS[extra]}".split()
+    assert stuck(gpus.run(ranks, trained, schedule, pp=ranks, microbatches=5, iterations=2, flags=tuple(flags))) == []
 
 
 def of_any_length(schedule: str, **given: Any) -> list[Item]:

@@ -1,4 +1,4 @@
-"""The rules of torch's ProcessGroupNCCL, each with the function of ProcessGroupNCCL.cpp (torch 2.8 to 2.13) that makes it."""
+"""Rules of torch's ProcessGroupNCCL (2.8 to 2.13) that no mutation tries, each with the function of its .cpp that makes it."""
 
 from __future__ import annotations
 
@@ -119,31 +119,6 @@ def test_work_of_a_communicator_meets_in_the_order_of_posting(gpus: Pool) -> Non
     assert any("rank 0 waits for recv 1" in line for line in stuck) and any("rank 1 waits for recv 0" in line for line in stuck)
 
 
-def behind() -> list[tuple[str, list[str]]]:
-    """Races of a kernel that writes what a posted send reads, and what is posted reads; with and without waiting."""
-    one, found = group(), []
-    tensor = torch.ones(1000, device=CUDA)
-    for waits in (True, False):
-
-        def run(waits: bool = waits) -> None:
-            tensor.add_(1)  # the send comes behind it
-            work = (one.send if me() == 0 else one.recv)([tensor], 1 - me())
-            if waits:
-                work.wait()
-            tensor.add_(1)
-            work.wait()
-
-        found.append(("waits" if waits else "does not", races(run)))
-    return found
-
-
-def test_work_follows_the_current_stream_and_a_wait_makes_that_follow_the_work(gpus: Pool) -> None:
-    """``syncStream`` in ``pointToPoint`` and ``collective`` has NCCL's stream wait for the current one; ``synchronizeStream`` has
-    the stream that waits follow the work's end event."""
-    for found in gpus.run(2, behind):
-        assert found == [("waits", []), ("does not", ["write"])]
-
-
 def host_waits() -> list[int]:
     """How often the host waits for messages and collectives that it waits for: of a message, a collective, and a barrier."""
     one, found = group(), []
@@ -184,73 +159,6 @@ def test_a_collective_that_is_not_asynchronous_runs_on_the_current_stream(gpus: 
     assert gpus.run(2, streams_of_collectives) == [[(False, True), (True, False)]] * 2
 
 
-def stashed(first_waiter: str, into_list: bool) -> list[str]:
-    """Races of an all-gather whose tensors nobody keeps, waited for by the stream that they come from, or by another."""
-    one, side = group(), torch.cuda.Stream()
-
-    def run() -> None:
-        mine = torch.ones(8, device=CUDA)
-        if into_list:
-            work = dist.all_gather([torch.empty(8, device=CUDA) for _ in range(2)], mine, group=one, async_op=True)
-        else:
-            work = dist.all_gather_into_tensor(torch.empty(16, device=CUDA), mine, group=one, async_op=True)
-        del mine
-        device().memory.sweep()
-        with torch.cuda.stream(side if first_waiter == "another" else torch.cuda.current_stream()):
-            work.wait()
-        work.wait()
-
-    return races(run)
-
-
-def test_an_asynchronous_collective_keeps_its_tensors_until_the_first_wait(gpus: Pool) -> None:
-    """``collective`` stashes inputs and outputs (``stashed_for_allocator_safety_``), and ``synchronizeStream`` lets go of them,
-    whichever stream waits: memory then goes back to the pool of a stream that has not waited."""
-    for into_list in (False, True):
-        assert gpus.run(2, stashed, "its own", into_list) == [[], []]
-        for found in gpus.run(2, stashed, "another", into_list):
-            assert set(found) == {"reuse"}
-
-
-def flattened() -> list[tuple[int, int]]:
-    """Bytes that an all-gather takes for itself, into a list and into a tensor."""
-    one, found = group(), []
-    mine, parts = torch.ones(256, device=CUDA), [torch.empty(256, device=CUDA) for _ in range(2)]
-    whole = torch.empty(512, device=CUDA)
-    for post in (
-        lambda: dist.all_gather(parts, mine, group=one, async_op=True),
-        lambda: dist.all_gather_into_tensor(whole, mine, group=one, async_op=True),
-    ):
-        before = torch.cuda.memory_allocated()
-        work = post()
-        during = torch.cuda.memory_allocated() - before
-        work.wait()
-        found.append((during, torch.cuda.memory_allocated() - before))
-    return found
-
-
-def test_a_gather_into_a_list_takes_a_flat_tensor(gpus: Pool) -> None:
-    """``allgather`` makes it by ``newLikeFlat`` on the current stream, and the work keeps it; ``_allgather_base`` needs none."""
-    assert gpus.run(2, flattened) == [[(2048, 0), (0, 0)]] * 2
-
-
-def recorded() -> list[str]:
-    """Races of messages whose tensors die before they are over."""
-    one = group()
-
-    def run() -> None:
-        work = (one.send if me() == 0 else one.recv)([torch.ones(1000, device=CUDA)], 1 - me())
-        device().memory.sweep()
-        work.wait()
-
-    return races(run)
-
-
-def test_tensors_of_messages_are_recorded_on_the_stream(gpus: Pool) -> None:
-    """``pointToPoint`` calls ``recordStream``: memory stays while the message may use it, whether or not somebody waits."""
-    assert gpus.run(2, recorded) == [[], []]
-
-
 def completed() -> tuple[list[bool], bool]:
     """What a work says of itself at once, and at last; and whether the second of two waits for the first."""
     one = group()
@@ -282,27 +190,6 @@ def test_work_is_completed_once_the_device_has_done_it(gpus: Pool) -> None:
     assert gpus.run(2, completed) == [([False, False, True], True)] * 2
 
 
-def polled() -> list[int]:
-    """Waits of the host in the trace: of one that asks until work is over, and of one that asks now and then."""
-    one, found = group(), []
-    for loops in (True, False):
-        with device().trace.recording() as trace:
-            work = dist.all_reduce(torch.ones(1, device=CUDA), group=one, async_op=True)
-            if loops:
-                until(work.is_completed)
-            for _ in range(3):
-                work.is_completed()
-                torch.ones(1, device=CUDA)
-            work.wait()
-        found.append(sum(isinstance(item, HostWait) for item in trace))
-    return found
-
-
-def test_a_host_that_asks_again_and_again_waits(gpus: Pool) -> None:
-    """``WorkNCCL::isCompleted`` does not block, but a loop around it does."""
-    assert gpus.run(2, polled) == [[1, 0]] * 2
-
-
 def default_timeouts() -> list[timedelta]:
     another_world(timeout=timedelta(minutes=60))
     return [dist.group.WORLD.timeout, group().timeout, group(timeout=timedelta(minutes=3)).timeout]
@@ -323,33 +210,3 @@ def guesses() -> list[bool]:
 def test_a_barrier_guesses_its_device(gpus: Pool) -> None:
     """``barrier`` takes device_ids, then the bound device, then ``guessDeviceForRank``: rank modulo GPUs of the node."""
     assert gpus.run(2, guesses) == [[False, True]] * 2
-
-
-def synchronized(sends_first: bool) -> str:
-    """A synchronize of the device with a receive posted, whose sender sends before it or waits for us."""
-    one, other = group(), group()
-    number = torch.ones(1, device=CUDA)
-    try:
-        if me() == 0:
-            work = one.recv([number], 1)
-            if sends_first:
-                other.send([torch.ones(1, device=CUDA)], 1)
-            torch.cuda.synchronize()
-            work.wait()
-            if not sends_first:
-                other.send([torch.ones(1, device=CUDA)], 1)
-        else:
-            other.recv([number], 0).wait()
-            number.item()
-            one.send([number], 0).wait()
-    except RuntimeError as error:
-        other.send([torch.ones(1, device=CUDA)], 1)  # lets the other go
-        return str(error)
-    return ""
-
-
-def test_a_synchronize_of_the_device_waits_for_posted_receives(gpus: Pool) -> None:
-    """A receive is a kernel until its message comes (``pointToPoint``), and cudaDeviceSynchronize waits for all kernels."""
-    assert gpus.run(2, synchronized, True) == ["", ""]
-    error, _ = gpus.run(2, synchronized, False)
-    assert "DEADLOCK" in error

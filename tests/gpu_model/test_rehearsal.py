@@ -27,14 +27,7 @@ def test_collectives_and_messages_go_through_host_memory(gpus: Pool) -> None:
     assert gpus.run(2, collectives) == [(expected(0), []), (expected(1), [])]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "zb-v --vocab-parallel 2",
-        whole("stock"),
-        whole("zb-h1 --bf16"),
-    ],
-)
+@pytest.mark.parametrize("flags", ["zb-v --vocab-parallel 2", whole("stock"), whole("zb-h1 --bf16")])
 def test_a_rehearsal_on_one_gpu_has_the_numbers_of_training(gpus: Pool, data: str, tmp_path: Path, flags: str) -> None:
     flags = f"{data} {TWO} --pipeline-schedule {flags}"
     gpus.run(2, races, f"{flags} --metrics {tmp_path}/plain.jsonl")

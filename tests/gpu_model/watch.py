@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -60,19 +61,29 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-class Watch(TorchDispatchMode):
-    """Every operation; a subclass says how it computes, and where what it makes is."""
+class _Making(threading.local):
+    """Where the operations of this thread put what they make: None for where their inputs are."""
 
-    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+    where: torch.device | None = None
+
+
+making = _Making()
+
+
+def _product(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a GPU has and a CPU has not: a product of 16-bit factors in another precision."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    if "out_dtype" not in given:
         return func(*args, **kwargs)
+    result = {"out": given["out"]} if "out" in given else {}
+    factors = [given[name].to(given["out_dtype"]) for name in ("self", "mat1", "mat2") if name in given]
+    overload = getattr(func.overloadpacket, "out" if result else "default")
+    product: torch.Tensor = overload(*factors, **result)
+    return product
 
-    def lands(self, tensor: torch.Tensor, here: bool) -> bool:
-        """Whether what was made is on the device.
 
-        Args:
-            here: an input is.
-        """
-        raise NotImplementedError
+class Watch(TorchDispatchMode):
+    """Every operation, which computes in CPU memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         one, memory, kwargs = device(), device().memory, kwargs or {}
@@ -82,11 +93,11 @@ class Watch(TorchDispatchMode):
         one.land(given)
         homes = [memory.home(tensor) for tensor in given]
         here = any(home not in (None, HOST) for home in homes)
-        out = self.compute(func, args, kwargs)
+        out = _product(func, args, kwargs) if func._overloadname.startswith("dtype") else func(*args, **kwargs)
         if func.is_view or name in _NO_KERNEL:
             return out
         made = [leaf for leaf in _tensors([out]) if not any(leaf is each for each in given)]
-        landed = [tensor for tensor in made if self.lands(tensor, here)]
+        landed = made if (here if making.where is None else making.where.type == "cuda") else []
         for tensor in landed:
             memory.allocate(tensor, one.current.name)
         if name in _READS and here:

@@ -92,8 +92,8 @@ def test_upstreams_parser_and_validation_leave_every_schedule_as_it_is(tmp_path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("release", ["0.16", "0.19"])
-def test_the_published_flags_of_a_release_leave_every_schedule_as_it_is(release: str, name: str) -> None:
+def test_the_published_flags_of_0_16_leave_every_schedule_as_it_is(name: str) -> None:
+    release = "0.16"
     run, parser = Run(Versions(release, Path("core"), Path("training"), release)), ArgumentParser(allow_abbrev=False)
     for row in table("upstream"):
         if row["since"] <= release <= row["until"]:
@@ -116,7 +116,9 @@ def test_the_published_flags_of_a_release_leave_every_schedule_as_it_is(release:
 @needs_upstream
 @pytest.mark.slow
 def test_upstreams_loop_trains_as_its_own_schedule_does_and_its_checkpoints_go_both_ways(tmp_path: Path) -> None:
-    flags = f"{TRAINING} --pipeline-model-parallel-size 4 --data-cache-path {tmp_path}/cache"
+    """On two pipeline ranks with replicas, both overlaps, and timers of every bucket."""
+    flags = f"{TRAINING} {PARALLEL['bf16 and the distributed optimizer']} --ddp-bucket-size 4096 --timing-log-level 1 "
+    flags += f"--dist-ckpt-optim-fully-reshardable --data-cache-path {tmp_path}/cache"
 
     def losses(name: str, schedule: str, more: str) -> list[float]:
         steps = launch(tmp_path / name, SCRIPT, f"{flags} --pipeline-schedule {schedule} {more}", ranks=4)
@@ -126,24 +128,9 @@ def test_upstreams_loop_trains_as_its_own_schedule_does_and_its_checkpoints_go_b
     first = losses("first", "stock", f"--save {start} --save-interval 1 --exit-interval 1")
     stock = losses("stock", "stock", f"--load {start}")
     assert len(first) == 1 and len(stock) == 3
-    assert losses("zb-h1", "zb-h1", f"--load {start}") == stock
     assert losses("zb-v", "zb-v", f"--load {start} --save {half} --save-interval 2") == stock
     assert losses("back", "stock", f"--load {half} --ckpt-step 2") == stock[1:]
     assert losses("on", "zb-h1", f"--load {half} --ckpt-step 2") == stock[1:]
-
-
-@needs_upstream
-@pytest.mark.slow
-def test_upstreams_loop_with_both_overlaps_and_timers_of_every_bucket(tmp_path: Path) -> None:
-    flags = f"{TRAINING} {PARALLEL['bf16 and the distributed optimizer']} --ddp-bucket-size 4096 --timing-log-level 1 "
-    flags += f"--data-cache-path {tmp_path}/cache --{{}} {tmp_path}/start"
-    once = "--save-interval 1 --exit-interval 1 --dist-ckpt-optim-fully-reshardable"
-    launch(tmp_path / "first", SCRIPT, f"{flags.format('save')} {once}", ranks=4)
-    stock, line, v = (
-        launch(tmp_path / name, SCRIPT, flags.format("load") + f" --pipeline-schedule {name}", ranks=4)
-        for name in ("stock", "zb-h1", "zb-v")
-    )
-    assert [loss for loss, _ in stock] == [loss for loss, _ in line] == [loss for loss, _ in v] and len(stock) == 3
 
 
 @needs_patterns

@@ -1,7 +1,4 @@
-"""What ``mpipe launch`` leaves to run within and beside the passes, counted on every rank of a script of Megatron-LM's.
-
-A stand-in has the settings of Megatron-LM's loop; with MEGATRON_LM, which names a checkout, the real one is run as well.
-"""
+"""What ``mpipe launch`` leaves to run within and beside the passes, counted on every rank of a script of Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -18,14 +15,8 @@ from unittest.mock import patch
 import pytest
 import reductions
 from launch.launched import SIZES, STAND_IN, launch, rank
-from launch.test_upstream import UPSTREAM, needs_upstream
-from marked import rest, whole
+from marked import rest
 
-ON_UPSTREAM = "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 "
-SCRIPTS = [
-    pytest.param(STAND_IN, "", id="stand-in"),
-    pytest.param(UPSTREAM, ON_UPSTREAM, id="Megatron-LM", marks=[needs_upstream, pytest.mark.slow]),
-]
 BOTH = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096 "
 ON_A_GPU = (
     "--transformer-impl local --use-cpu-initialization --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion "
@@ -46,16 +37,10 @@ def counting_buckets(number: int, ranks: int, port: int, output: Path, arguments
             output.with_name(f"rank-{number}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    ["zb-v", rest("zb-h1"), rest("interleaved --num-layers-per-virtual-pipeline-stage 1")],
-)
-@pytest.mark.parametrize(("script", "more"), SCRIPTS)
-def test_every_rank_reduces_and_gathers_in_buckets_within_its_passes(
-    tmp_path: Path, script: Path, more: str, schedule: str
-) -> None:
-    flags = f"{SIZES} {more} {FOUR} {BOTH} --timing-log-level 1 --pipeline-schedule {schedule}"
-    steps = launch(tmp_path, script, flags, 4, "--core pip" if script == UPSTREAM else "", counting_buckets)
+@pytest.mark.parametrize("schedule", ["zb-v", rest("zb-h1"), rest("interleaved --num-layers-per-virtual-pipeline-stage 1")])
+def test_every_rank_reduces_and_gathers_in_buckets_within_its_passes(tmp_path: Path, schedule: str) -> None:
+    flags = f"{SIZES} {FOUR} {BOTH} --timing-log-level 1 --pipeline-schedule {schedule}"
+    steps = launch(tmp_path, STAND_IN, flags, 4, target=counting_buckets)
     assert len(steps) == 4
     for number in range(4):
         found = reductions.Buckets(*json.loads((tmp_path / f"rank-{number}.json").read_text())[-1])
@@ -67,15 +52,10 @@ def test_every_rank_reduces_and_gathers_in_buckets_within_its_passes(
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("schedule", ["zb-v", "zb-h1"])
-@pytest.mark.parametrize(("script", "more"), SCRIPTS)
-def test_ranks_with_unequal_buckets_wait_for_each_other_as_often(tmp_path: Path, script: Path, more: str, schedule: str) -> None:
+def test_ranks_with_unequal_buckets_wait_for_each_other_as_often(tmp_path: Path) -> None:
     """Megatron-LM's timers of level 1 begin with a barrier of all ranks."""
-    flags = f"{SIZES} {more} {BOTH} --timing-log-level 1 --train-iters 3 --pipeline-schedule"
-    stock, ours = (
-        launch(tmp_path / name, script, f"{flags} {name}", 4, "--core pip" if script == UPSTREAM else "")
-        for name in ("stock", schedule)
-    )
+    flags = f"{SIZES} {BOTH} --timing-log-level 1 --train-iters 3 --pipeline-schedule"
+    stock, ours = (launch(tmp_path / name, STAND_IN, f"{flags} {name}", 4) for name in ("stock", "zb-v"))
     assert [loss for loss, _ in ours] == [loss for loss, _ in stock] and len(stock) == 3
 
 
@@ -144,9 +124,9 @@ def naming_collectives(number: int, ranks: int, port: int, output: Path, argumen
 
 
 @pytest.mark.rest  # on the device model
-@pytest.mark.parametrize("schedule", ["zb-v", whole("zb-h1")])
-def test_all_ranks_of_a_group_call_the_same_collectives(tmp_path: Path, schedule: str) -> None:
+def test_all_ranks_of_a_group_call_the_same_collectives(tmp_path: Path) -> None:
     """Also where the groups' ranks have other numbers of buckets, and timers wait for all of them."""
+    schedule = "zb-v"
     flags = f"{SIZES} {BOTH} {ON_A_GPU} --timing-log-level 1 --train-iters 3 --pipeline-schedule {schedule}"
     assert len(launch(tmp_path, STAND_IN, flags, 4, target=naming_collectives)) == 3
     called: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
@@ -159,7 +139,7 @@ def test_all_ranks_of_a_group_call_the_same_collectives(tmp_path: Path, schedule
 
 
 @pytest.mark.rest  # on the device model
-@pytest.mark.parametrize("schedule", [whole("zb-h1"), whole("zb-v"), "zb-v --vocab-parallel 2", PACKED])
+@pytest.mark.parametrize("schedule", ["zb-v --vocab-parallel 2", PACKED])
 def test_no_host_reads_the_device_within_an_iteration(tmp_path: Path, schedule: str) -> None:
     """But once at its end: losses and gradients, which Megatron-LM asks about one by one."""
     flags = f"{SIZES} {FOUR} {BOTH} {ON_A_GPU} --pipeline-schedule {schedule}"

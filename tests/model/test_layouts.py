@@ -171,26 +171,18 @@ def test_experts_without_tokens_are_heard_of(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--expert-model-parallel-size 2", "--num-experts"),
         ("--num-experts 3 --expert-model-parallel-size 2", "not a multiple of --expert-model-parallel-size 2"),
         ("--num-experts 8 --expert-model-parallel-size 4", "4 ranks cannot share experts over 1 x 4 x 2 = 8"),
         ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is more than --num-experts 2"),
         ("--num-experts 2 --moe-router-topk 1", "--moe-router-pre-softmax"),
         ("--num-experts 2 --moe-grouped-gemm", "--bf16 and --disable-bias-linear"),
-        ("--num-experts 2 --moe-router-enable-expert-bias", "--moe-router-score-function sigmoid"),
         ("--num-experts 2 --tensor-model-parallel-size 2", "--sequence-parallel"),
         ("--num-experts 2 --tensor-model-parallel-size 2 --sequence-parallel", "be cut into 2: give --disable-bias-linear"),
         ("--num-experts 2 --moe-layer-freq [1]*3", "lists 3 layers, but --num-layers is 4"),
         ("--num-experts 2 --moe-layer-freq [2]", "expected a number or a list"),
         ("--num-experts 2 --moe-layer-freq __import__", "expected a number or a list"),
         ("--num-experts 2 --moe-aux-loss-coeff 1 2", "has 1 values and --moe-aux-loss-coeff 2"),
-        (
-            "--num-experts 2 --moe-shared-expert-intermediate-size 64",
-            "--moe-shared-expert-intermediate-size 64 needs --disable-bias",
-        ),
         ("--num-experts 2", "experts with biases that no ranks share cannot be trained"),
-        ("--mtp-num-layers 1 --untie-embeddings-and-output-weights", "--position-embedding-type rope or none"),
-        ("--mtp-num-layers 1 --position-embedding-type rope", "--untie-embeddings-and-output-weights"),
     ],
 )
 def test_flags_that_do_not_fit(flags: str, message: str) -> None:

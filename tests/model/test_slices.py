@@ -188,16 +188,7 @@ FLAGS = {
         (3, {}, "--seq-length 16 cannot be cut into 3 equal slices: it must be a multiple of 3, such as 15 or 18"),
         (32, {}, "a multiple of 32, such as 32; or choose another number"),
         (16, {"sequence_parallel": True}, "16 equal slices over 2 ranks of --sequence-parallel: it must be a multiple of 32"),
-        (2, {"context_parallel_size": 2}, "--context-parallel-size 2 needs whole sequences, .* 2 slices"),
-        (2, {"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine .* use local"),
-        (2, {"moe_aux_loss_coeff": [0.0, 0.01]}, "--moe-aux-loss-coeff 0.0 0.01 needs whole sequences"),
-        (2, {"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type sinkhorn needs whole seq"),
         (2, {"moe_router_load_balancing_type": ["none", "sinkhorn"]}, "--moe-router-load-balancing-type sinkhorn needs"),
-        (
-            2,
-            {"experimental_attention_variant": "gated_delta_net"},
-            "--experimental-attention-variant gated_delta_net needs whole",
-        ),
     ],
 )
 def test_what_needs_whole_sequences_is_refused(splits: int, flags: dict[str, Any], message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +20,8 @@ from pool import Pool
 from megatron.pipeline.backward.weight_tasks import WeightTask, check_no_gradient_is_lost, deferring
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.split_linear import split_weights
-from megatron.pipeline.monitor.memory import ActivationMeter, hold
 from megatron.pipeline.planner.combinations.rows import SCHEDULES
-from megatron.pipeline.planner.combinations.table import of_config, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 
 SIZE, MICROBATCHES = 8, 3
 OUTSIDE, IN_W, IN_B = "added outside of the module", "its gradient by W", "its gradient by B, as with FP8"
@@ -163,40 +161,6 @@ def test_recomputed_modules_run_fused_on_request(pool: Pool) -> None:
     assert pool.run(2, gradients, "B0 B1 W0 B2 W1 W2", True, OUTSIDE, fuse_recomputed=True) == expected
 
 
-def hooked_gradients(order: str | None) -> tuple[list[float], tuple[int, int, int]]:
-    """The gradient of a weight that saved-tensor hooks hide from its module, and the bytes counted after F, B and W."""
-    torch.manual_seed(3)
-    module = EngineLinear(delayed=order is not None, fused=True, bias=IN_W)
-    if order is not None:
-        assert split_weights(module) == []
-    model = build(module, delayed=order is not None)
-    meter = ActivationMeter(module.parameters())
-    hidden = torch.randn(4, SIZE).requires_grad_()
-    tasks: list[WeightTask] = []
-    with meter.observing(), meter.saving() if order is not None else nullcontext():
-        loss = (model(hidden) * torch.full((4, SIZE), 2.0)).sum()  # saves the factor; its gradient has memory for every number
-        after_f = meter.current
-        with deferring(tasks):
-            loss.backward()
-        kept = [hold(task.held) for task in tasks]
-        after_b = meter.current
-        with torch.no_grad():
-            for task in tasks:
-                task.run()
-        del kept, tasks
-    model.finish_grad_sync()
-    weight: Any = module.weight
-    return weight.main_grad.flatten().tolist(), (after_f, after_b, meter.current)
-
-
-def test_a_weight_behind_hooks_and_what_is_counted(pool: Pool) -> None:
-    expected, _ = pool.run(1, hooked_gradients, None)[0]
-    found, counted = pool.run(1, hooked_gradients, "B0 W0")[0]
-    assert any(expected) and found == expected
-    row = 4 * 4 * SIZE  # bytes of four tokens in float32
-    assert counted == (2 * row, 2 * row, 0)  # input and factor, input and output gradient
-
-
 def without_delay() -> str:
     module = EngineLinear(delayed=True, fused=False, bias=OUTSIDE)
     model = build(module, delayed=False, overlap=False)
@@ -246,11 +210,11 @@ def test_settings_that_exclude_each_other_are_refused(monkeypatch: pytest.Monkey
 
 def test_what_needs_plain_tensors_is_refused_with_quantized_ones() -> None:
     quantized, plain = SimpleNamespace(fp8="e4m3"), SimpleNamespace(fp8=None)
-    refuse(of_config(quantized, reruns=True), SCHEDULES)
+    Facts.of_config(quantized, reruns=True).refuse(SCHEDULES)
     for known, flag in (({"offload": "full"}, "--offload full"), ({"post_validation": True}, "--post-validation")):
-        refuse(of_config(plain, **known), SCHEDULES)
+        Facts.of_config(plain, **known).refuse(SCHEDULES)
         with pytest.raises(ValueError, match=f"^{flag}.* with FP8.*train in --bf16"):
-            refuse(of_config(quantized, **known), SCHEDULES)
+            Facts.of_config(quantized, **known).refuse(SCHEDULES)
 
 
 def engine_gradients(order: str | None, bias: bool) -> list[list[float]]:

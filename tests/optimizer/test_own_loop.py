@@ -7,10 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny_gpt
 import torch
-from marked import rest, whole
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from optimizer.injected_runs import _digest
 from pool import Pool
@@ -86,16 +84,8 @@ def train(schedule: str, flags: tuple[str, ...], ahead: bool) -> tuple[list[Any]
 FP16 = "--clip-grad 5 --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "flags"),
-    [
-        ("zb-v", FP16),
-        whole("zb-v", "--clip-grad 1.0"),
-        whole("zb-h2", FP16),
-        rest("zb-h2", "--clip-grad 1.0"),
-    ],
-)
-def test_the_loop_of_the_page(pool: Pool, schedule: str, flags: str) -> None:
+def test_the_loop_of_the_page(pool: Pool) -> None:
+    schedule, flags = "zb-v", FP16
     plain = pool.run(4, train, schedule, tuple(flags.split()), False)
     ahead = pool.run(4, train, schedule, tuple(flags.split()), True)
     for (told, seen, how), (expected, same, _) in zip(ahead, plain, strict=True):

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-from argparse import Namespace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,9 +16,6 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool, forked
-
-from megatron.pipeline.planner.combinations.rows import EXCLUDED
-from megatron.pipeline.planner.combinations.table import of_config, refuse, sentences
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -119,18 +115,6 @@ def test_private_names_of_upstream_come_from_the_table() -> None:
     root = Path(__file__).parents[2] / "megatron" / "pipeline"
     found = {str(path): names for path in root.rglob("*.py") if (names := private_names(path))}
     assert not found, "take them by patches/compat.py get()"
-
-
-def test_settings_without_support_are_refused_in_configurations() -> None:
-    assert sentences(of_config(Namespace(cuda_graph_impl="none", delay_wgrad_compute=True)), EXCLUDED) == []
-    [found] = sentences(of_config(Namespace(cuda_graph_impl="local")), EXCLUDED)
-    assert "--cuda-graph-impl local" in found and "relies on the order of megatron-core's own schedules" in found
-
-
-def test_one_attention_variant_is_refused_by_its_name() -> None:
-    with pytest.raises(ValueError, match="--experimental-attention-variant dsa uses the weight of a linear without its forward"):
-        refuse(of_config(SimpleNamespace(experimental_attention_variant="dsa")), EXCLUDED)
-    refuse(of_config(SimpleNamespace(experimental_attention_variant="gated_delta_net")), EXCLUDED)
 
 
 def refused_release(version: str) -> str:

@@ -22,7 +22,7 @@ from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.loads import Extent, Load
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Objective
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.planner.schedule.rules.verify import verify
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
@@ -146,7 +146,7 @@ import os, signal, time
 from megatron.pipeline.planner.planning import Request, loads_of
 from megatron.pipeline.planner.planning.aside import PlanningProcess
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 process, loads = PlanningProcess(), loads_of([[number % 7 + 1] for number in range(8)])
 request = PlanCache(Request("zb-auto", 4, 1)).of_batch(len(loads), loads)
 process.plan(request, Posting.SINGLE, False).result(timeout=100)

@@ -8,17 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.planner.planning.choose import stock_at_its_best
-from megatron.pipeline.planner.planning.costs import with_whole_vocabulary
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.planner.schedule.core.cutting import with_whole_vocabulary
 from megatron.pipeline.planner.schedule.core.placement import interleaved, linear
 
 STAGES = st.lists(
-    st.builds(
-        lambda f, b, w, held, share: StageCosts(f, b, w, held, held * share),
-        *[st.floats(0.1, 10)] * 4,
-        st.floats(0, 1),
-    ),
+    st.builds(lambda f, b, w, held, share: StageCosts(f, b, w, held, held * share), *[st.floats(0.1, 10)] * 4, st.floats(0, 1)),
     min_size=1,
     max_size=8,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -162,18 +161,6 @@ def test_a_folder_that_cannot_be_written_costs_a_line(
     assert len(caplog.messages) == 1 and "not kept for the next start" in caplog.text
     assert f"{kept.FOLDER} names another folder, or off" in caplog.text
     assert not is_full or not list(folder.iterdir()), "no part of a file stays"
-
-
-def plan_often(_: int) -> Any:
-    kept._WORTH = 0.0
-    return [ASKED.plan().schedule for _ in range(5)]
-
-
-def test_processes_that_write_at_once_leave_one_whole_file(folder: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(4) as processes:
-        found = processes.map(plan_often, range(4), chunksize=1)
-    assert all(schedule == found[0][0] for schedules in found for schedule in schedules)
-    assert len(list(folder.iterdir())) == 1
 
 
 def test_one_rank_of_a_node_writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

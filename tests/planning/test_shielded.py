@@ -29,7 +29,7 @@ def plan(name: str, ranks: int, microbatches: int, behind: float, saved: float, 
     return Request(name, ranks, microbatches, costs, **options).plan()  # type: ignore[arg-type]
 
 
-@examples(20)
+@examples(12)
 @given(
     st.sampled_from(["1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v", "v-half", "gis-h"]),
     st.integers(2, 4),

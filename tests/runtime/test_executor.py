@@ -11,16 +11,7 @@ from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.schedule.lower.lower import lower
-from megatron.pipeline.planner.schedule.lower.program import (
-    Collective,
-    Compute,
-    Exchange,
-    Flow,
-    Join,
-    Message,
-    Send,
-    Wait,
-)
+from megatron.pipeline.planner.schedule.lower.program import Collective, Compute, Exchange, Flow, Join, Message, Send, Wait
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import wiring

@@ -5,25 +5,29 @@ Not every row has real processes daily: test_verdicts.py has the others on a clo
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
+import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_gpt
 import torch
-from marked import rest, whole
+from marked import rest
+from megatron.core.utils import unwrap_model
 from pool import forked, free_port
-from runtime import failing_ranks
-from runtime.failing_ranks import RANKS, rank_alone
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron.pipeline import patches
 from megatron.pipeline.monitor.heartbeat import Heartbeat
 from megatron.pipeline.monitor.progress import RanksSeen, Situation, diagnose, list_ranks
 from megatron.pipeline.monitor.watchdog import Watchdog, in_words
@@ -32,6 +36,74 @@ from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.passes import Pass
 from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.program import Compute, Operation, Wait
+from megatron.pipeline.runtime.offload.host_memory import HostPool
+
+RANKS, FAILING_MICROBATCH, TIMEOUT = 4, 3, 4.0
+
+
+def train(how: str, failing_rank: int, vocabulary: str = "off", offload: str = "off", rehearses: str = "") -> None:
+    """Fail while a microbatch's data is read, or in S where the vocabulary is spread; with offload while copies are under way, or
+    for want of host memory."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as in training, where it is noted
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    patches.install()
+    schedule, flags = "zb-h1", f"--vocab-parallel {vocabulary}"
+    if offload != "off":  # copies of 100 kB, which take a tenth of a second
+        schedule, flags = (
+            "interleaved",
+            f"--num-layers 8 --offload {offload} --offload-min-size 1KiB --offload-cpu-bandwidth 1e-3",
+        )
+    flags += rehearses
+    run = tiny_gpt.Run(schedule, pp=torch.distributed.get_world_size(), flags=tuple(flags.split()))
+    run.step(0)
+    tokens = run._tokens
+    fails = torch.distributed.get_rank() == failing_rank
+
+    def failing(iteration: int) -> Iterator[torch.Tensor]:
+        for microbatch, batch in enumerate(tokens(iteration)):
+            if fails and vocabulary == "off":
+                go_wrong(how, microbatch)
+            yield batch
+
+    if fails and vocabulary != "off":
+        numbers = itertools.count()
+        shard = unwrap_model(run.chunks[0]).vocabulary.output
+        shard.register_forward_pre_hook(lambda *_: go_wrong(how, next(numbers)))
+
+    if fails and how == "poor":
+        run.pipeline.offloading.__dict__["pool"] = HostPool(limit=4096, pinned=False)
+
+    def situation() -> Situation:
+        return replace(run.pipeline.situation, place=f"{run.pipeline.situation.place} after iteration 1")
+
+    run._tokens = failing  # type: ignore[method-assign]
+    with Watchdog(situation, pipeline_timeout=TIMEOUT, silence_seconds=2 * TIMEOUT):
+        run.step(1)
+    assert "board" not in {thread.name for thread in threading.enumerate()}, "it would abort a process that ends now"
+    torch.distributed.destroy_process_group()
+
+
+def go_wrong(how: str, microbatch: int) -> None:
+    if microbatch == FAILING_MICROBATCH and how != "poor":
+        if how == "raise":
+            raise RuntimeError("out of luck")
+        if how == "exhaust":
+            torch.empty(2**60, dtype=torch.uint8)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+
+
+def rank_alone(rank: int, port: int, stderr: Path, how: str, failing_rank: int, *more: str) -> None:
+    """One of ``RANKS`` processes without a launcher, which writes its errors to the end of a file."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    with stderr.open("a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    train(how, failing_rank, *more)
+
 
 COMPUTES, OUTSIDE = Situation("Compute F0.0", in_iteration=True), Situation("the optimizer")
 
@@ -49,12 +121,12 @@ def fail(directory: Path, how: str, failing: int, *more: str) -> tuple[list[int 
     return [process.exitcode for process in ranks], stderr.read_text()
 
 
-def verdicts(stderr: str, culprit: int, ranks: int = RANKS) -> list[str]:
+def verdicts(stderr: str, culprit: int) -> list[str]:
     """What is said of the culprit, by every rank that says anything; how to find it is checked, and cut out."""
     found = re.findall(r"^Pipeline stopped: (.*)$", stderr, re.MULTILINE)
     assert stderr.count("Pipeline stopped: ") == len(found)  # nothing stands before it in its line
     device = rf"(CPU|GPU \d+) of {re.escape(socket.gethostname())}"
-    who = re.compile(rf"^(global rank {culprit}) \(pipeline rank {culprit} of {ranks}, {device}, process \d+\)")
+    who = re.compile(rf"^(global rank {culprit}) \(pipeline rank {culprit} of {RANKS}, {device}, process \d+\)")
     assert all(who.match(text) for text in found), stderr
     return [who.sub(r"\1", text) for text in found]
 
@@ -66,36 +138,15 @@ def place(stderr: str, rank: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "message", "flags"),
-    [
-        whole("raise", r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck", " --rehearse"),
-        rest("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse"),
-    ],
-)
-def test_ranks_that_take_turns_name_the_culprit(tmp_path: Path, how: str, message: str, flags: str) -> None:
-    codes, stderr = fail(tmp_path, how, 2, "off", "off", flags)
-    assert all(codes), codes
-    (said,) = verdicts(stderr, 2)
-    assert re.fullmatch(message, said), stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     ("how", "failing", "message"),
     [
         ("raise", 2, r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),
         # Of a silent rank only what it said last is known.
         rest("stop", 0, r"global rank 0 is silent: killed, stopped or cut off. It was last in .*"),
-        whole(
-            "stop",
-            2,
-            r"global rank 2 is silent: .* It was last in .*; global ranks 0, 1, 3 wait for it. No pass has finished for \d+ s",
-        ),
-        whole("kill", 2, r"global rank 2 is silent: killed, stopped or cut off. It was last in .*"),
         (
             "stuck",
             2,
-            r"global rank 2 is slow or stuck in Compute F3.0 after iteration 1 \(at .*failing_ranks.py:\d+ in fail\); "
+            r"global rank 2 is slow or stuck in Compute F3.0 after iteration 1 \(at .*test_failures.py:\d+ in go_wrong\); "
             r"global ranks 0, 1, 3 wait for it. No pass has finished for \d+ s",
         ),
     ],
@@ -111,7 +162,7 @@ def test_one_verdict_names_the_culprit(tmp_path: Path, how: str, failing: int, m
     if how == "raise":
         assert stderr.count("Traceback (most recent call last)") == 1
         assert "Global rank 2 failed.\nTraceback (most recent call last)" in stderr
-        assert re.search(r'File ".*failing_ranks.py", line \d+, in fail\n', stderr)
+        assert re.search(r'File ".*test_failures.py", line \d+, in go_wrong\n', stderr)
     else:
         assert "Traceback" not in stderr
     if how == "stuck":
@@ -126,79 +177,26 @@ def test_one_verdict_names_the_culprit(tmp_path: Path, how: str, failing: int, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "vocabulary", "message"),
+    ("how", "more", "message"),
     [
-        (
-            "exhaust",
-            "2",
-            r"rank 2 failed in Compute S3.0 after iteration 1: RuntimeError: .*DefaultCPUAllocator: can't allocate.*",
-        ),
-        whole(
-            "stop",
-            "1",
-            r"rank 2 is silent: .* It was last in .*; global ranks 0, 1, 3 wait for it. No pass has finished for \d+ s",
-        ),
-        whole("kill", "2", r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
-        whole(
-            "stuck", "2", r"rank 2 is slow or stuck in Compute S3.0 .*; global ranks 0, 1, 3 wait for it. No pass .* for \d+ s"
-        ),
-        whole("stuck", "interlaced", r"rank 2 is slow or stuck in Compute S3.0 .*; global ranks 0, 1, 3 wait for it. .*"),
-    ],
-)
-def test_the_culprit_where_all_take_part(tmp_path: Path, how: str, vocabulary: str, message: str) -> None:
-    """Ranks that wait in a collective wait for the one that has not reached it, whoever that is."""
-    codes, stderr = fail(tmp_path, how, 2, vocabulary)
-    assert all(codes), codes
-    (said,) = verdicts(stderr, 2)
-    assert re.fullmatch(f"global {message}", said)
-    advice = r"\n    Out of memory: `mpipe memory` computes .* `--offload full`, .* \(docs/clusters.md, When memory is short\)\n"
-    assert len(re.findall(advice, stderr)) == (how == "exhaust"), stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        whole("kill", r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
+        ("exhaust", ("2",), r"failed in Compute S3.0 after iteration 1: RuntimeError: .*DefaultCPUAllocator: can't allocate.*"),
         (
             "poor",
-            r"rank 2 failed in Copy D2H\d\.\d after iteration 1: RuntimeError: offloaded activations need .* of host memory on "
-            r"this rank \(.* are in use, .* more were asked for\), and the limit is .*: raise --offload-host-memory, .*",
+            ("off", "full"),
+            r"failed in Copy D2H\d\.\d after iteration 1: RuntimeError: offloaded activations need .* of host memory on this "
+            r"rank \(.* are in use, .* more were asked for\), and the limit is .*: raise --offload-host-memory, .*",
         ),
+        rest("kill", ("off", "off", " --rehearse"), r"is silent: killed, stopped or cut off. It was last in .*"),
     ],
 )
-def test_the_culprit_while_copies_are_under_way(tmp_path: Path, how: str, message: str) -> None:
-    codes, stderr = fail(tmp_path, how, 2, "off", "full")
+def test_the_culprit_among_other_settings(tmp_path: Path, how: str, more: tuple[str, ...], message: str) -> None:
+    """Where all ranks take part in a pass of the vocabulary, while copies are under way, and where ranks take turns."""
+    codes, stderr = fail(tmp_path, how, 2, *more)
     assert all(codes), codes
     (said,) = verdicts(stderr, 2)
-    assert re.fullmatch(f"global {message}", said)
-
-
-@pytest.mark.rest
-@pytest.mark.slow
-def test_a_killed_rank_under_torchrun() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*launcher, failing_ranks.__file__, "kill", "0"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode != 0
-    (said,) = verdicts(ended.stderr, 0, ranks=2)
-    assert said.startswith("global rank 0 is silent: killed, stopped or cut off. It was last in ")
-    assert ended.stderr.count("traceback : global rank 0 (pipeline rank 0 of 2, ") == 1  # of rank 1, in torchrun's report
-
-
-@pytest.mark.slow
-@pytest.mark.whole
-def test_a_slow_rank_is_left_alone(tmp_path: Path) -> None:
-    codes, stderr = fail(tmp_path, "slow", 2)
-    assert codes == [0, 0, 0, 0], stderr
-    assert "Pipeline stopped" not in stderr
+    assert re.fullmatch(f"global rank 2 {message}", said)
+    advice = r"\n    Out of memory: `mpipe memory` computes .* `--offload full`, .* \(docs/clusters.md, When memory is short\)\n"
+    assert len(re.findall(advice, stderr)) == (how == "exhaust"), stderr
 
 
 def boards(ranks: int, port: int, monkeypatch: pytest.MonkeyPatch) -> list[Heartbeat]:

@@ -17,7 +17,6 @@ from megatron.pipeline.patches import schedules
 from pool import Pool, RankFailed
 
 from megatron.pipeline.planner import planning
-from megatron.pipeline.planner.combinations.table import flag_of
 from megatron.pipeline.planner.planning import Request
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -179,19 +178,6 @@ def test_variable_sequence_lengths(pool: Pool) -> None:
     assert known(pool.run(RANKS, variable_lengths, "zb-v")) == known(stock)
 
 
-def refused(setting: str, value: Any) -> str:
-    run = tiny_gpt.Run("zb-h1", pp=1)
-    setattr(run.config, setting, value)
-    with pytest.raises(ValueError, match=flag_of(setting)) as error:
-        run.step(0)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("setting", ["moe_paged_stash", "hybrid_context_parallel"])
-def test_settings_bound_to_upstreams_orders_are_refused(pool: Pool, setting: str) -> None:
-    assert "--pipeline-schedule stock" in pool.run(1, refused, setting, True)[0]
-
-
 def one_group_only() -> str:
     run = tiny_gpt.Run("zb-h1", pp=1)
     with pytest.raises(ValueError, match="both") as error:
@@ -218,34 +204,6 @@ def evaluate_six(schedule: str) -> tiny_gpt.Step:
     run = tiny_gpt.Run(schedule, pp=RANKS, microbatches=4, flags=DEEP)
     run.microbatches = 6
     return run.step(0, forward_only=True)
-
-
-def bad_pipelines(directory: str) -> list[str]:
-    broken = Path(directory) / "broken.json"
-    broken.write_text(planning.plan("1f1b", 2, 4).to_json().replace('"F3.0", ', ""))
-    messages = []
-    for make in (
-        lambda: Pipeline(Request("zb-h3", 2, 1)),
-        lambda: Pipeline(Request("file:/nowhere.json", 2, 1)),
-        lambda: Pipeline(Request(f"file:{broken}", 2, 1)),
-        lambda: Pipeline(Request("zb-h1", 2, 1, chunks=2)),
-        lambda: Pipeline(Request("zb-h2", 4, 8, memory_limit=3)).plans.check(8),
-        lambda: Pipeline(Request("zb-h1", 4, 1)).plans.check(0),
-    ):
-        with pytest.raises(ValueError, match=r".") as error:
-            make()
-        messages.append(str(error.value))
-    return messages
-
-
-def test_bad_schedules_are_refused_with_what_to_change(pool: Pool, tmp_path: Path) -> None:
-    unknown, missing, broken, chunks, limit, microbatches = pool.run(1, bad_pipelines, str(tmp_path))[0]
-    assert "zb-h1" in unknown and "1f1b" in unknown, "the list of schedules"
-    assert "/nowhere.json" in missing
-    assert "F3.0" in broken
-    assert "chunk" in chunks
-    assert "3" in limit and "4" in limit, "the limit and what zb-h2 needs"
-    assert "microbatch" in microbatches
 
 
 def within_limit() -> list[int]:

@@ -65,19 +65,6 @@ def test_options_together(pool: Pool, flags: str) -> None:
     check(pool, "zb-h1", ranks=4, pp=2, flags=flags)
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-@pytest.mark.parametrize("flags", OPTIONS)
-def test_options(pool: Pool, flags: str, schedule: str) -> None:
-    check(pool, schedule, ranks=4, pp=2, flags=flags)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_four_pipeline_ranks(pool: Pool, schedule: str) -> None:
-    check(pool, schedule, ranks=8, pp=4, microbatches=8, flags="--num-layers 8")
-
-
 @pytest.mark.parametrize(
     ("ranks", "pp", "flags"),
     [rest(2, 1, "--untie-embeddings-and-output-weights"), rest(4, 2, "--num-virtual-stages-per-pipeline-rank 2")],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -13,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import tiny_gpt
 import torch
-from marked import rest, whole
+from marked import rest
 from megatron.core import parallel_state
 from megatron.pipeline.patches import schedules
 from pool import Pool
@@ -133,17 +132,13 @@ def check(pool: Pool, directory: Path, schedule: str, pp: int, microbatches: int
 
 
 SIZES: list[Any] = [
-    whole("1f1b", 4, 8, FULL),
     ("interleaved", 2, 3, SELECTIVE),
     rest("gis-h", 4, 6, FULL),
     ("zb-h1", 2, 1, ALL),
-    whole("zb-h1", 4, 4, SELECTIVE),
     rest("zb-h2", 4, 7, FULL),
     rest("zb-auto", 4, 8, ALL),
-    whole("zb-auto", 2, 2, ALL),
     rest("zb-v", 2, 4, FULL),
     rest("v-half", 4, 8, SELECTIVE),
-    whole("v-auto", 4, 3, FULL),
     rest("v-auto", 4, 5, f"{FULL} --pipeline-memory-limit 0.5"),
     ("zb-v", 4, 5, ALL),
 ]
@@ -155,37 +150,20 @@ def test_schedules(pool: Pool, tmp_path: Path, schedule: str, pp: int, microbatc
 
 
 LAYOUTS: list[Any] = [
-    whole("zb-v", ALL, DROPOUT),
     ("interleaved", FULL, f"{DROPOUT} {CHECKPOINTS}"),
     (RECOMPUTED, ALL, DROPOUT),
-    whole("zb-h1", ALL, f"{DROPOUT} --recompute-granularity selective"),
     ("v-half", FULL, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --swiglu"),
-    whole("interleaved", ALL, "--fp16 --initial-loss-scale 4096 --untie-embeddings-and-output-weights"),
     rest("zb-v", FULL, "--tensor-model-parallel-size 2 --sequence-parallel --normalization RMSNorm"),
     rest("1f1b", ALL, "--context-parallel-size 2 --position-embedding-type rope --calculate-per-token-loss"),
     rest("zb-h2", ALL, "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear"),
     ("gis", FULL, "--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights"),
-    whole("zb-h1", ALL, "--vocab-parallel 1"),
     ("zb-v", FULL, "--vocab-parallel 2"),
-    whole("1f1b", ALL, "--vocab-parallel interlaced"),
 ]
 
 
 @pytest.mark.parametrize(("schedule", "how", "flags"), LAYOUTS)
 def test_layouts_and_settings(pool: Pool, tmp_path: Path, schedule: str, how: str, flags: str) -> None:
     check(pool, tmp_path, schedule, 2, 5, how, flags)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("schedule", "flags"),
-    product(
-        ["1f1b", "interleaved", "gis-h", "zb-h2", "zb-auto", "zb-v", "v-half", "v-min", "1f1b-v", RECOMPUTED],
-        [case.values[-1] if hasattr(case, "values") else case[-1] for case in LAYOUTS],
-    ),
-)
-def test_whole_matrix(pool: Pool, tmp_path: Path, schedule: str, flags: str) -> None:
-    check(pool, tmp_path, schedule, 2, 4, ALL, flags)
 
 
 @pytest.mark.rest
@@ -238,8 +216,8 @@ def slowly(schedule: str, bandwidth: float, **sizes: Any) -> tuple[list[tiny_gpt
     return steps, report.ranks[parallel_state.get_pipeline_model_parallel_rank()]
 
 
-@pytest.mark.parametrize(("schedule", "bandwidth"), [("zb-v", 5e6), whole("1f1b-v", 3e6)])
-def test_passes_wait_for_slow_copies(pool: Pool, schedule: str, bandwidth: float) -> None:
+def test_passes_wait_for_slow_copies(pool: Pool) -> None:
+    schedule, bandwidth = "zb-v", 5e6
     sizes = {"pp": 2, "microbatches": 4}
     without = pool.run(2, run, schedule, "--num-layers 8", 2, **sizes)
     found = pool.run(2, slowly, schedule, bandwidth, **sizes)

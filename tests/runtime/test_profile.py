@@ -14,10 +14,10 @@ from megatron.pipeline.monitor.cost_profile import agree, beside_communication, 
 from megatron.pipeline.monitor.recorder import Record
 from megatron.pipeline.monitor.report import Report
 from megatron.pipeline.planner import planning
-from megatron.pipeline.planner.planning.costs import with_parts
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.planner.schedule.core.cutting import with_parts
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.time.simulate import activation_changes, activation_profile, simulate
 from megatron.pipeline.runtime.ping import ping_all

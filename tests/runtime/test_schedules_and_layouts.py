@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import tiny_gpt
-from marked import rest, whole
+from marked import rest
 from pool import Pool
 from runtime import layouts
 from runtime.layouts import ALIKE, COLUMNS, INTERLEAVED, LINEAR, NEVER, ROWS, SCHEDULES
@@ -82,13 +82,7 @@ def test_every_schedule_and_setting(pool: Pool, row: int, schedule: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "microbatches"),
-    [
-        rest("gis", "2", "3"),
-        rest("zb-v", "2", "3"),
-        rest("seq-1f1b", "2", "2"),
-        *(whole(schedule, "4", "4") for schedule in ("zb-h2", "zb-v")),
-    ],
+    ("schedule", "pp", "microbatches"), [rest("gis", "2", "3"), rest("zb-v", "2", "3"), rest("seq-1f1b", "2", "2")]
 )
 def test_twenty_iterations(pool: Pool, schedule: str, pp: str, microbatches: str) -> None:
     """Of every placement, and of slices."""
@@ -108,9 +102,9 @@ def test_whole_matrix(pool: Pool, schedule: str, row: int, microbatches: str) ->
     check(pool, schedule, ROWS[row] | {"microbatches": microbatches}, iterations=10)
 
 
-@pytest.mark.parametrize(("pp", "layers", "iterations"), [whole(2, 4, 20), (4, 8, 2)])
-def test_interleaved_equals_megatrons_own(pool: Pool, pp: int, layers: int, iterations: int) -> None:
+def test_interleaved_equals_megatrons_own(pool: Pool) -> None:
     """The same placement, so clipping included: and a schedule that groups microbatches differently."""
+    pp, layers, iterations = 4, 8, 2
     flags = ("--num-layers", str(layers), "--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce")
     found = [
         pool.run(pp, tiny_gpt.train, schedule, pp=pp, microbatches=2 * pp, flags=flags, iterations=iterations)

@@ -26,10 +26,7 @@ def train(schedule: str, flags: str, stages: int, pp: int, **given: Any) -> list
 @pytest.mark.parametrize(
     ("ranks", "schedule", "stages", "flags"),
     [
-        rest(4, "zb-h1", 2, TENSOR),
         rest(4, "zb-h1", 2, "--untie-embeddings-and-output-weights"),
-        rest(8, "zb-h1", 4, TENSOR),
-        rest(8, "zb-v", 8, f"{TENSOR} --num-layers 8"),
         (4, "zb-v", 4, f"{TENSOR} --recompute-granularity selective --recompute-modules mlp core_attn --disable-bias-linear"),
         rest(8, "zb-v", 4, f"{TENSOR} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     ],

@@ -130,11 +130,6 @@ def test_without_room_for_one_microbatch_nothing_runs() -> None:
     assert lower_bound(linear(2), 4, uniform(linear(2)), memory_limit=0.5) == float("inf")
 
 
-def test_costs_of_another_placement_are_refused() -> None:
-    with pytest.raises(ValueError, match="costs of 2 stages for a placement of 4"):
-        lower_bound(linear(4), 4, uniform(linear(2)))
-
-
 def v_bound(ranks: int, microbatches: int, limit: int) -> float:
     """The idle time of a V in passes of one chunk, all equal, with memory for ``limit`` microbatches."""
     return 2 * (lower_bound(v(ranks), microbatches, uniform(v(ranks)), memory_limit=limit) - 3 * microbatches)

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from marked import rest
@@ -83,6 +84,7 @@ def test_without_parts_they_are_assumed() -> None:
     assert planned.timeline.span < Request("dualpipe-v", 4, 12).plan().timeline.span
 
 
+@examples(40)
 @given(st.data())
 def test_orders_made_of_braids_obey_rules_and_limits(data: st.DataObject) -> None:
     """For any limits with room for a microbatch on every stage, also where backwards are split, and on any placement."""

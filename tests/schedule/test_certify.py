@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -12,18 +11,16 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_strategies import costs_of, parse, schedules
+from schedule_strategies import costs_of, schedules
 
-from megatron.pipeline.planner import planning
-from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.certify.certificate import Certificate, TransportOutcome, certify
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.planner.schedule.core.kinds import Flow
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.planner.schedule.core.placement import interleaved, linear
+from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.planner.schedule.lower.lower import lower, messages
-from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Program, Receive, Send, Wait
 from megatron.pipeline.planner.schedule.lower.traffic import Start, Step, Traffic, of_programs, with_waits_of_batches
 from megatron.pipeline.planner.schedule.rules.deadlock import Blocked, End, TrafficNetwork, nothing_deadlocks
 from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS, TransportModel
@@ -43,25 +40,6 @@ def forward(number: int = 0) -> Compute:
 def traffic(*rows: list[Step], batches: bool = True) -> Traffic:
     made = [tuple(row) if batches else tuple(chain(*((step, Start()) for step in row))) for row in rows]
     return Traffic("by hand", linear(len(rows)), 4, tuple(made))
-
-
-def late(schedule: Schedule) -> Traffic:
-    """A schedule with every Receive directly before the pass that needs it, and every Send directly after the pass that makes it:
-    also of one whose passes wait for each other in a circle."""
-    before: dict[tuple[int, int], list[Receive]] = defaultdict(list)
-    after: dict[tuple[int, int], list[Send]] = defaultdict(list)
-    for message, sender, producer, receiver, consumer in messages(schedule):
-        after[sender, producer].append(Send(message, receiver))
-        before[receiver, consumer].append(Receive(message, sender))
-
-    def steps(rank: int) -> Iterator[Operation]:
-        for slot, work in enumerate(schedule.passes[rank]):
-            yield from before[rank, slot]
-            yield from (Wait(receive.message) for receive in before[rank, slot])
-            yield Compute(work)
-            yield from after[rank, slot]
-
-    return of_programs(schedule, [tuple(steps(rank)) for rank in range(schedule.ranks)])
 
 
 def posts_of(traffic: Traffic) -> dict[End, Send | Receive]:
@@ -176,9 +154,7 @@ def test_a_group_ends_as_a_whole() -> None:
     """Rank 1 has its tensor after a hop, and waits for the group that receives from rank 2 as well."""
     late_one = message(0, 2, Flow.GRADIENT)
     group = traffic(
-        [Send(UP, 1)],
-        [Receive(UP, 0), Receive(late_one, 2), Wait(UP), forward()],
-        [forward(), forward(1), Send(late_one, 1)],
+        [Send(UP, 1)], [Receive(UP, 0), Receive(late_one, 2), Wait(UP), forward()], [forward(), forward(1), Send(late_one, 1)]
     )
     found = outcomes(group, hop=1.0)
     assert found["pair"].makespan == 2
@@ -198,56 +174,6 @@ def test_a_cold_start_connects_hosts_in_the_order_of_their_posts() -> None:
     assert hang is not None
     assert all(blocked.what.startswith("connecting for the Send") for blocked in hang.chain)
     assert [blocked.rank for blocked in hang.chain] in ([0, 1, 2], [1, 2, 0], [2, 0, 1])
-
-
-def torch_1f1b(ranks: int, microbatches: int, gpipe: bool = False) -> Traffic:
-    """What torch's Schedule1F1B did without a check of sizes: the last forward's send of warm-up is in one group with the first
-    gradient's receive, and from then on a send with the next receive (``_step_microbatches`` in torch 2.13)."""
-
-    def row(rank: int) -> Iterator[Step]:
-        warm_up = microbatches if gpipe else min(microbatches, ranks - rank)
-        steady = [work for n in range(microbatches) for work in (Pass(Kind.BW, n), Pass(Kind.F, n + warm_up))]
-        order = [*(Pass(Kind.F, n) for n in range(warm_up)), *(work for work in steady if work.microbatch < microbatches)]
-        sends: list[Send | Receive] = []  # of the pass before
-        for number, work in enumerate(order):
-            receives: list[Send | Receive] = [Receive(*end) for end in ends(rank, work, arrives=True)]
-            if gpipe or number < warm_up or number >= len(order) - warm_up + 1:  # a send alone
-                yield from group(sends)
-                sends = []
-            posts = [*sends, *receives]
-            yield from group(posts)
-            yield from (Wait(post.message) for post in posts)
-            yield Compute(work)
-            sends = [Send(*end) for end in ends(rank, work, arrives=False)]
-        yield from group(sends)
-
-    def group(posts: list[Send | Receive]) -> list[Step]:
-        return [*posts, Start()] if posts else []
-
-    def ends(rank: int, work: Pass, arrives: bool) -> Iterator[tuple[Message, int]]:
-        flow = Flow.ACTIVATION if work.kind is Kind.F else Flow.GRADIENT
-        peer = rank + (1 if (work.kind is Kind.F) is not arrives else -1)
-        if 0 <= peer < ranks:
-            yield Message(flow, work.microbatch, peer if arrives else rank), peer
-
-    return Traffic("torch's 1F1B", linear(ranks), microbatches, tuple(tuple(row(rank)) for rank in range(ranks)))
-
-
-@pytest.mark.parametrize("ranks", range(2, 9))
-def test_torchs_1f1b_hangs_with_one_microbatch_in_the_first_step(ranks: int) -> None:
-    """torchtitan issue 775, and pytorch pull request 144702: it hangs at the first microbatch if there is one, others did not see
-    it with more, and GPipe is fine. A group that sends forward and receives back connects both ways before it starts; the next
-    rank receives alone, so it never gets to where it would send back."""
-    groups = [TRANSPORTS["batched"], TRANSPORTS["batched-direction"]]
-    one, cost = torch_1f1b(ranks, 1), uniform(linear(ranks))
-    assert not certify(one, cost, groups).hangs
-    outcome = certify(one, cost, groups, cold=True).outcomes[0]
-    assert outcome.hang is not None
-    assert not outcome.hang.missing
-    for microbatches in (2, ranks, 2 * ranks):
-        for cold in (False, True):
-            assert not certify(torch_1f1b(ranks, microbatches), cost, groups, cold).hangs
-    assert not certify(torch_1f1b(ranks, 1, gpipe=True), cost, groups, cold=True).hangs
 
 
 def check_circle(certificate: Certificate, outcome: TransportOutcome) -> None:
@@ -282,12 +208,7 @@ def check_circle(certificate: Certificate, outcome: TransportOutcome) -> None:
 
 
 def is_in_line(
-    traffic: Traffic,
-    transport: TransportModel,
-    posts: dict[End, Send | Receive],
-    blocked: Blocked,
-    end: End,
-    before_only: bool,
+    traffic: Traffic, transport: TransportModel, posts: dict[End, Send | Receive], blocked: Blocked, end: End, before_only: bool
 ) -> bool:
     assert transport.line is not None
     assert blocked.end is not None
@@ -348,38 +269,6 @@ def test_swapped_operations_hang_where_the_rules_say_so_and_the_circle_is_true(s
     for outcome in certificate.outcomes:
         if outcome.hang:
             check_circle(certificate, outcome)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v", "v-min", "dualpipe-v", "gis"])
-def test_families_hang_over_no_transport_and_their_late_receives_do(name: str) -> None:
-    costs = uniform(families.placement(name, ranks=4), hop=0.1)
-    schedule = planning.plan(name, ranks=4, microbatches=8, costs=costs)
-    for cold in (False, True):
-        certificate = certify(of_programs(schedule, lower(schedule, costs)), costs, cold=cold)
-        assert not [each.transport.name for each in certificate.outcomes if each.hang and each.transport.name in IN_ORDER]
-    certificate = certify(late(schedule), costs)
-    assert {"rendezvous", "pair"} <= {each.transport.name for each in certificate.outcomes if each.hang}
-    for outcome in certificate.outcomes:
-        if outcome.hang:
-            check_circle(certificate, outcome)
-
-
-def test_passes_that_wait_for_each_other_hang_over_every_transport() -> None:
-    circular = Schedule("circular", interleaved(2, 2), 1, parse("F0.1 F0.0 BW0.1 BW0.0", "F0.0 F0.1 BW0.1 BW0.0"))
-    certificate = certify(late(circular), uniform(circular.placement))
-    assert certificate.unlimited is None
-    assert all(each.hang for each in certificate.outcomes)
-    for outcome in certificate.outcomes:
-        check_circle(certificate, outcome)
-
-
-@pytest.mark.parametrize("how", list(Vocabulary))
-def test_collectives_of_the_vocabulary_meet(how: Vocabulary) -> None:
-    costs = uniform(linear(4), hop=0.25)
-    schedule = planning.plan("1f1b", ranks=4, microbatches=6, costs=costs, vocabulary=how)
-    certificate = certify(of_programs(schedule, lower(schedule, costs)), costs)
-    assert not [each.transport.name for each in certificate.outcomes if each.hang and each.transport.name in IN_ORDER]
-    assert certificate.unlimited == pytest.approx(simulate(schedule, costs).makespan, rel=0.2)
 
 
 def test_costs_of_another_model_are_refused() -> None:

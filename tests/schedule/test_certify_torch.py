@@ -11,8 +11,8 @@ from marked import rest, whole
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from megatron.pipeline.cli.certify import read_traffic
 from megatron.pipeline.planner.planning.costs import CostFlags
+from megatron.pipeline.planner.planning.traffic import read_traffic
 from megatron.pipeline.planner.schedule.certify.certificate import Certificate, certify
 from megatron.pipeline.planner.schedule.certify.torch_comms import from_comms_csv
 from megatron.pipeline.planner.schedule.core.costs import uniform
@@ -90,18 +90,6 @@ def test_no_class_hangs(tmp_path: Path, name: str, ranks: int) -> None:
                 assert hanging(certificate) <= ({"batched"} if cold and rows is passes and microbatches == 1 else set())
                 assert certificate.swapped == ()
                 assert certificate.unlimited is not None
-
-
-@pytest.mark.parametrize("ranks", range(2, 9))
-def test_torch_writes_1f1b_without_the_first_forward_of_the_last_rank(tmp_path: Path, ranks: int) -> None:
-    """``Schedule1F1B._get_pipeline_order`` in torch 2.13 counts the last rank's forwards from 1. Its own runtime cannot lower
-    that, either. What the class really runs is in ``test_certify.py``, ``torch_1f1b``."""
-    path = tmp_path / "torch.csv"
-    path.write_text(text(compute_only("1F1B", ranks, 2 * ranks)))
-    with pytest.raises(ValueError, match=rf"torch.csv: rank 0: F{2 * ranks}\.0 is missing; add it"):
-        read_traffic(str(path), CostFlags())
-    with pytest.raises(AssertionError):
-        with_messages("1F1B", ranks, 2 * ranks)
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))

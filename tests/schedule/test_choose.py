@@ -83,13 +83,6 @@ def test_what_is_needed_is_enough_and_less_is_not(name: str) -> None:
         replace(enough, memory_limit=0.99 * refusal.needs).of(Variant(name)).plan()
 
 
-@pytest.mark.parametrize(("name", "needs"), [("v-half", 3), ("v-min", 2), ("zb-v", 4), ("v-auto", 1), ("zb-auto", 1)])
-def test_families_that_search_need_what_their_name_stands_for_or_one_microbatch(name: str, needs: float) -> None:
-    (refusal,) = candidates(Request(AUTO, 4, 5, equal, memory_limit=0.9), [Variant(name)])[1]
-    assert refusal.needs == pytest.approx(needs)
-    assert max(Request(AUTO, 4, 5, equal, memory_limit=needs).of(Variant(name)).plan().problem.limits or ()) == needs
-
-
 def test_a_limit_is_not_all_that_may_be_wrong() -> None:
     def only_four_stages(placement: Placement) -> Costs:
         return Costs((StageCosts(1, 1, 1),) * 4)

@@ -88,10 +88,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
             Schedule("away", linear(1), 2, parse("F0 D2H0 F1 H2D0 BW0 BW1")),
             "no kind for passes D2H and H2D, which away has: .* or plan it without",
         ),
-        (
-            Schedule("sliced", linear(1), 1, parse("F0 F1 BW1 BW0"), splits=2),
-            "and sliced cuts each into 2 slices",
-        ),
+        (Schedule("sliced", linear(1), 1, parse("F0 F1 BW1 BW0"), splits=2), "and sliced cuts each into 2 slices"),
     ],
 )
 def test_what_the_csv_cannot_say_is_named(schedule: Schedule, message: str) -> None:

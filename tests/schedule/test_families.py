@@ -15,7 +15,7 @@ from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Objective
 from megatron.pipeline.planner.schedule.lower.lower import lower
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.planner.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 
@@ -120,11 +120,7 @@ def test_a_limit_that_the_refusal_of_zb_h2_names_is_enough(limit: float) -> None
 
 def test_zb_h1_on_four_ranks_by_hand() -> None:
     rows = [" ".join(str(work).removesuffix(".0") for work in row) for row in planning.plan("zb-h1", 3, 3).passes]
-    assert rows == [
-        "F0 F1 F2 B0 W0 B1 W1 B2 W2",
-        "F0 F1 B0 F2 B1 W0 B2 W1 W2",
-        "F0 B0 F1 B1 F2 B2 W0 W1 W2",
-    ]
+    assert rows == ["F0 F1 F2 B0 W0 B1 W1 B2 W2", "F0 F1 B0 F2 B1 W0 B2 W1 W2", "F0 B0 F1 B1 F2 B2 W0 W1 W2"]
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)

@@ -45,7 +45,7 @@ def kinds(schedule: Schedule) -> set[Kind]:
     return {work.kind for row in schedule.passes for work in row}
 
 
-@examples(20)
+@examples(12)
 @given(
     st.sampled_from(["zb-h1", "zb-h2", "zb-auto", "zb-v", "v-half", "gis"]),
     st.integers(2, 4),

@@ -91,32 +91,6 @@ def test_copies_share_what_there_is(data: st.DataObject) -> None:
             assert seconds * (1 - 1e-9) <= end - start <= seconds / costs.slowest * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("copies", "ends"),
-    [
-        (CopyCosts(), ([2], [2], [2], [2])),
-        (CopyCosts(both=0.5), ([4], [4], [4], [4])),  # the directions of a rank take turns
-        (CopyCosts(switch=2, shared=0.5), ([4], [4], [4], [4])),  # two ranks do, in each direction
-        (CopyCosts(switch=2, shared=0.5, both=0.5), ([8], [8], [8], [8])),
-        (CopyCosts(switch=2, shared=1), ([2], [2], [2], [2])),
-    ],
-)
-def test_two_ranks_behind_a_switch(copies: CopyCosts, ends: tuple[list[float], ...]) -> None:
-    found = on_the_way([[(0, 2)]] * 4, copies)
-    assert tuple([end for _, end in lane] for lane in found) == ends
-
-
-def test_who_is_alone_is_not_slowed_down() -> None:
-    copies = CopyCosts(both=0.5, switch=2, shared=0.5)
-    assert on_the_way([[(0, 2)], [], [], [(0, 2)]], copies) == [[(0, 2)], [], [], [(0, 2)]]
-    # Overlapping for 2 seconds, in which each goes half as far.
-    assert on_the_way([[(0, 2), (0, 1)], [], [(1, 1)], []], copies) == [[(0, 3), (3, 4)], [], [(1, 3)], []]
-    # Others behind other switches, and of four ranks three.
-    assert on_the_way([[(0, 1)], [], [], [], [(0, 1)], []], copies)[4] == [(0, 1)]
-    quarter = CopyCosts(switch=4, shared=0.25)
-    assert on_the_way([[(0, 1)], [], [(0, 1)], [], [(0, 1)], []], quarter)[2] == [(0, pytest.approx(3))]
-
-
 ROW = "F0 F1 D2H0 F2 D2H1 H2D1 H2D0 BW0 BW1 BW2"
 STAGE = StageCosts(1, 1, 1, activation=2)
 

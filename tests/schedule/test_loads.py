@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schedule.optima import stored
 from schedule_strategies import with_parts_of
 
-from megatron.pipeline.planner.planning import Request, solve
+from megatron.pipeline.planner.planning import Request
 from megatron.pipeline.planner.planning.every_batch import ordered, pack
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
@@ -275,10 +275,3 @@ def test_packing_takes_less_time_than_first_fit() -> None:
 def test_what_cannot_be_packed_is_refused(sequences: list[int], tokens: int, replicas: int, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         pack(sequences, tokens, 4, replicas)
-
-
-def test_solve_takes_loads_under_per_rank_limits() -> None:
-    generator = random.Random(2)
-    costs = replace(uniform(families.placement("v-auto", 4), 1, 1.2, 0.8), loads=some_loads(generator, 8))
-    problem = replace(Request("v-auto", 4, 8, costs).problem(), limits=(9.0, 8.0, 7.0, 6.0))
-    verify(solve("v-auto", problem), costs, problem.limits)

@@ -17,16 +17,16 @@ from schedule_strategies import costs_of, one_rank, parse, schedules, unbraided,
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.compose import adapted
-from megatron.pipeline.planner.planning.costs import with_shards
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.schedule.lower.lower import lower
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.planner.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.planner.schedule.transforms.braid import braid

@@ -13,17 +13,18 @@ from megatron.pipeline.planner.schedule.core.costs import EQUAL_SHARDS, uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, linear
 from megatron.pipeline.planner.schedule.lower.lower import lower
-from megatron.pipeline.planner.schedule.lower.posting import Posting, starts_posted
 from megatron.pipeline.planner.schedule.lower.program import (
     Compute,
     Flow,
     Message,
     Operation,
+    Posting,
     Program,
     Receive,
     Send,
     Validate,
     Wait,
+    starts_posted,
 )
 from megatron.pipeline.planner.schedule.lower.traffic import Traffic, with_waits_of_batches
 from megatron.pipeline.planner.schedule.rules.deadlock import nothing_deadlocks

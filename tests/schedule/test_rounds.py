@@ -97,13 +97,7 @@ def test_plans_are_never_behind_the_published_planner(name: str, kind: str, time
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "m"),
-    [
-        rest("zb-auto", 8, 450),
-        whole("zb-auto", 12, 90),
-        whole("v-auto", 6, 300),
-        whole("v-auto", 12, 40),
-    ],
+    ("name", "p", "m"), [rest("zb-auto", 8, 450), whole("zb-auto", 12, 90), whole("v-auto", 6, 300), whole("v-auto", 12, 40)]
 )
 @examples(6)
 @given(data=st.data())

@@ -287,15 +287,6 @@ def test_a_plan_near_the_bound_ends_a_level_of_a_long_problem(name: str, extende
     assert begun.called == extended
 
 
-def test_plans_of_one_order_are_changed_once() -> None:
-    instance = Instance(planning.Request("v-auto", 4, 12).problem())
-    one, other = list(starts(instance, np.full(4, 4.0), 0))
-    plans = [one, other, replace(one, order=one.order.copy()), other]
-    first, second, third, fourth = search._each(plans, change := Mock(side_effect=lambda plan: plan))
-    assert first is third and second is fourth and first is not second
-    assert change.call_count == 2
-
-
 @pytest.mark.parametrize("objective", ["span", "makespan"])
 def test_list_scheduling_ends_early_only_where_a_plan_is_longer_than_one_of_use(objective: str) -> None:
     costs = uniform(v(4), 1, 1.2, 0.8, 0.05)

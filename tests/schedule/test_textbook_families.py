@@ -115,12 +115,6 @@ def test_bubble_and_memory_of_gis_at_equal_costs(p: int, v: int) -> None:
             assert max(activation_peaks(schedule, costs)) <= g * (v - 1) + p
 
 
-@pytest.mark.parametrize(("p", "g", "v"), [(6, 3, 3), (8, 4, 2), (7, 4, 2)])
-def test_bubble_of_gis_does_not_grow_with_the_number_of_groups(p: int, g: int, v: int) -> None:
-    costs = of_chunks(p, v)
-    assert bubbles(planning.plan("gis", p, 12 * g, costs, v, group=g), costs)[1] <= p - 1 + v * (p - g)
-
-
 @examples(60)
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 20), st.data())
 def test_memory_of_gis_at_any_costs(p: int, v: int, m: int, data: st.DataObject) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from examples import examples
@@ -14,8 +13,6 @@ from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact, moved, parse, schedules, without
 
 from megatron.pipeline.planner import planning
-from megatron.pipeline.planner.planning.choose import candidates
-from megatron.pipeline.planner.planning.request import Request, variants
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import Costs, VocabularyCosts, uniform
 from megatron.pipeline.planner.schedule.core.kinds import MOST_WAITING
@@ -23,14 +20,13 @@ from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabular
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.families import AUTO
-from megatron.pipeline.planner.schedule.lower.lower import gatherings, lower
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.program import (
     Collective,
     Compute,
     Exchange,
     Join,
+    Posting,
     Program,
     Send,
     Validate,
@@ -169,38 +165,10 @@ def test_a_limit_that_has_room_for_all_microbatches_limits_nothing(vocabulary: V
     assert refused.value.least == 3.0, "not as many more as there are barriers"
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "microbatches", "vocabulary", "options"),
-    [
-        ("v-auto", 7, 3, TWO, {}),
-        ("zb-auto", 4, 16, TWO, {}),
-        ("interleaved", 4, 5, INTERLACED, {}),
-        ("dualpipe-v", 4, 4, INTERLACED, {"recompute": range(8)}),
-        ("v-auto", 5, 1, ONE, {}),
-    ],
-)
-def test_the_advised_limit_suffices(
-    name: str, ranks: int, microbatches: int, vocabulary: Vocabulary, options: dict[str, Any]
-) -> None:
-    with pytest.raises(LimitTooLow) as refused:
-        planning.plan(name, ranks, microbatches, memory_limit=0.5, vocabulary=vocabulary, **options)
-    least = refused.value.least
-    assert f"raise it to {least:g}" in str(refused.value)
-    schedule = planning.plan(name, ranks, microbatches, memory_limit=least, vocabulary=vocabulary, **options)
-    assert max(activation_peaks(schedule, uniform(schedule.placement))) <= least
-
-
 def test_a_limit_that_suffices_is_not_refused_for_what_is_reserved() -> None:
     """Where stages run their forwards again, a microbatch more takes less than a microbatch."""
     schedule = planning.plan("dualpipe-v", 4, 4, memory_limit=2, vocabulary=INTERLACED, recompute=range(8))
     assert max(activation_peaks(schedule, uniform(schedule.placement))) <= 2
-
-
-def test_auto_names_the_least_limit() -> None:
-    wanted = Request(AUTO, 3, 3, uniform, memory_limit=1.5, vocabulary=ONE)
-    planned, refused = candidates(wanted, variants(3))
-    assert not planned
-    assert min(one.needs for one in refused if one.needs is not None) == 2
 
 
 @pytest.mark.parametrize(
@@ -237,14 +205,8 @@ SPREAD, COSTS = planned("1f1b", 2, 2, ONE)
             "S0.1 is of chunk 1; passes of the",
         ),
         (lambda row: sorted(row, key=lambda work: work.kind is Kind.S), "rank 1: T0.0 runs before S0.0"),
-        (
-            lambda row: [Pass(Kind.IF, 1), *(work for work in row if work != Pass(Kind.IF, 1))],
-            "IF0.0 runs after IF1.0; IF",
-        ),
-        (
-            lambda row: sorted(row, key=lambda work: work.kind is not Kind.IB),
-            "rank 1 is stuck at IB0.0",
-        ),
+        (lambda row: [Pass(Kind.IF, 1), *(work for work in row if work != Pass(Kind.IF, 1))], "IF0.0 runs after IF1.0; IF"),
+        (lambda row: sorted(row, key=lambda work: work.kind is not Kind.IB), "rank 1 is stuck at IB0.0"),
     ],
 )
 def test_a_broken_rule_is_named(change: Callable[[list[Pass]], list[Pass]], message: str) -> None:
@@ -296,19 +258,6 @@ def test_collectives_that_wait_for_messages_in_a_circle_are_a_deadlock() -> None
     changed = of_programs(SPREAD, (moved(first, late, Join(STATISTICS), after=True), second))
     with pytest.raises(ScheduleError, match=r"deadlock over rendezvous .*rank 0 in Join of the"):
         nothing_deadlocks(changed, TRANSPORTS["rendezvous"])
-
-
-def test_every_rank_waits_for_what_it_is_owed_before_it_needs_it() -> None:
-    schedule, costs = planned("v-half", 4, 6, TWO)
-    for rank, program in enumerate(lower(schedule, costs)):
-        places: dict[tuple[str, object], int] = {
-            (type(one).__name__, *one[:1]): place for place, one in enumerate(program) if not isinstance(one, Validate)
-        }
-        for one in gatherings(schedule):
-            joined, waited = places["Join", one.collective], places["Wait", one.collective]
-            assert joined < waited
-            for consumer, work in one.consumers:
-                assert consumer != rank or waited < places["Compute", work]
 
 
 def test_json_says_how_it_is_spread() -> None:

@@ -42,13 +42,13 @@ ENDLESS = {"microbatches": "7000", "pp": "64", "schedule": "v-auto"}  # for a te
         {"schedule": "seq-1f1b", "splits": "4"},
         {"schedule": "gis-h", "offload": "full", "cost": "D2H=0.5,H2D=0.5"},
         {"schedule": "zb-h1", "vocab-parallel": "2", "vocab-cost": "S=0.4,T=0.3"},
-        {"schedule": "auto", "memory-limit": "4"},
+        {"schedule": "auto", "memory-limit": "2", "pp": "2", "microbatches": "4"},
     ],
     ids=lambda flags: "-".join(flags.values()).replace(",", "-"),
 )
 def test_a_plan_is_the_one_of_the_command(address: str, flags: dict[str, str]) -> None:
-    expected, complaint = command(flags | SMALL)
-    status, told = ask(address, flags | SMALL)
+    expected, complaint = command(SMALL | flags)
+    status, told = ask(address, SMALL | flags)
     assert status == 200 and not complaint
     assert untimed(told["plan"]) == expected
     assert expected is not None and told["panel"]["counts"] == [len(row) for row in expected["passes"]]
@@ -187,7 +187,8 @@ def test_a_port_that_is_taken_is_told_in_one_line(capsys: pytest.CaptureFixture[
 def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         cli.main(["serve", "--no-browser", *flags])
-    assert refused.value.code == 2 and f"{flags[1]!r}: expected" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert refused.value.code == 2 and f"argument {flags[0]}: " in said and "expected a" in said and flags[1] in said
 
 
 def test_a_host_that_is_every_address_goes_by_the_machine_s_name() -> None:

@@ -104,22 +104,18 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
         ("v-auto --pipeline-memory-limit 0.2", "--pipeline-memory-limit 0.2 is too little for v-auto, which needs 0.577381:"),
         ("auto --pipeline-memory-limit 0.2", "--pipeline-memory-limit 0.2 is too little for auto, which needs 0.577381:"),
         ("v-min --pipeline-costs COSTS --pipeline-memory-limit 3.25MiB", "too little for v-min, which needs 4MiB:"),
-        ("stock --pipeline-memory-limit 0.5", "--pipeline-memory-limit 0.5 is for schedules of ours"),
         (
             "v-half --num-layers-per-virtual-pipeline-stage 1",
             "v-half has 2 chunks per rank, got 4 by --num-layers-per-virtual-pipeline-stage 1: leave that flag out",
         ),
         (f"zb-h2 {TWO_CHUNKS}", "got 2 by --num-virtual-stages-per-pipeline-rank 2: leave that flag out"),
-        ("zb-h1 --pipeline-plan every-batch", "zb-h1 has an order that no lengths change: take gis, "),
-        (
-            "zb-v --pipeline-plan every-batch --vocab-parallel 2",
-            "zb-v has a spread vocabulary here: leave that out",
-        ),
-        ("zb-v --pipeline-plan every-batch --post-validation", "--post-validation begins one within the one before"),
-        ("zb-v --pipeline-plan every-batch --rehearse", "--rehearse has batches of equal ones: leave one of the two out"),
         ("chimera", "chimera, which held every stage twice, is gone: take dualpipe-v"),
         ("interleaved --pipeline-model-parallel-size 1", "needs at least 2 pipeline ranks"),
         ("zb-h1 --pipeline-memory-limit 12GiB", "12GiB needs --pipeline-costs with activations in bytes: a file, or profile"),
+        (
+            "zb-h1 --pipeline-costs UNITS --pipeline-memory-limit 12GiB",
+            "--pipeline-memory-limit of 12GiB, but the costs do not count bytes: give --pipeline-costs FILE with bytes, or",
+        ),
         ("zbv", "unknown schedule 'zbv'; known are 1f1b, "),
         ("zbv", ", auto, stock and file:PATH; did you mean zb-v"),
         ("file:NESTED", "not a schedule: the JSON is nested too deeply"),
@@ -129,7 +125,8 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
 def test_what_cannot_be_planned_is_refused_in_the_words_of_the_flags(flags: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(json.dumps({"stages": [STAGE] * 4}))
     (tmp_path / "nested.json").write_text("[" * 100_000)
-    given = flags.replace("COSTS", str(tmp_path / "costs.json")).replace("NESTED", str(tmp_path / "nested.json"))
+    (tmp_path / "units.json").write_text(json.dumps({"unit": "microbatches", "stages": [STAGE] * 4}))
+    given = re.sub("COSTS|NESTED|UNITS", lambda name: str(tmp_path / f"{name[0].lower()}.json"), flags)
     with pytest.raises(ValueError, match=re.escape(reason)) as refused:
         program.prepare(f"{MODEL} --pipeline-schedule {given}".split(), world_size=4 if "size 4" in flags else 2)
     assert "\n" not in str(refused.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from marked import rest, whole
+from marked import rest
 from pool import Pool
 from training.short_runs import metrics, train
 
@@ -19,7 +19,6 @@ from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner.costmodel import origin
 from megatron.pipeline.planner.costmodel.device import Link, named
 from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.problem import Objective
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
@@ -27,8 +26,6 @@ from megatron.pipeline.runtime.profiling import ITERATIONS
 from megatron.pipeline.session import memory as session_memory
 from megatron.pipeline.session.rehearsal import files
 from megatron.pipeline.trainer.program import prepare
-
-OFFLOAD = "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 4"
 
 
 def rehearsed(pool: Pool, folder: Path, ranks: int, flags: str) -> dict[str, Any]:
@@ -42,7 +39,6 @@ def rehearsed(pool: Pool, folder: Path, ranks: int, flags: str) -> dict[str, Any
     return found
 
 
-WHOLE = pytest.mark.whole
 PP2 = "--pipeline-model-parallel-size 2"
 
 
@@ -50,14 +46,8 @@ PP2 = "--pipeline-model-parallel-size 2"
     ("ranks", "flags", "kinds"),
     [
         (2, "zb-auto --pipeline-model-parallel-size 2", {"F", "B", "W"}),
-        whole(2, "stock --pipeline-model-parallel-size 2", {"F", "BW"}),
         rest(2, "v-half --pipeline-model-parallel-size 2 --vocab-parallel 2", {"F", "B", "W", "S", "T", "IF", "IB"}),
         rest(4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel --bf16", {"F", "B", "W"}),
-        whole(4, f"zb-v {PP2} --tensor-model-parallel-size 2 --sequence-parallel", {"F", "B", "W"}),
-        whole(2, f"v-half --use-distributed-optimizer {PP2}", {"F", "B", "W"}),
-        whole(4, "zb-h2 --pipeline-model-parallel-size 4 --post-validation", {"F", "B", "W"}),
-        whole(2, f"{OFFLOAD} --pipeline-model-parallel-size 2", {"F", "B", "W"}),
-        whole(4, "zb-h1 --pipeline-model-parallel-size 2 --num-experts 2 --expert-model-parallel-size 2", {"F", "B", "W"}),
     ],
 )
 def test_numbers_are_those_of_training_and_every_pass_is_measured(
@@ -86,18 +76,6 @@ def test_numbers_are_those_of_training_and_every_pass_is_measured(
         assert pool.run(2, train, flags) == [""] * 2
 
 
-@WHOLE
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_every_family_that_trains_rehearses_with_the_numbers_of_training(
-    pool: Pool, tmp_path: Path, name: str, ranks: int
-) -> None:
-    found = rehearsed(pool, tmp_path, ranks, f"{name} --num-layers 8 --pipeline-model-parallel-size {ranks}")
-    assert found["schedule"] == name
-    for rank in found["ranks"]:
-        assert rank["activation_bytes"] == pytest.approx(rank["planned_activation_bytes"], rel=0.02)
-
-
 def test_replicas_sum_their_gradients_over_the_links_that_are_named(pool: Pool, tmp_path: Path) -> None:
     gpu = "H100-80GB"
     flags = f"--mock-data --pipeline-schedule zb-h1 {PP2} --rehearse --rehearse-dir {tmp_path} --rehearse-hop {gpu}"
@@ -121,13 +99,10 @@ FLAGS = (
     [
         ("--rehearse --train-iters 4", "--rehearse measures 5 iterations, and --train-iters is 4: raise it"),
         ("--rehearse --exit-interval 4", "--rehearse measures 5 iterations, and --exit-interval is 4: raise it"),
-        ("--rehearse-hop 1e-4", "--rehearse-hop 1e-4 is for a rehearsal: add --rehearse, or leave it out"),
         ("--rehearse --rehearse-park", "flags of an earlier release: --rehearse-park: weights stay on the device"),
         ("--rehearse --rehearse-replicas fake", "--rehearse-replicas: all ranks of a rehearsal are there; leave it out"),
         ("--rehearse --rehearse-hop -1", "--rehearse-hop -1: a message takes 0 seconds or more"),
         ("--rehearse --rehearse-hop H100", "unknown GPU 'H100'; known are .*; did you mean H100-80GB?"),
-        ("--rehearse --save runs/x", "--rehearse trains a few iterations, and --save runs/x would keep them: leave one"),
-        ("--rehearse --pipeline-costs profile", "--rehearse measures what passes cost, .*/costs.json: leave --pipeline-costs"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, flags: str, words: str) -> None:

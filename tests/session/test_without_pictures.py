@@ -5,11 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launch import launched
-from launch.launched import rank as launched_rank
 from pool import Pool
 from training.short_runs import train
 
@@ -58,16 +55,3 @@ def test_a_rehearsal_without_them_says_what_draws(pool: Pool, data: str, tmp_pat
     warnings = [line for lines in warned for line in lines]
     assert warnings and all("no picture in" in line and "pip install 'matplotlib" in line for line in warnings)
     assert list((tmp_path / "found").glob("*.json")) and not list((tmp_path / "found").glob("*.png"))
-
-
-def rank_without(*arguments: Any) -> None:
-    sys.modules.update(absent())  # type: ignore[arg-type]
-    launched_rank(*arguments)
-
-
-def test_a_launched_script_trains_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched, "rank", rank_without)
-    flags = f"{launched.SIZES} --train-iters 2 --pipeline-schedule zb-v --log-interval 1 --pipeline-trace {tmp_path}/trace"
-    codes, output, steps = launched.run(tmp_path, launched.STAND_IN, flags, ranks=2)
-    assert (codes, len(steps)) == ([0, 0], 2), output
-    assert output.count("pip install 'matplotlib") == 1 and not list((tmp_path / "trace").glob("*.png"))

@@ -152,18 +152,9 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --sequence-parallel"
         ("--max-position-embeddings 16", 4, "--max-position-embeddings 16 is less than --seq-length 32"),
         ("--min-lr 1", 4, "--min-lr 1.0 must be from 0 to --lr 0.001"),
         ("--lr-warmup-iters 10", 4, "the warm-up of 10 iterations must be shorter than --lr-decay-iters 10"),
-        ("--bf16 --fp16", 4, "contradict each other"),
-        ("--overlap-param-gather", 4, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
-        ("--recompute-granularity full", 4, "needs --recompute-method and --recompute-num-layers"),
-        ("--recompute-modules mlp", 4, "needs --recompute-granularity selective"),
-        ("--recompute-activations --recompute-modules mlp", 4, "needs --disable-bias-linear"),
         ("--recompute-activations --recompute-modules layernorm", 4, "layernorm needs the package transformer-engine"),
-        ("--recompute-activations --recompute-modules moe_act", 4, "moe_act needs --moe-grouped-gemm"),
-        ("--recompute-activations --recompute-modules mla_up_proj", 4, "mla_up_proj needs --multi-latent-attention"),
-        ("--recompute-fused-backward", 4, "needs --recompute-granularity full or selective"),
         ("--data-path A", 4, "more than one data source"),
         ("--split 1,x", 4, "--split 1,x: expected up to three shares"),
-        ("--save-interval 5", 4, "--save-interval 5 needs --save DIR"),
         ("--metrics /tmp", 4, "--metrics /tmp is a directory: name a file"),
         ("--pipeline-costs-cache costs.json", 4, "is where --pipeline-costs profile writes"),
         ("--distributed-backend nccl", 4, "needs a CUDA device"),
@@ -171,7 +162,6 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --sequence-parallel"
         ("--pipeline-costs profile --timing-log-level 2", 4, "--timing-log-level 2 waits for the whole GPU"),
         (f"{EXPERTS} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 4, "2, or --expert-model-parallel"),
         (f"{EXPERTS} --expert-tensor-parallel-size 2", 4, "gradients over the wrong ranks: give --expert-tensor"),
-        ("--weight-decay-incr-style linear", 4, "needs --start-weight-decay and --end-weight-decay"),
     ],
 )
 def test_flags_that_do_not_fit_together(flags_given: str, world_size: int, message: str) -> None:
@@ -187,32 +177,12 @@ SEVERAL_TOKENS = "--mtp-num-layers 1 --untie-embeddings-and-output-weights --pos
 @pytest.mark.parametrize(
     ("flags_given", "message"),
     [
-        (
-            "--vocab-parallel 2",
-            "--vocab-parallel 2 spreads the vocabulary over pipeline ranks, and --pipeline-model-parallel-size is 1",
-        ),
-        (PP + "--vocab-parallel 1 --pipeline-schedule stock", "take 1f1b"),
-        (PP + f"--vocab-parallel 2 {SEVERAL_TOKENS}", "cannot be combined with --mtp-num-layers 1"),
-        (PP + "--vocab-parallel 2 --fp16 --fp16-lm-cross-entropy", "leave --fp16-lm-cross-entropy out"),
-        (PP + "--vocab-parallel interlaced --layer-redistribution", "--vocab-parallel interlaced leaves none there"),
-        ("--layer-redistribution", "--pipeline-model-parallel-size is 1"),
-        (
-            PP + "--layer-redistribution --num-layers-in-first-pipeline-stage 2",
-            "--num-layers-in-first-pipeline-stage 2 would",
-        ),
-        (PP + "--layer-redistribution --num-layers-in-last-pipeline-stage 2", "--num-layers-in-last-pipeline-stage 2 would fix"),
-        (PP + "--layer-redistribution --pipeline-model-parallel-layout Etttt|ttttL", "chooses the number of layers"),
-        (PP + "--layer-redistribution --num-layers-per-virtual-pipeline-stage 2", "--num-virtual-stages-per-pipeline-rank gives"),
+        (PP + "--layer-redistribution --num-layers-in-first-pipeline-stage 2", "--num-layers-in-first-pipeline-stage 2 would"),
         (
             PP + "--layer-redistribution --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split would fix",
         ),
-        (
-            PP + "--label-smoothing 0.1 --z-loss 1e-4",
-            "--label-smoothing 0.1 and --z-loss 0.0001: only the output layer of --voc",
-        ),
-        (PP + "--vocab-mask-padding", "give --vocab-parallel 2, or leave --vocab-mask-padding out"),
-        (PP + "--vocab-logits-limit 1GiB", "give --vocab-parallel 2, or leave --vocab-logits-limit out"),
+        (PP + "--label-smoothing 0.1 --z-loss 1e-4", "--label-smoothing 0.1 and --z-loss 0.0001: only the output layer of --voc"),
     ],
 )
 def test_flags_of_the_vocabulary_layers_that_do_not_fit(flags_given: str, message: str) -> None:
@@ -228,20 +198,9 @@ ALL_TO_ALL = OVERLAP + "--num-experts 4 --expert-model-parallel-size 2 --moe-tok
 @pytest.mark.parametrize(
     ("flags_given", "message"),
     [
-        ("--overlap-moe-expert-parallel-comm", "without experts: give --num-experts"),
-        (OVERLAP + "--num-experts 4", "give --expert-model-parallel-size 2 or more"),
-        (OVERLAP + "--num-experts 4 --expert-model-parallel-size 2", "--moe-token-dispatcher-type allgather: give alltoall"),
         (ALL_TO_ALL.replace("--bf16 ", ""), "needs --bf16 or --fp16"),
-        (
-            ALL_TO_ALL + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            "--recompute-granularity full recomputes them whole: take selective",
-        ),
-        (ALL_TO_ALL + "--recompute-granularity selective --recompute-modules moe", "leave moe out"),
-        (ALL_TO_ALL + PP + SEVERAL_TOKENS.replace("1", "2"), "--mtp-num-layers 2 has more: give 1"),
         (ALL_TO_ALL + SEVERAL_TOKENS, "raise --pipeline-model-parallel-size"),
         (ALL_TO_ALL + "--moe-layer-freq 2", "leave the final norm out: change --moe-layer-freq"),
-        (ALL_TO_ALL + PP + "--vocab-parallel 2", "--vocab-parallel 2 takes a part of them to others"),
-        (ALL_TO_ALL + PP + "--offload full", "--offload full moves them"),
         (ALL_TO_ALL + PP + "--pipeline-schedule stock", "needs several chunks per rank: give --num-virtual-stages"),
     ],
 )

@@ -36,16 +36,6 @@ def test_differences(losses: tuple[float, ...], norms: tuple[float, ...], expect
     assert compare.difference(run(losses, norms), run((2.0, 1.5), (0.5, 0.25))) == expected
 
 
-def test_another_launcher_starts_the_ranks(tmp_path: Path) -> None:
-    """Here it only prints what it is to run on every rank."""
-    flags = ["--launcher", "echo 'on all ranks:'", "--iterations", "7", "--output", str(tmp_path), "--", "--mock-data"]
-    training = compare.Training("zb-v", compare._parse(flags))
-    assert training.wait() == 0 and training.metrics == []
-    words = training.log.read_text()
-    assert words.startswith(f"on all ranks: {sys.executable} {compare.PROGRAM} --mock-data --pipeline-schedule zb-v ")
-    assert "--exit-interval 7 " in words
-
-
 @pytest.mark.parametrize("costs", ["profile", "given.json", None])
 def test_costs_are_measured_once_and_stock_takes_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, costs: str | None) -> None:
     """``--pipeline-costs profile`` beside ``stock``."""

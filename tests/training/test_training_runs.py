@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from marked import rest, whole
+from marked import rest
 from pool import Pool
 from releases import CORE
 from training.short_runs import batches, metrics, ran, train, warned
@@ -46,23 +46,15 @@ def test_resumed_is_bit_identical_to_uninterrupted(pool: Pool, data: str, tmp_pa
     assert metrics(tmp_path / "parts.jsonl") == whole
 
 
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        rest(2, "--use-distributed-optimizer"),
-        whole(1, ""),
-        whole(1, "--optimizer sgd"),
-    ],
-    ids=["distributed-optimizer", "adam", "sgd"],
-)
-def test_saved_before_the_first_step_that_counts(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str) -> None:
-    flags = f"{data} {flags} --fp16 --initial-loss-scale {2**21} --hysteresis 1 --train-iters 10"
-    assert ran(pool.run(ranks, train, f"{flags} --metrics {tmp_path}/whole.jsonl"))
+@pytest.mark.rest
+def test_saved_before_the_first_step_that_counts(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = f"{data} --use-distributed-optimizer --fp16 --initial-loss-scale {2**21} --hysteresis 1 --train-iters 10"
+    assert ran(pool.run(2, train, f"{flags} --metrics {tmp_path}/whole.jsonl"))
     whole = metrics(tmp_path / "whole.jsonl")
     assert [norm is None for _, _, norm in whole[:2]] == [True, True] and whole[-1][2] is not None
     parts = f"{flags} --metrics {tmp_path}/parts.jsonl --save {tmp_path}/saved --load {tmp_path}/saved"
-    assert ran(pool.run(ranks, train, f"{parts} --save-interval 1 --exit-interval 2"))
-    assert ran(pool.run(ranks, train, parts))
+    assert ran(pool.run(2, train, f"{parts} --save-interval 1 --exit-interval 2"))
+    assert ran(pool.run(2, train, parts))
     assert metrics(tmp_path / "parts.jsonl") == whole
 
 
@@ -170,11 +162,7 @@ def test_full_disk_leaves_the_previous_checkpoint(pool: Pool, data: str, tmp_pat
     assert (tmp_path / "saved" / checkpoints.TRACKER).read_text() == before
     assert (tmp_path / "saved" / "iter_0000004.incomplete").is_dir()
     assert ran(pool.run(2, train, f"{flags} --exit-interval 4"))
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
-        "iter_0000002",
-        "iter_0000004",
-        checkpoints.TRACKER,
-    ]
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["iter_0000002", "iter_0000004", checkpoints.TRACKER]
 
 
 def test_garbage_collection_is_quick_while_training(pool: Pool, data: str) -> None:
@@ -233,9 +221,9 @@ def assert_perfetto_can_show(events: list[dict[str, Any]], ranks: int) -> None:
         assert any(event["ph"] == "C" and event["args"]["held"] > 0 for event in events if event["pid"] == process)
 
 
-@pytest.mark.parametrize("schedule", [rest("zb-v"), whole("zb-h1")])
-def test_ramp_up_with_overlaps(pool: Pool, data: str, tmp_path: Path, schedule: str) -> None:
-    flags = f"{data} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --use-distributed-optimizer "
+@pytest.mark.rest
+def test_ramp_up_with_overlaps(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = f"{data} --pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-distributed-optimizer "
     flags += "--rampup-batch-size 4 4 32 --global-batch-size 16 --attention-dropout 0 --hidden-dropout 0 --metrics"  # m 1 to 4
     for name, overlaps in (("plain", ""), ("overlapped", "--overlap-grad-reduce --overlap-param-gather")):
         assert ran(pool.run(4, train, f"{flags} {tmp_path}/{name}.jsonl --save {tmp_path}/{name} {overlaps}"))

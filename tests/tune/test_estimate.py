@@ -28,8 +28,8 @@ def test_closed_forms(seq: int) -> None:
     layer = gpt.layer_work(given)
     assert layer == (seq * h * (24 * h + 4 * seq), seq * h * (24 * h + 8 * seq), seq * h * 24 * h)
     narayanan = 72 * length * seq * h * h * (1 + seq / (6 * h) + rows / (12 * length * h))
-    assert gpt.training_operations(given) == pytest.approx(narayanan)
-    assert gpt.output_in_layers(given) == pytest.approx(rows / (12 * h + 2 * seq))
+    assert given.training_operations() == pytest.approx(narayanan)
+    assert given.output_in_layers() == pytest.approx(rows / (12 * h + 2 * seq))
     assert activations.layer_activation(given) == 34 * seq * h
     assert given.layer_weights == 12 * h * h
 
@@ -45,7 +45,7 @@ def test_the_published_redistribution(seq: int) -> None:
     """
     for recompute in (True, False):
         for thousands, published in PUBLISHED.items():
-            extra = {7: gpt.output_in_layers(shape(seq, thousands * K), recompute)}
+            extra = {7: shape(seq, thousands * K).output_in_layers(recompute)}
             layers = balanced_layers(32, linear(8), extra)
             differs = not recompute and (thousands, seq) == (128, 2048)
             assert layers[-1] == (1 if differs else published)

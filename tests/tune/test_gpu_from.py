@@ -83,11 +83,7 @@ def test_the_layers_engine_is_the_measured_one(tmp_path: Path, capsys: pytest.Ca
         ({"weight": 0.0}, "", "F, B and W must each take time, and some take none: measure a schedule that splits the backward"),
         ({"hidden_size": 128}, "", "the file is of --hidden-size 128, not 2048: give the flags of its training"),
         ({"numbers": "fp32"}, "", "the file is of numbers fp32, not bf16"),
-        (
-            {"ffn_hidden_size": "left out"},
-            "",
-            "does not say of which training .*: mpipe rehearse -- FLAGS writes one",
-        ),
+        ({"ffn_hidden_size": "left out"}, "", "does not say of which training .*: mpipe rehearse -- FLAGS writes one"),
         ({"layers": [2, 2]}, "", r"layers: expected those of each of 4 stages, got \[2, 2\]"),
         ({"collectives": "run"}, "", "its seconds contain what ranks of a layer exchange"),
         ({"collectives": "predicted"}, "", "its seconds were predicted, not measured: mpipe rehearse"),
@@ -111,6 +107,7 @@ def test_costs_of_another_origin_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert "give --gpu NAME, of A100-40GB" in refusal(capsys, "costs", *MODEL)
 
 
+@pytest.mark.usefixtures("here")
 def test_a_search_writes_a_file_of_that_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = "--gpus 2 --pipeline 2 --tensor 1 --micro-batch-sizes 2 --schedules zb-h1 --processes 1 --json".split()
     path = written(tmp_path)

@@ -10,19 +10,27 @@ from command import refusal
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
-from megatron.pipeline.model.description import shape_of
+from megatron.pipeline.cli.tune import base_flags
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel.activations import layer_activation, layer_retained
 from megatron.pipeline.planner.costmodel.device import named
-from megatron.pipeline.planner.costmodel.estimate import computing_seconds
+from megatron.pipeline.planner.costmodel.estimate import by_layer, computing_seconds
+from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.parameters import layer_parameters, total_parameters
+from megatron.pipeline.planner.planning.balance import Model
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.shape import gated_delta
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.experts import Experts
 from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.planner.shape.hybrid import Hybrid
+from megatron.pipeline.planner.shape.hybrid import Hybrid, Pattern
 from megatron.pipeline.planner.shape.latent import Indexer
 from megatron.pipeline.planner.shape.mamba import mixer
+from megatron.pipeline.planner.shape.stages import heaviest
+from megatron.pipeline.tune.candidate import Cluster
+from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
 
 H100 = named("H100-80GB")
 SIZES = ModelDescription(1, 4096, 16384, 32, 8192, 1, 128)
@@ -125,7 +133,7 @@ def test_patterns_of_all_releases() -> None:
         ("--hybrid-layer-pattern MM+-", "--multi-latent-attention needs --kv-lora-rank"),
         (
             "--hybrid-layer-pattern MM|*-|M-|M- --pipeline-schedule zb-v",
-            "zb-v has 2 chunks per rank, got 1 by --hybrid-layer-pattern MM|*-|M-|M-: leave its | out",
+            "zb-v has 2 chunks per rank, got 1 by --hybrid-layer-pattern MM|*-|M-|M-: leave | out of it",
         ),
         ("--hybrid-layer-pattern MM|*-|M-", "MM|*-|M- has 3 stages, which 4 pipeline ranks cannot share evenly"),
         (
@@ -133,7 +141,6 @@ def test_patterns_of_all_releases() -> None:
             "says where every layer goes: leave out --num-layers-in-first-pipeline-stage",
         ),
         ("--hybrid-layer-pattern MM*- --pipeline-schedule zb-v", "--num-layers 4 cannot be split over 4 pipeline ranks with 8"),
-        ("--hybrid-layer-pattern MMM- --pipeline-schedule seq-1f1b", "needs whole sequences"),
     ],
 )
 def test_refusals(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,3 +198,83 @@ def test_stages_of_gated_delta_nets() -> None:
     """Attention in every fourth layer, and as many in each of four stages: ranks but the first have equally many parameters."""
     costs = of(NEXT, "--pipeline-model-parallel-size", "4", "--pipeline-schedule", "zb-v").ranks
     assert len({rank.parameters for rank in costs[1:]}) == 1
+
+
+# Configurations in examples/post_training/modelopt/conf/nvidia of Megatron-LM; and NEXT's blocks as two letters each.
+LARGE = (
+    f"{NEMOTRON.replace('--hidden-size 4096', '--hidden-size 8192')} --num-attention-heads 64 --ffn-hidden-size 32768 "
+    "--mamba-state-dim 256 --mamba-num-heads 256 --tensor-model-parallel-size 8"
+)
+NANO = (
+    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --num-experts 128 --moe-router-topk 6 "
+    "--moe-shared-expert-intermediate-size 3712 --mamba-num-heads 64 --mamba-head-dim 64 --hidden-size 2688 "
+    "--num-attention-heads 32 --group-query-attention --num-query-groups 2 --ffn-hidden-size 1856 --kv-channels 128 "
+    "--squared-relu --normalization RMSNorm --disable-bias-linear --bf16 --untie-embeddings-and-output-weights "
+    "--position-embedding-type none --vocab-size 131072 --tokenizer-type NullTokenizer --seq-length 8192 --micro-batch-size 1"
+)
+LETTERS = NEXT.replace("--num-layers 48 ", "").replace(
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 4", ""
+)
+PUBLISHED = {
+    "Nemotron-H 8B": (NEMOTRON, PATTERN),
+    "Nemotron-H 56B": (LARGE, "M-M-M-M*-" + 9 * "M-M-M-M-M*-" + "M-M-M-M-M-"),
+    "Nemotron 3 Nano": (NANO, "MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*EMEMEMEME"),
+    "Qwen3-Next-80B-A3B": (LETTERS, 12 * "GEGEGE*E"),
+}
+
+
+@pytest.mark.parametrize(("flags", "pattern"), PUBLISHED.values(), ids=PUBLISHED)
+def test_published_patterns_gain_over_even_numbers(flags: str, pattern: str) -> None:
+    """None is published with ``|``; a training of ours has the balance by default, and megatron-core's even numbers."""
+    pipelined = flags.replace("--pipeline-model-parallel-size 4", "") + " --pipeline-model-parallel-size 4 --pipeline-schedule"
+    found = of(f"{pipelined} 1f1b", "--hybrid-layer-pattern", pattern)
+    model = describe(found.args)
+    costs = by_layer(model, H100, 4, Links.of(H100, 8, model.ranks))
+    split = Request("1f1b", 4, 16, layers=Model.by_layer(costs, Pattern.of(pattern)), objective="makespan").plan()
+    assert split.split and split.split.even and split.value < 0.99 * split.split.even
+    weights, extra = [stage.total for stage in costs.stages[1:-1]], {0: costs.stages[0].total, 3: costs.stages[-1].total}
+    stock = of(f"{pipelined} stock", "--hybrid-layer-pattern", pattern).layers
+    assert max(stock) - min(stock) <= 1
+    assert heaviest(found.layers, linear(4), extra, weights) < 0.99 * heaviest(stock, linear(4), extra, weights)
+    assert of(f"{pipelined} 1f1b", "--hybrid-layer-pattern", Pattern.of(pattern).cut(found.layers)).layers == found.layers
+
+
+def test_the_search_balances_a_pattern_for_every_schedule() -> None:
+    base = base_flags([*NEMOTRON.split(), "--hybrid-layer-pattern", PATTERN])
+    choices = LayoutChoices([2], [4], [1], [1], [1], ["zb-h1", "zb-v"])
+    layouts = Layouts(base, Cluster(H100, 8, 8), choices)
+    (layout,) = layouts
+    found = [*layouts.candidates(layout, stock=True), *layouts.candidates(layout, stock=False)]
+    assert {one.is_stock for one in found} == {True, False}
+    assert {one.variant.name for one in found} == {"1f1b", "interleaved", "zb-h1", "zb-v"}
+    for one in found:
+        pattern = Pattern.of(one.args.hybrid_layer_pattern)
+        assert pattern.counts == one.layers and len(one.layers) == one.placement.depth
+        assert pattern.letters == PATTERN
+        assert one.args.vocabulary.spread or one.layers[-1] < max(one.layers)  # where the output layer is
+
+
+def test_letters_of_latent_attention() -> None:
+    """``+`` and ``D`` are the attention of the same GPT, with and without an indexer."""
+    plain = (
+        "--hidden-size 7168 --num-attention-heads 128 --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+        "--qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear "
+        "--position-embedding-type rope --ffn-hidden-size 18432 --vocab-size 129280 --tokenizer-type NullTokenizer "
+        "--seq-length 4096 --micro-batch-size 1 --bf16 --kv-channels 128"
+    )
+    sizes = "--dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048"
+    for letter, more in (("+", ""), ("D", f"{sizes} --experimental-attention-variant dsa")):
+        whole = of(f"{plain} --num-layers 8 --multi-latent-attention {more}")
+        pattern = of(f"{plain} {more.partition('--exp')[0]}", "--hybrid-layer-pattern", 8 * f"{letter}-")
+        found, expected = (total_parameters(shape_of(each.args), tied=False) for each in (pattern, whole))
+        assert found == expected
+
+
+def test_tables_by_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*NEMOTRON.split(), "--hybrid-layer-pattern", PATTERN]
+    for command, more in ((["memory"], []), (["costs", "--gpu", "H100-80GB"], ["F ms", "B ms", "W ms"])):
+        assert main([*command, *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        first = next(index for index, line in enumerate(lines) if line.startswith("letter  layers  parameters"))
+        assert [head for head in ("F ms", "B ms", "W ms") if head in lines[first]] == more
+        assert [line.split()[:2] for line in lines[first + 1 : first + 4]] == [["M", "24"], ["-", "24"], ["*", "4"]]

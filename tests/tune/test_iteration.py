@@ -14,7 +14,6 @@ from megatron.pipeline.planner.costmodel.estimate import costs_of_training, laye
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core import cutting
-from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.tune import costs, iteration, relax
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.costs import CandidateCosts
@@ -70,7 +69,7 @@ def test_1f1b_of_equal_stages_takes_its_closed_form(four: Layouts) -> None:
     assert found.seconds - found.parts.between == pytest.approx((32 + 4 - 1) * 2 * layer, rel=5e-3)
     assert found.parts.between == pytest.approx(between(on, one))
     assert found.tokens_per_second == pytest.approx(32 * 2048 / found.seconds)
-    operations = 32 * gpt.training_operations(shape_of(one.args))
+    operations = 32 * shape_of(one.args).training_operations()
     assert found.mfu == pytest.approx(operations / (found.seconds * 4 * A100.peak))
 
 

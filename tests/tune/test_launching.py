@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.model.description import describe, shape_of
-from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.costmodel.device import named, shipped
 from megatron.pipeline.planner.costmodel.estimate import layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links
@@ -104,7 +103,7 @@ def test_graphs_of_layers_keep_their_outputs_gradients() -> None:
         training(more).ranks
         for more in ("", "--cuda-graph-impl transformer_engine --cuda-graph-scope attn", "--cuda-graph-impl full_iteration")
     )
-    each = hidden_bytes(shape_of(training().args))
+    each = shape_of(training().args).hidden_bytes
     for row, other, one in zip(plain, graphs, whole, strict=True):
         assert other.temporary - row.temporary == pytest.approx(each * row.layers * row.microbatches)
         assert one == row

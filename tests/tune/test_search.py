@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,31 +28,6 @@ CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
 RECOMPUTE = FULL_RECOMPUTE | {"recompute_fused_backward": True}
 QUICK = ("1f1b", "zb-h1")  # to plan
 SCARCE = 6.2e9  # bytes of a GPU
-
-
-class Here:
-    """A pool of no processes, for what takes no time to plan."""
-
-    _processes = None
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(function(*arguments))
-        return future
-
-    def shutdown(self, **_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_pool", lambda processes: Here())
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +266,7 @@ MODEL = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_accepted_and_needs_the_memory_that_was_said(kind: str, tmp_path: Path) -> None:
     schedule, changes, memory = KINDS[kind]
-    wide = ["--vocab-size=63999"] if kind == "of both ends" else []
+    wide = ["--vocab-size=63999", "--global-batch-size=16"] if kind == "of both ends" else []
     on = on_device(layouts(" ".join(wide), gpus=4 if wide else 2), memory=memory)
     found = result(on, candidate(on, schedule, **changes))
     path = tmp_path / "best.yaml"

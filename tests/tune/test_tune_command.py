@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from concurrent.futures import Future
 from functools import partial
@@ -18,7 +19,7 @@ import pytest
 import yaml
 from command import refusal
 from tune import forked_ranks
-from tune.test_search import Here
+from tune.small import Here
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
@@ -42,10 +43,12 @@ FEW = "--pipeline 2,4 --micro-batch-sizes 1 --schedules 1f1b,zb-h1 --processes 1
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory of a small search, and what it printed."""
     directory = tmp_path_factory.mktemp("tuned") / "deep" / "x"
-    command = [sys.executable, "-m", "megatron.pipeline.cli", "tune", *MODEL, *BATCH, *FOUR, *FEW, "-o", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert "\r" not in done.stderr and "0:00:0" not in done.stderr, "a bar is for terminals"
-    return directory, done.stdout
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patched.setattr(search, "_pool", lambda processes: Here())
+        assert main(["tune", *MODEL, *BATCH, *FOUR, *FEW, "-o", str(directory)]) == 0
+    assert "\r" not in err.getvalue() and "0:00:0" not in err.getvalue(), "a bar is for terminals"
+    return directory, out.getvalue()
 
 
 def test_the_table_has_the_best_and_stock(searched: tuple[Path, str]) -> None:
@@ -113,6 +116,7 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert yaml.safe_load((tmp_path / "best.yaml").read_text())["seq-length"] == 1024
 
 
+@pytest.mark.usefixtures("here")
 def test_without_what_draws_all_is_said_but_the_picture(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,11 +174,9 @@ def test_stopped_it_says_what_is_the_best_so_far(
         assert yaml.safe_load((tmp_path / "best.yaml").read_text())["pipeline-schedule"] == "stock"
 
 
-def test_where_stock_is_the_best_all_say_so(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_where_stock_is_the_best_all_say_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """V-Min, where stages are equal and there is memory for others."""
-    monkeypatch.setattr(search, "_pool", lambda processes: Here())
     few = "--pipeline 4 --tensor 1 --micro-batch-sizes 1 --schedules v-min".split()
     equal = ["--vocab-size", "127", "--untie-embeddings-and-output-weights"]
     assert main(["tune", *MODEL, *BATCH, *equal, *FOUR, *few, "-o", str(tmp_path)]) == 0
@@ -241,6 +243,7 @@ def test_refusals(
     assert re.search(message, refusal(capsys, "tune", *MODEL, *arguments))
 
 
+@pytest.mark.usefixtures("here")
 def test_a_model_that_fits_nowhere_is_told_what_is_short_and_what_would_fit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -16,8 +16,7 @@ from importlib import import_module
 from megatron.pipeline.cli.arguments import Parser, complain
 from megatron.pipeline.cli.versions import Completion, Version
 from megatron.pipeline.flags.packages import missing
-from megatron.pipeline.planner.planning.no_gc import without_gc
-from megatron.pipeline.planner.schedule.families import meant
+from megatron.pipeline.planner import families, without_gc
 
 COMMANDS = tuple("plan certify compare check export memory costs tune rehearse serve launch support".split())
 _OWN_FLAGS = ("check", "launch", "rehearse")  # most of their command line is for others
@@ -94,7 +93,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         named = ", ".join(commands)
         if arguments[0].startswith("-"):
             parser.error(f"a command comes before its flags: mpipe COMMAND {arguments[0]} ...; commands are {named}")
-        near = meant(arguments[0], commands) or f"; commands are {named}"
+        near = families.meant(arguments[0], commands) or f"; commands are {named}"
         parser.error(f"unknown command {arguments[0]!r}{near}")
     options, flags = parser.parse_known_args(arguments)
     if flags and not getattr(options, "takes_flags", False):

@@ -9,18 +9,10 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from megatron.pipeline.flags.flag_types import memory_size, positive_int
-from megatron.pipeline.planner.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.planner.planning.document import read_costs
-from megatron.pipeline.planner.planning.every_batch import read_lengths
-from megatron.pipeline.planner.planning.refusals import MEMORY_UNITS, read_amount
-from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
-from megatron.pipeline.planner.schedule.core.problem import Objective
-from megatron.pipeline.planner.schedule.core.stage_costs import COST_FIELDS
-from megatron.pipeline.planner.shape.hybrid import LETTERS, Pattern
+from megatron.pipeline.planner import Objective, Offload, Vocabulary, document, every_batch, hybrid, refusals, written_costs
 
 T = TypeVar("T")
 
@@ -93,14 +85,14 @@ def cost_flags() -> Parser:
     flags = Parser(add_help=False)
     flags.add_argument(
         "--cost",
-        type=numbers(*TIMES),
+        type=numbers(*written_costs.TIMES),
         metavar="F=..,B=..,W=..,comm=..[,NAME=..]",
         help="one rank's share of one microbatch and one message (comm), in any unit of time (default: 1,1,1,0, or the file's). "
-        f"NAME is one of {_named_costs()}",
+        f"NAME is one of {written_costs.named_times()}",
     )
     flags.add_argument(
         "--activation",
-        type=numbers(*MEMORY),
+        type=numbers(*written_costs.MEMORY),
         metavar="B=..,W=..[,R=..]",
         help="memory that F allocates, the part that remains from B to W (default: all of it, or the file's), and what F keeps "
         "where R follows (default: 0)",
@@ -108,13 +100,13 @@ def cost_flags() -> Parser:
     for name, part in (("first", "embedding"), ("last", "output layer")):
         flags.add_argument(
             f"--{name}-stage",
-            type=numbers(*EXTRA),
+            type=numbers(*written_costs.EXTRA),
             metavar="F=..,B=..,W=..,activation=..",
             help=f"what the {part} adds to the {name} stage of the model: in the unit of --cost, and in microbatches",
         )
     flags.add_argument(
         "--vocab-cost",
-        type=numbers(*SPREAD),
+        type=numbers(*written_costs.SPREAD),
         metavar="S=..,T=..[,IF=..][,IB=..][,activation=..][,exchange=..]",
         help="one rank's share of the vocabulary with --vocab-parallel: time of the output layer's S and T and the embedding's "
         "IF and IB, memory of S until T in microbatches, and time of a collective (default: S=0.5, T=0.5, a message for a "
@@ -123,7 +115,7 @@ def cost_flags() -> Parser:
     )
     flags.add_argument(
         "--copy",
-        type=numbers(*SHARED),
+        type=numbers(*written_costs.SHARED),
         metavar="both=..[,switch=..,shared=..]",
         help="share of its speed that a copy keeps while its rank copies in the other direction, too, between 0.5 and 1; number "
         "of neighbouring ranks that share one switch to host memory, and the share of speed that each keeps while all copy in "
@@ -131,7 +123,7 @@ def cost_flags() -> Parser:
     )
     flags.add_argument(
         "--costs",
-        type=file_of(read_costs),
+        type=file_of(document.read_costs),
         metavar="FILE",
         help='costs of every stage, instead of the flags above: {"hop": .., "stages": [{"forward": .., "backward": .., '
         '"weight": .., "activation": ..}, ..]}, as mpipe costs and mpipe rehearse write them; --memory-limit is then in the unit '
@@ -141,12 +133,6 @@ def cost_flags() -> Parser:
         "--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches, or as --costs says"
     )
     return flags
-
-
-def _named_costs() -> str:
-    """Names of ``--cost`` that may be left out, with what each is."""
-    named = ((meaning, [field.flag for field in alike]) for meaning, alike in groupby(COST_FIELDS, lambda field: field.meaning))
-    return "; ".join(f"{', '.join(flags)} ({meaning})" for meaning, flags in named if meaning)
 
 
 def boundary_flags() -> Parser:
@@ -187,7 +173,7 @@ def length_flags() -> Parser:
     flags = Parser(add_help=False)
     flags.add_argument(
         "--lengths",
-        type=file_of(read_lengths),
+        type=file_of(every_batch.read_lengths),
         metavar="FILE",
         help="plan for these microbatches: in every line the lengths of one's sequences, in tokens; or a list of such lists in "
         "JSON. The costs are then those of one sequence as long as the mean microbatch",
@@ -276,11 +262,11 @@ def report_flags(
     return flags
 
 
-def numbers(*names: str) -> Callable[[str], Numbers]:
+def numbers(*names: str) -> Callable[[str], written_costs.Numbers]:
     """An argument type for ``F=1,B=2`` with these names."""
 
-    def parse(text: str) -> Numbers:
-        given: Numbers = {}
+    def parse(text: str) -> written_costs.Numbers:
+        given: written_costs.Numbers = {}
         for item in text.split(","):
             name, equals, value = (part.strip() for part in item.partition("="))
             if not equals or name in given:
@@ -293,7 +279,7 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
                 wanted = f"{name}={value}: expected a number without a unit, such as {name}=1"
                 raise argparse.ArgumentTypeError(f"{text!r}: {wanted}") from None
         try:
-            return checked(given, names)
+            return written_costs.checked(given, names)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
@@ -303,9 +289,9 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
 def limit(text: str) -> float:
     """An argument type for a memory limit: a number in the unit of the costs, or ``Bytes`` for one such as 20GiB."""
     try:
-        return read_amount(text)
+        return refusals.read_amount(text)
     except ValueError:
-        wanted = f"a number of microbatches of at least 0, or bytes such as 20GiB, in one of {', '.join(MEMORY_UNITS)}"
+        wanted = f"a number of microbatches of at least 0, or bytes such as 20GiB, in one of {', '.join(refusals.MEMORY_UNITS)}"
         raise argparse.ArgumentTypeError(f"{text!r}: expected {wanted}") from None
 
 
@@ -334,12 +320,12 @@ def whole_numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers of at least 1, such as 2 or 2,4") from None
 
 
-def layers_or_pattern(text: str) -> int | Pattern:
+def layers_or_pattern(text: str) -> int | hybrid.Pattern:
     """An argument type for the layers of a model: their number, or a letter for each."""
-    if not text or not set(text) <= {*LETTERS, *"|/"}:
+    if not text or not set(text) <= {*hybrid.LETTERS, *"|/"}:
         return int(positive_int(text))
     try:
-        return Pattern.of(text)
+        return hybrid.Pattern.of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -5,45 +5,22 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags, names, report_flags, size_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import positive_int
-from megatron.pipeline.planner.planning import plan
-from megatron.pipeline.planner.planning.costs import CostFlags, costs_of, with_shards
-from megatron.pipeline.planner.planning.document import is_csv, naming, schedule_of
-from megatron.pipeline.planner.schedule.certify.certificate import Certificate, TransportOutcome, certify
-from megatron.pipeline.planner.schedule.certify.megatron import megatron_interleaved
-from megatron.pipeline.planner.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.names import counted
-from megatron.pipeline.planner.schedule.core.slack import SLACK
-from megatron.pipeline.planner.schedule.lower.lower import lower
-from megatron.pipeline.planner.schedule.lower.traffic import Traffic, of_programs
-from megatron.pipeline.planner.schedule.rules.boundary import verify_boundary
-from megatron.pipeline.planner.schedule.rules.deadlock import Hang
-from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS, TransportModel
-from megatron.pipeline.planner.schedule.rules.verify import verify_passes
+from megatron.pipeline.planner import SLACK, counted, traffic
 
 MEGATRON = "interleaved"  # in place of a file: megatron-core's own
 MOST_FORWARDS = 100_000  # of it, on all ranks: what takes a minute
 _ITS_FLAGS = ("--no-overlap-p2p-communication", "--variable-seq-lengths")
 
 
-class TrafficSource(NamedTuple):
-    """Traffic with its costs, and ``how`` its messages came to stand where they do, in words."""
-
-    traffic: Traffic
-    costs: Costs
-    how: str
-
-
 def add(commands: Commands) -> None:
     help = "say for each transport whether a schedule hangs, and where"
-    listed = "; ".join(f"{each.name}: {each.meaning}" for each in TRANSPORTS.values())
+    listed = "; ".join(f"{each.name}: {each.meaning}" for each in traffic.TRANSPORTS.values())
     report = report_flags("one JSON object", "write there instead of to the terminal: .json, or .txt for text")
     parser = add_command(
         commands,
@@ -76,12 +53,12 @@ def run(options: argparse.Namespace) -> int:
     check_output(options)
     transports = _transports(options.transport)
     source = _source(options)
-    certificate = certify(source.traffic, source.costs, transports, options.cold)
+    certificate = source.certify(transports, options.cold)
     write(_fields(source, certificate, options.cold), lambda: "\n".join(_text(source, certificate, options.cold)), options)
     return int(certificate.hangs)
 
 
-def _source(options: argparse.Namespace) -> TrafficSource:
+def _source(options: argparse.Namespace) -> traffic.TrafficSource:
     flags, sizes = changes(options).costs, (options.pp, options.microbatches)
     overlap, shapes = not options.no_overlap_p2p_communication, options.variable_seq_lengths
     if options.file != MEGATRON:
@@ -90,7 +67,7 @@ def _source(options: argparse.Namespace) -> TrafficSource:
             raise ValueError(
                 f"--pp, --microbatches, --chunks, {others} are for {MEGATRON}: leave them out, a file says it itself"
             )
-        return read_traffic(options.file, flags)
+        return traffic.read_traffic(options.file, flags)
     if None in sizes:
         raise ValueError(f"{MEGATRON} needs --pp and --microbatches; a file of that name is ./{MEGATRON}")
     if options.pp < 2:
@@ -100,46 +77,23 @@ def _source(options: argparse.Namespace) -> TrafficSource:
             f"--pp {options.pp}, --chunks {options.chunks or 2}, --microbatches {options.microbatches} are over {MOST_FORWARDS} "
             "forwards; take fewer: what hangs does so with few microbatches"
         )
-    traffic = megatron_interleaved(plan(MEGATRON, *sizes, chunks=options.chunks), overlap, shapes)
-    return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages where megatron-core has them")
+    return traffic.megatrons(flags, sizes, options.chunks, overlap, shapes)
 
 
-def read_traffic(path: str, flags: CostFlags) -> TrafficSource:
-    """The traffic of a schedule from a JSON or CSV file; passes alone are lowered as training does it.
-
-    Raises:
-        ValueError: the file cannot be read, is malformed, or lacks a pass that another needs, or passes wait for each other in a
-            circle; the message names the file.
-    """
-
-    def traffic_of(text: str) -> TrafficSource:
-        if is_csv(path) and has_messages(text):
-            traffic = from_comms_csv(text, Path(path).stem)
-            return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages as the file has them")
-        schedule, file = schedule_of(path, without_weights(text) if is_csv(path) else text)
-        verify_passes(schedule, forward_only=all(kind.is_forward for row in schedule.rows for kind in row.kinds))
-        verify_boundary(schedule)
-        costs = costs_of(flags, schedule.placement, file, copies=schedule.has_copies)
-        costs = with_shards(costs, schedule.vocabulary, schedule.ranks)
-        return TrafficSource(of_programs(schedule, lower(schedule, costs)), costs, "messages where training has them")
-
-    return naming(path, traffic_of)
-
-
-def _transports(asked: list[str] | None) -> list[TransportModel]:
+def _transports(asked: list[str] | None) -> list[traffic.TransportModel]:
     for name in asked or ():
-        if name not in TRANSPORTS:
-            raise ValueError(f"unknown transport {name!r}; they are {', '.join(TRANSPORTS)}")
-    return [each for name, each in TRANSPORTS.items() if not asked or name in asked]
+        if name not in traffic.TRANSPORTS:
+            raise ValueError(f"unknown transport {name!r}; they are {', '.join(traffic.TRANSPORTS)}")
+    return [each for name, each in traffic.TRANSPORTS.items() if not asked or name in asked]
 
 
-def _fields(source: TrafficSource, certificate: Certificate, cold: bool) -> dict[str, Any]:
-    traffic = certificate.traffic
+def _fields(source: traffic.TrafficSource, certificate: traffic.Certificate, cold: bool) -> dict[str, Any]:
+    whole = certificate.traffic
     return {
-        "schedule": traffic.name,
-        "pp": traffic.ranks,
-        "chunks": traffic.placement.chunks,
-        "microbatches": traffic.microbatches,
+        "schedule": whole.name,
+        "pp": whole.ranks,
+        "chunks": whole.placement.chunks,
+        "microbatches": whole.microbatches,
         "messages": source.how,
         "cold": cold,
         "hangs": certificate.hangs,
@@ -149,7 +103,7 @@ def _fields(source: TrafficSource, certificate: Certificate, cold: bool) -> dict
     }
 
 
-def _outcome(outcome: TransportOutcome, unlimited: float | None) -> dict[str, Any]:
+def _outcome(outcome: traffic.TransportOutcome, unlimited: float | None) -> dict[str, Any]:
     hang = outcome.hang
     return {
         "hangs": hang is not None,
@@ -160,12 +114,12 @@ def _outcome(outcome: TransportOutcome, unlimited: float | None) -> dict[str, An
     }
 
 
-def _text(source: TrafficSource, certificate: Certificate, cold: bool) -> Iterator[str]:
-    traffic, unlimited = certificate.traffic, certificate.unlimited
-    chunks = f" with {traffic.placement.chunks} chunks each" if traffic.placement.chunks > 1 else ""
+def _text(source: traffic.TrafficSource, certificate: traffic.Certificate, cold: bool) -> Iterator[str]:
+    whole, unlimited = certificate.traffic, certificate.unlimited
+    chunks = f" with {whole.placement.chunks} chunks each" if whole.placement.chunks > 1 else ""
     start = ", cold start" if cold else ""
-    size = f"{counted(traffic.ranks, 'rank')}{chunks}, {counted(traffic.microbatches, 'microbatch')}"
-    yield f"{traffic.name}: {size}; {source.how}{start}"
+    size = f"{counted(whole.ranks, 'rank')}{chunks}, {counted(whole.microbatches, 'microbatch')}"
+    yield f"{whole.name}: {size}; {source.how}{start}"
     wide = max(len(outcome.transport.name) for outcome in certificate.outcomes)
     for outcome in certificate.outcomes:
         yield f"  {outcome.transport.name:<{wide}}  {_verdict(outcome, unlimited)}"
@@ -180,7 +134,7 @@ def _text(source: TrafficSource, certificate: Certificate, cold: bool) -> Iterat
         yield from chain
 
 
-def _verdict(outcome: TransportOutcome, unlimited: float | None) -> str:
+def _verdict(outcome: traffic.TransportOutcome, unlimited: float | None) -> str:
     if outcome.makespan is None:
         return "HANGS"
     text = f"does not hang; makespan {outcome.makespan:g}"
@@ -189,7 +143,7 @@ def _verdict(outcome: TransportOutcome, unlimited: float | None) -> str:
     return text
 
 
-def _chain(hang: Hang) -> Iterator[str]:
+def _chain(hang: traffic.Hang) -> Iterator[str]:
     for number, blocked in enumerate(hang.chain):
         yield f"  {'waits for ' if number else ''}{blocked}"
     if not hang.missing:

@@ -22,8 +22,7 @@ from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import given, neutral
 from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.flags.settings import Flags, Role
-from megatron.pipeline.planner.schedule.core.names import STOCK, counted
-from megatron.pipeline.planner.view.table import plain_table
+from megatron.pipeline.planner import STOCK, counted, view
 
 NAME = "check"
 _HELP = "train a few iterations in two layouts or under two schedules, and say where the first difference is"
@@ -196,7 +195,7 @@ def _run(job: Job, side: Side) -> None:
     from megatron.pipeline.tune import processes
 
     try:
-        processes.run(rank, job, side.ranks, lambda _: None, _SILENCE)
+        processes.run(rank, job, side.ranks, _SILENCE)
     except processes.RankFailed as error:
         raise RuntimeError(f"{side.name} ({side.sizes}): {error}") from None
 
@@ -230,7 +229,7 @@ def _table(found: list[Any], metrics: list[dict[str, Any]]) -> str:
         loss, norm = (_size(number.relative) for number in one.numbers)
         cells = [f"{numbers['loss']:.6g}", loss, f"{numbers['grad_norm'] or 0:.6g}", norm, _size(most.relative)]
         rows.append([str(one.number), *cells, f"{one.tolerance:.0e}", most.what if most.absolute else ""])
-    return plain_table(heads, rows, words=1)
+    return view.plain_table(heads, rows, words=1)
 
 
 def _verdict(found: list[Any]) -> list[str]:
@@ -256,7 +255,7 @@ def _verdict(found: list[Any]) -> list[str]:
         f"{one.absolute:.1e}, {_size(one.relative)} of {'its largest element' if one.ranks else 'it'} "
         f"(sums in another order explain {first.tolerance:.0e})",
         "",
-        plain_table(["in the order of the backward", "differs by", "relative", "on ranks"], rows, words=1),
+        view.plain_table(["in the order of the backward", "differs by", "relative", "on ranks"], rows, words=1),
         *more,
     ]
 

@@ -26,19 +26,20 @@ from megatron.pipeline.cli.drawn import page
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.request import cost_flags_of, requested
 from megatron.pipeline.cli.summary import above_bound, check_suffix, wrote
-from megatron.pipeline.planner.planning.choose import candidates
-from megatron.pipeline.planner.planning.costs import costs_of
-from megatron.pipeline.planner.planning.document import gain, row
-from megatron.pipeline.planner.planning.limits import peak_of_1f1b
-from megatron.pipeline.planner.planning.planned import Planned, above
-from megatron.pipeline.planner.planning.refusals import MIB, Refusal, Unit, folded, nothing_fits
-from megatron.pipeline.planner.planning.request import Request, variants
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.names import counted
-from megatron.pipeline.planner.schedule.core.problem import Objective
-from megatron.pipeline.planner.schedule.families import AUTO
-from megatron.pipeline.planner.view import Point, draw_pareto
-from megatron.pipeline.planner.view.table import plain_table
+from megatron.pipeline.planner import (
+    Objective,
+    Planned,
+    Request,
+    choose,
+    counted,
+    document,
+    families,
+    peak_of_1f1b,
+    refusals,
+    variants,
+    view,
+    written_costs,
+)
 
 _SUFFIXES = (".json", ".html", ".png", ".svg")
 
@@ -79,7 +80,7 @@ class Comparison:
 
     request: Request
     planned: list[Planned]
-    refused: list[Refusal]
+    refused: list[refusals.Refusal]
     whole: float | None
 
     @property
@@ -89,16 +90,17 @@ class Comparison:
 
 def run(options: argparse.Namespace) -> None:
     suffix = check_suffix(options.output, _SUFFIXES)
-    if AUTO in (options.schedules or []):
+    if families.AUTO in (options.schedules or []):
         raise ValueError(
-            f"{AUTO} is the best of all schedules: leave --schedules out to compare all, or take mpipe plan --schedule {AUTO}"
+            f"{families.AUTO} is the best of all schedules: leave --schedules out to compare all, or take "
+            f"mpipe plan --schedule {families.AUTO}"
         )
     request = requested(options)
     with Progress("planning schedules") as progress:
-        planned, refused = candidates(request, variants(options.pp, options.schedules, options.chunks), progress)
+        planned, refused = choose.candidates(request, variants(options.pp, options.schedules, options.chunks), progress)
     if not planned:
-        raise nothing_fits(refused, request.unit, request.lowest_limit)
-    of_1f1b = costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
+        raise refusals.nothing_fits(refused, request.unit, request.lowest_limit)
+    of_1f1b = written_costs.costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
     compared = Comparison(request, planned, refused, peak_of_1f1b(of_1f1b, options.pp, options.microbatches))
     if suffix == ".json":
         Path(options.output).write_text(json.dumps(_data(compared)) + "\n", encoding="utf-8")
@@ -122,7 +124,7 @@ def _data(compared: Comparison) -> dict[str, Any]:
         "objective": request.objective,
         "memory_limit": request.lowest_limit if request.lowest_limit != float("inf") else None,
         "peak_of_1f1b": whole,
-        "schedules": [row(plan) | {"memory_of_1f1b": plan.peak / whole if whole else None} for plan in compared.planned],
+        "schedules": [document.row(plan) | {"memory_of_1f1b": plan.peak / whole if whole else None} for plan in compared.planned],
         "refused": {str(refusal.variant): refusal.reason for refusal in compared.refused},
     }
 
@@ -130,14 +132,16 @@ def _data(compared: Comparison) -> dict[str, Any]:
 def _plot(compared: Comparison, path: str) -> None:
     request, objective, unit = compared.request, compared.objective, compared.request.unit
     title = f"{counted(request.ranks, 'rank')}, {counted(request.microbatches, 'microbatch')}"
-    points = [Point(str(plan.variant), objective.bubble_rate(plan.timeline), plan.peak / unit.size) for plan in compared.planned]
+    points = [
+        view.Point(str(plan.variant), objective.bubble_rate(plan.timeline), plan.peak / unit.size) for plan in compared.planned
+    ]
     whole = compared.whole / unit.size if compared.whole else None
-    draw_pareto(points, path, whole, title, unit.name.strip() or "in the costs file's unit", objective)
+    view.draw_pareto(points, path, whole, title, unit.name.strip() or "in the costs file's unit", objective)
 
 
 def _print_table(compared: Comparison) -> None:
     request, whole = compared.request, compared.whole
-    memory = f"memory, {request.unit.name}" if request.unit is MIB else "memory"
+    memory = f"memory, {request.unit.name}" if request.unit is refusals.MIB else "memory"
     heads = ["schedule", "makespan", "bubble", "span", "bubble", memory, "of 1F1B", "above bound", "plan s"]
     heads[-2:-2] = ["without", "host", "moved"] if request.offload else []
     communicating = any(plan.communication[1] for plan in compared.planned)
@@ -161,16 +165,16 @@ def _print_table(compared: Comparison) -> None:
         ]
         for plan in compared.planned
     ]
-    print(plain_table(heads, cells))
+    print(view.plain_table(heads, cells))
     print(f"\n{above_bound(compared.objective)}")
     if compared.refused:
         print("\nnot possible here:")
-        print("\n".join(f"  {line}" for line in folded(compared.refused, request.unit, request.lowest_limit)))
+        print("\n".join(f"  {line}" for line in refusals.folded(compared.refused, request.unit, request.lowest_limit)))
 
 
-def _offloaded(plan: Planned, unit: Unit) -> tuple[str, str, str]:
+def _offloaded(plan: Planned, unit: refusals.Unit) -> tuple[str, str, str]:
     """Memory that a schedule holds without copies, its share in host memory, and which share of all activations goes there."""
-    fields = gain(plan)
+    fields = document.gain(plan)
     without, host = (unit.number(max(fields[name])) for name in ("peak_without", "host_peak"))
     return without, host, f"{fmean(fields['moved_share']):.1%}"
 
@@ -179,7 +183,7 @@ def _periods(plan: Planned) -> tuple[str, str, str]:
     """The period, that under Megatron-LM's rules, and how far the former is above its bound."""
     if plan.period is None or plan.by_rules is None:
         return "-", "-", "-"
-    return f"{plan.period:g}", f"{plan.by_rules:g}", f"{above(plan.period, plan.period_bound):z.1%}"
+    return f"{plan.period:g}", f"{plan.by_rules:g}", f"{plan.period_gap:z.1%}"
 
 
 def _exposed(plan: Planned) -> str:

@@ -8,22 +8,26 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
 from megatron.pipeline.cli.gpu import add_gpu_flags, measured_engine, measured_gpu, named_gpu
+from megatron.pipeline.cli.letters import by_letter
 from megatron.pipeline.cli.memory import predicted, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.model.description import describe
-from megatron.pipeline.planner.costmodel import device, ranges
-from megatron.pipeline.planner.costmodel.device import Device
-from megatron.pipeline.planner.costmodel.estimate import by_layer, costs_of_training, remade
-from megatron.pipeline.planner.costmodel.links import Links
-from megatron.pipeline.planner.costmodel.origin import described
-from megatron.pipeline.planner.costmodel.replicas import with_replicas
-from megatron.pipeline.planner.planning.refusals import MIB
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.placement import Placement, linear
-from megatron.pipeline.planner.schedule.core.stage_costs import BETWEEN
-from megatron.pipeline.planner.shape.gpt import Shape
-from megatron.pipeline.planner.view.table import plain_table
+from megatron.pipeline.planner import (
+    Costs,
+    Device,
+    Links,
+    Placement,
+    Shape,
+    device,
+    estimate,
+    interleaved,
+    origin,
+    ranges,
+    refusals,
+    view,
+    with_replicas,
+)
 
 HOW = "docs/model.md has the formulas and how far they are off; mpipe rehearse and --pipeline-costs profile measure instead."
 
@@ -61,36 +65,38 @@ def run(options: argparse.Namespace) -> None:
     gpu = measured_gpu(gpu, options, args)
     model = describe(args)
     links = Links.of(gpu, options.gpus_per_node or gpu.node(model.gpus), model.ranks)
+    alone = estimate.by_layer(model, gpu, placement.depth, links)
+    letters = by_letter(model, alone, timed=True)
     if options.by_layer:
-        costs = by_layer(model, gpu, placement.depth, links)
-        placement, layers = linear(len(costs.stages)), [0, *[1] * args.num_layers, 0]
+        costs = alone
+        placement, layers = interleaved(len(costs.stages), 1), [0, *[1] * args.num_layers, 0]
     else:
-        costs = remade(model, costs_of_training(model, placement, layers, gpu, links))
+        costs = estimate.remade(model, estimate.costs_of_training(model, placement, layers, gpu, links))
         if model.copies > 1:  # what ranks do between two iterations
             costs = with_replicas(model, costs, placement, layers, links, gpu)
-    data: dict[str, Any] = costs.fields() | {"of": described(model, "predicted", layers)}
+    data: dict[str, Any] = costs.fields() | {"of": origin.described(model, "predicted", layers)}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
-    write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(model)), options, brief)
+    write(data, lambda: _text(costs, placement, layers, gpu, Shape.of(model), letters), options, brief)
 
 
-def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device, shape: Shape) -> str:
+def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device, shape: Shape, letters: str) -> str:
     heads = ["stage", "rank", "layers", "F ms", "B ms", "W ms", "activations, MiB", "held until W, MiB"]
     cells = [
         [
             *(str(number) for number in (index, placement.home(index)[0], layers[index])),
             *(f"{1e3 * seconds:.4g}" for seconds in (stage.forward, stage.backward, stage.weight)),
-            *(MIB.number(memory) for memory in (stage.activation, stage.retained)),
+            *(refusals.MIB.number(memory) for memory in (stage.activation, stage.retained)),
         ]
         for index, stage in enumerate(costs.stages)
     ]
     if costs.has_boundary:
         heads += ["RS ms", "OPT ms", "AG ms"]
         for row, stage in zip(cells, costs.stages, strict=True):
-            row += [f"{1e3 * stage.value(name):.4g}" for name in BETWEEN]
+            row += [f"{1e3 * stage.value(name):.4g}" for name in ("reduce", "step", "gather")]
     spread = costs.vocabulary
     shards = f"; S takes {1e3 * spread.S:.4g} ms and T {1e3 * spread.T:.4g} ms on every rank" if spread.total else ""
     sure = ranges.learnt("throughput", shape, gpu)
     likely = f"published trainings of this class took {1 / sure.high:.2f} to {1 / sure.low:.2f} times as long ({sure.source})"
     message = f"a message between stages takes {1e3 * costs.hop:.4g} ms{shards}"
-    table = f"one microbatch on {gpu.name}\n\n{plain_table(heads, cells)}\n"
+    table = f"one microbatch on {gpu.name}\n\n{view.plain_table(heads, cells)}\n" + (f"\n{letters}\n" if letters else "")
     return "\n".join([table, message, likely, *ranges.doubts(shape, gpu), HOW])

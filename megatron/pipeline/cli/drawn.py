@@ -11,11 +11,7 @@ from typing import Any, TypeAlias
 from megatron.pipeline.cli.arguments import Parser
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
-from megatron.pipeline.planner.planning.document import curves, naming, read_recorded_plan, read_timeline
-from megatron.pipeline.planner.planning.planned import Planned
-from megatron.pipeline.planner.schedule.core.timeline import Timeline
-from megatron.pipeline.planner.view import Entry, draw, write_page
-from megatron.pipeline.planner.view.consecutive import joined, recorded
+from megatron.pipeline.planner import Planned, Timeline, document, view
 
 Shown: TypeAlias = Mapping[str, tuple[Timeline, Planned | None]]  # by title; a recorded timeline has no schedule
 
@@ -56,14 +52,14 @@ def check_drawn(options: argparse.Namespace) -> None:
 def shown_of(options: argparse.Namespace) -> Shown:
     """Timelines that files hold, with the changes that flags ask for in schedules."""
     if options.consecutive:
-        title, timeline = joined([naming(path, recorded) for path in options.files])
+        title, timeline = view.joined([document.naming(path, view.recorded) for path in options.files])
         return {title: (timeline, None)}
     shown: dict[str, tuple[Timeline, Planned | None]] = {}
     for path in options.files:
-        timeline, planned = read_timeline(path, changes(options))
+        timeline, planned = document.read_timeline(path, changes(options))
         title = planned.title if planned else Path(path).stem
         title = f"{title} ({path})" if title in shown else title
-        if (plan := read_recorded_plan(path)) is not None:
+        if (plan := document.read_recorded_plan(path)) is not None:
             shown[f"{title}, planned"] = plan, None
         shown[title] = timeline, planned
     return shown
@@ -85,7 +81,7 @@ def write_drawn(shown: Shown, options: argparse.Namespace) -> None:
             timelines = {title: timeline for title, (timeline, _) in shown.items()}
             schedules = {title: planned for title, (_, planned) in shown.items() if planned}
             splits = {title: planned.schedule.splits for title, planned in schedules.items()}
-            draw(timelines, options.draw, splits=splits, **(curves(schedules) if options.memory else {}))
+            view.draw(timelines, options.draw, splits=splits, **(document.curves(schedules) if options.memory else {}))
     if options.trace:
         title, (timeline, planned) = list(shown.items())[-1]  # a recorded iteration comes behind its plan
         Path(options.trace).write_text(trace(title, timeline, planned), encoding="utf-8")
@@ -103,15 +99,15 @@ def page(path: str, shown: Shown) -> None:
     entries = []
     for title, (timeline, planned) in shown.items():
         facts = {f"above bound ({planned.problem.objective})": f"{planned.gap:z.1%}"} if planned else {}
-        entries.append(Entry(title, timeline, **_whole(timeline, planned), facts=facts))
-    write_page(entries, path)
+        entries.append(view.Entry(title, timeline, **_whole(timeline, planned), facts=facts))
+    view.write_page(entries, path)
 
 
 def trace(title: str, timeline: Timeline, planned: Planned | None) -> str:
     """Text of a timeline's trace for Perfetto, with its schedule where it is known."""
-    from megatron.pipeline.planner.view.chrome_trace import to_trace
+    from megatron.pipeline.planner import view
 
-    return json.dumps(to_trace(timeline, **(_whole(timeline, planned) or {"name": title})))
+    return json.dumps(view.to_trace(timeline, **(_whole(timeline, planned) or {"name": title})))
 
 
 def _whole(timeline: Timeline, planned: Planned | None) -> dict[str, Any]:

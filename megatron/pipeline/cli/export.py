@@ -10,7 +10,7 @@ from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags
 from megatron.pipeline.cli.drawn import trace
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, wrote
-from megatron.pipeline.planner.planning.document import read, read_timeline, report
+from megatron.pipeline.planner import document
 
 _SUFFIXES = (".trace.json", ".json", ".csv")
 
@@ -34,13 +34,13 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> None:
     suffix = check_suffix(options.output, _SUFFIXES)
     if suffix == ".trace.json":
-        timeline, planned = read_timeline(options.file, changes(options))
+        timeline, planned = document.read_timeline(options.file, changes(options))
         text = trace(planned.title if planned else Path(options.file).stem, timeline, planned)
     elif suffix == ".csv":
-        from megatron.pipeline.planner.schedule.lower.torch_csv import to_csv
+        from megatron.pipeline.planner import to_csv
 
-        text = to_csv(read(options.file, changes(options)).schedule)
+        text = to_csv(document.read(options.file, changes(options)).schedule)
     else:
-        text = json.dumps(report(read(options.file, changes(options)))) + "\n"
+        text = json.dumps(document.report(document.read(options.file, changes(options)))) + "\n"
     Path(options.output).write_text(text, encoding="utf-8")
     wrote(options.output)

@@ -11,9 +11,7 @@ from megatron.pipeline.cli.arguments import file_of
 from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import actions
 from megatron.pipeline.model.description import describe
-from megatron.pipeline.planner.costmodel import device, origin
-from megatron.pipeline.planner.costmodel.device import Device
-from megatron.pipeline.planner.planning.document import naming
+from megatron.pipeline.planner import Device, device, document, origin
 
 
 def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +19,7 @@ def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file of mpipe tune --gpu-from")
     parser.add_argument(
         "--gpu-from",
-        type=file_of(partial(naming, read=origin.read)),
+        type=file_of(partial(document.naming, read=origin.read)),
         metavar="FILE",
         help="the GPU on which a run of this model measured costs.json (mpipe rehearse, --pipeline-costs profile): its F, B and "
         "W count, all else is of --gpu, by default of the GPU that the file names",

@@ -15,28 +15,34 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
+from megatron.pipeline.cli.letters import by_letter
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
 from megatron.pipeline.flags.importers.upstream import settle
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.model.description import describe, shape_of
-from megatron.pipeline.planner.costmodel import ranges
-from megatron.pipeline.planner.costmodel.activations import hidden_bytes
-from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, any_device, predict, usable
-from megatron.pipeline.planner.costmodel.parameters import total_parameters
-from megatron.pipeline.planner.planning.request import MOST_RANKS
-from megatron.pipeline.planner.schedule.core.names import OFF, STOCK
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.view.table import plain_table
+from megatron.pipeline.planner import (
+    MOST_RANKS,
+    OFF,
+    STOCK,
+    Links,
+    Schedule,
+    estimate,
+    parameters,
+    ranges,
+    rank_memory,
+    view,
+)
 
 _DEFAULT = {"pipeline_schedule": actions()["pipeline_schedule"].default}
 ENOUGH = 16  # microbatches for each rank, to plan for
 LOCAL = "local"  # of --transformer-impl: layers without Transformer Engine
 FUSED = "assumes Transformer Engine, whose attention is fused"
+_OVERHEAD = rank_memory.OVERHEAD / rank_memory.GIB
 NOTE = f"""\
 State: weights, gradients and optimizer. Activations: at their peak, when the rank holds that number of microbatches.
-Other: the largest temporary, and {OVERHEAD / GIB:g} GiB for CUDA, NCCL and what the allocator cannot use."""
+Other: the largest temporary, and {_OVERHEAD:g} GiB for CUDA, NCCL and what the allocator cannot use."""
 _WHOLE_LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # What takes less memory, by the flags that would have to be added: what costs least time first.
 REMEDIES = (
@@ -67,18 +73,18 @@ class Prediction:
     args: Settings
     schedule: Schedule
     layers: list[int]
-    ranks: list[RankMemory]
+    ranks: list[rank_memory.RankMemory]
     microbatches: int
     message_buffers: int | None
 
     @property
     def message_bytes(self) -> float | None:
         """Bytes of ``message_buffers``."""
-        size = hidden_bytes(shape_of(self.args)) / self.schedule.splits
+        size = shape_of(self.args).hidden_bytes / self.schedule.splits
         return None if self.message_buffers is None else self.message_buffers * size
 
     @property
-    def fullest(self) -> RankMemory:
+    def fullest(self) -> rank_memory.RankMemory:
         return max(self.ranks, key=lambda rank: rank.total)
 
 
@@ -117,9 +123,9 @@ def run(options: argparse.Namespace) -> None:
     from megatron.pipeline.session.memory import more_than_stock
 
     warning = more_than_stock(prediction.args, prediction.ranks, other.ranks if other and not stock else None)
-    limit = options.gpu_memory * GIB
-    fits = prediction.fullest.total <= usable(limit)
-    remedies = [] if fits else list(_remedies(flags, world, usable(limit)))
+    limit = options.gpu_memory * rank_memory.GIB
+    fits = prediction.fullest.total <= rank_memory.usable(limit)
+    remedies = [] if fits else list(_remedies(flags, world, rank_memory.usable(limit)))
     say_not_modelled(prediction.args)
     contents = report(prediction) | {
         "gpu_memory": limit,
@@ -176,7 +182,7 @@ def predicted(
         schedule = largest_iteration(args, pipeline)
         messages = None if pipeline.is_stock else pipeline.plans.plan(schedule.microbatches).message_buffers
         layers = decoder_layers(args, schedule.placement)
-        return Prediction(args, schedule, layers, predict(describe(args), schedule, layers), whole, messages)
+        return Prediction(args, schedule, layers, rank_memory.predict(describe(args), schedule, layers), whole, messages)
 
 
 def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({}), engine: str | None = None) -> Flags:
@@ -239,13 +245,13 @@ def report(prediction: Prediction) -> dict[str, Any]:
         "dp": args.data_parallel_size,
         "vocab_parallel": args.vocabulary.spread or OFF,
         "microbatches": prediction.microbatches,
-        "parameters": total_parameters(shape_of(args), not args.untie_embeddings_and_output_weights),
+        "parameters": parameters.total_parameters(shape_of(args), not args.untie_embeddings_and_output_weights),
         "transformer_impl": args.transformer_impl,
-        "overhead": OVERHEAD,
+        "overhead": rank_memory.OVERHEAD,
         "message_buffers": prediction.message_buffers,
         "message_bytes": prediction.message_bytes,
         "peak_bytes": prediction.fullest.total,
-        "peak_bytes_range": [bound * GIB for bound in _likely(prediction)],
+        "peak_bytes_range": [bound * rank_memory.GIB for bound in _likely(prediction)],
         "ranks": [asdict(rank) | {"total": rank.total} for rank in prediction.ranks],
     }
 
@@ -253,8 +259,8 @@ def report(prediction: Prediction) -> dict[str, Any]:
 def _likely(prediction: Prediction) -> tuple[float, float]:
     """GiB within which peaks of the fullest rank were, of trainings whose peaks were published."""
     shape, fullest = shape_of(prediction.args), prediction.fullest
-    low, high = ranges.learnt("memory", shape, any_device(shape)).of(fullest.counted)
-    return (low + OVERHEAD) / GIB, (high + OVERHEAD) / GIB
+    low, high = ranges.learnt("memory", shape, rank_memory.any_device(shape)).of(fullest.counted)
+    return (low + rank_memory.OVERHEAD) / rank_memory.GIB, (high + rank_memory.OVERHEAD) / rank_memory.GIB
 
 
 def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str, float]]:
@@ -293,14 +299,18 @@ def _text(
         parts.append(f"for comparison, {what}\n\n{_table(other)}")
     if warning:
         parts.append(warning)
-    fullest, size = prediction.fullest.total / GIB, f"{gpu_memory:g} GB"
-    if fullest <= usable(gpu_memory):
+    fullest, size = prediction.fullest.total / rank_memory.GIB, f"{gpu_memory:g} GB"
+    if fullest <= rank_memory.usable(gpu_memory):
         likely = ranges.in_words(*_likely(prediction), "GiB")
         parts.append(f"fits into {size}: the fullest rank needs {fullest:.1f} GiB, likely {likely}")
     else:
-        would = "\n".join(f"  {needed / GIB:6.1f} GiB  {remedy}" for remedy, needed in remedies)
+        would = "\n".join(f"  {needed / rank_memory.GIB:6.1f} GiB  {remedy}" for remedy, needed in remedies)
         verdict = "does not fit" if fullest > gpu_memory else "may not fit"
-        more = "" if fullest > gpu_memory else f", more than {SHARE:.0%}, and this prediction may be off by as much as is left"
+        more = (
+            ""
+            if fullest > gpu_memory
+            else f", more than {rank_memory.SHARE:.0%}, and this prediction may be off by as much as is left"
+        )
         parts.append(
             f"{verdict} into {size}: the fullest rank needs {fullest:.1f} GiB{more}. "
             + (
@@ -310,10 +320,15 @@ def _text(
             )
         )
     if prediction.args.transformer_impl != LOCAL:
-        unfused = predict(describe(prediction.args | {"transformer_impl": LOCAL}), prediction.schedule, prediction.layers)
-        most = max(rank.total for rank in unfused) / GIB
+        unfused = rank_memory.predict(
+            describe(prediction.args | {"transformer_impl": LOCAL}), prediction.schedule, prediction.layers
+        )
+        most = max(rank.total for rank in unfused) / rank_memory.GIB
         parts.append(f"{FUSED}; with --transformer-impl {LOCAL} the fullest rank needs {most:.1f} GiB")
-    return "\n\n".join([*parts, NOTE])
+    model, gpu = describe(prediction.args), rank_memory.any_device(shape_of(prediction.args))
+    alone = estimate.by_layer(model, gpu, prediction.schedule.placement.depth, Links.of(gpu, gpu.node(model.gpus), model.ranks))
+    letters = by_letter(model, alone, timed=False)
+    return "\n\n".join([*parts, *([letters] if letters else []), NOTE])
 
 
 def _table(prediction: Prediction) -> str:
@@ -323,15 +338,15 @@ def _table(prediction: Prediction) -> str:
             str(number),
             str(rank.layers),
             f"{rank.parameters / 1e6:.1f}M",
-            f"{rank.state / GIB:.2f}",
-            f"{rank.activations / GIB:.2f}",
+            f"{rank.state / rank_memory.GIB:.2f}",
+            f"{rank.activations / rank_memory.GIB:.2f}",
             f"{rank.microbatches:.4g}",
-            f"{(rank.temporary + OVERHEAD) / GIB:.2f}",
-            f"{rank.total / GIB:.2f}",
+            f"{(rank.temporary + rank_memory.OVERHEAD) / rank_memory.GIB:.2f}",
+            f"{rank.total / rank_memory.GIB:.2f}",
         ]
         for number, rank in enumerate(prediction.ranks)
     ]
-    return plain_table(heads, cells)
+    return view.plain_table(heads, cells)
 
 
 def schedule_name(args: Namespace) -> str:

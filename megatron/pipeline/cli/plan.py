@@ -22,14 +22,7 @@ from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.request import changes, requested
 from megatron.pipeline.cli.summary import above_bound, brief, check_output, summary, write
 from megatron.pipeline.flags.flag_types import positive_int
-from megatron.pipeline.planner.planning.choose import best
-from megatron.pipeline.planner.planning.document import choice_fields, is_schedule, read, report
-from megatron.pipeline.planner.planning.every_batch import batch_fields, ordered
-from megatron.pipeline.planner.planning.planned import Planned
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.names import counted
-from megatron.pipeline.planner.schedule.lower.program import Send
-from megatron.pipeline.planner.schedule.rules.verify import verify_programs
+from megatron.pipeline.planner import Planned, choose, counted, document, every_batch, families, ops, verify_programs
 
 # Flags that say how to make a schedule.
 _MAKING = (
@@ -84,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
         return
     if given := [f"--{name.replace('_', '-')}" for name in _MAKING if getattr(options, name) is not None]:
         raise ValueError(f"{', '.join(given)}: these make a schedule, and a FILE has one: leave them out, or the FILE")
-    if len(options.files) == 1 and not options.consecutive and is_schedule(options.files[0]):
+    if len(options.files) == 1 and not options.consecutive and document.is_schedule(options.files[0]):
         _verify(options)
         return
     if options.json or options.output:
@@ -100,15 +93,15 @@ def _make(options: argparse.Namespace) -> None:
     """Plan the schedule of a family, or all of them, and say how good it is."""
     request = requested(options)
     with Progress("planning schedules") as progress:
-        planned, choice = best(request, progress=progress)
+        planned, choice = choose.best(request, progress=progress)
         if options.order == "any":
-            planned = ordered(request.of(planned.variant))
-    data = report(planned)
+            planned = every_batch.ordered(request.of(planned.variant))
+    data = document.report(planned)
     if options.lengths:
-        data |= batch_fields(planned, request.of(planned.variant))
+        data |= every_batch.batch_fields(planned, request.of(planned.variant))
     table = ""
     if choice:
-        data |= choice_fields(choice)
+        data |= document.choice_fields(choice)
         table = f"{choice.table(request.unit, request.lowest_limit)}\n\n{above_bound(request.objective)}\n\n"
     _put(planned, data, options, table)
 
@@ -116,14 +109,14 @@ def _make(options: argparse.Namespace) -> None:
 def _verify(options: argparse.Namespace) -> None:
     """Tell that a schedule from a file obeys every rule, that its programs cannot deadlock, and how good it is at these costs."""
     (path,) = options.files
-    planned = read(path, changes(options))
+    planned = document.read(path, changes(options))
     schedule = planned.schedule
     verify_programs(schedule, planned.programs)
-    sends = sum(isinstance(operation, Send) for program in planned.programs for operation in program)
+    sends = sum(isinstance(operation, ops.Send) for program in planned.programs for operation in program)
     shape = f"{counted(schedule.ranks, 'rank')}, {counted(schedule.microbatches, 'microbatch')}"
     count = f"{sum(map(len, schedule.passes))} passes and {sends} sends"
     obeys = f"{path}: {schedule.name} ({shape}) obeys every rule; {count}, no deadlock\n\n"
-    _put(planned, report(planned), options, obeys)
+    _put(planned, document.report(planned), options, obeys)
 
 
 def _put(planned: Planned, data: dict[str, object], options: argparse.Namespace, before: str) -> None:

@@ -8,23 +8,32 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron.pipeline.cli.arguments import REPLICA_LINK, StageList
-from megatron.pipeline.planner.combinations.needs import OPTIONS, PLANNED
-from megatron.pipeline.planner.combinations.table import Facts, refuse
-from megatron.pipeline.planner.planning.balance import Model
-from megatron.pipeline.planner.planning.costs import COPIES, CostFlags, Numbers, costs_of, with_shards
-from megatron.pipeline.planner.planning.document import GOAL, Changes
-from megatron.pipeline.planner.planning.refusals import check_limit, unit_of
-from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.schedule.core.costs import Costs, VocabularyCosts
-from megatron.pipeline.planner.schedule.core.loads import Load, loads_of
-from megatron.pipeline.planner.schedule.core.names import OFF
-from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
-from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.families import AUTO
-from megatron.pipeline.planner.shape.hybrid import Pattern
+from megatron.pipeline.planner import (
+    OFF,
+    Costs,
+    Facts,
+    Offload,
+    Placement,
+    Request,
+    Vocabulary,
+    VocabularyCosts,
+    balance,
+    cutting,
+    document,
+    every_batch,
+    families,
+    hybrid,
+    refusals,
+    topics,
+    written_costs,
+)
 
-_FILE = "file:"
-_COSTS = {"bucket_costs": {"RS", "AG"}, "step_costs": {"OPT"}, "copy_costs": {*COPIES}, "norm_costs": {"latency", "norm"}}
+_COSTS = {
+    "bucket_costs": {"RS", "AG"},
+    "step_costs": {"OPT"},
+    "copy_costs": {*written_costs.COPIES},
+    "norm_costs": {"latency", "norm"},
+}
 
 
 def requested(options: Namespace) -> Request:
@@ -40,31 +49,33 @@ def requested(options: Namespace) -> Request:
     given = vars(options)
     if missing := [f"--{flag}" for flag in ("schedule", "pp", "microbatches") if given.get(flag, "") is None]:
         raise ValueError(f"required: {', '.join(missing)}; or the FILE of a schedule (see mpipe plan --help)")
-    name = given.get("schedule", AUTO)
-    if name.startswith(_FILE):
-        path = name.removeprefix(_FILE)
+    name = given.get("schedule", families.AUTO)
+    if name.startswith(families.FILE):
+        path = name.removeprefix(families.FILE)
         raise ValueError(f"--schedule takes the name of a family; for a file: mpipe plan {path}")
     costs, vocabulary, offload = cost_flags_of(options), _vocabulary(options), _offload(options)
-    refuse(_facts(options), PLANNED)
+    _facts(options).refuse(topics.PLANNED)
     loads = _loads(given)
     if options.balance and options.costs and len(options.costs.stages) < 3:
         raise ValueError(
             f"--balance needs --costs of 3 stages or more, to know what the ends of the model take; these are of "
             f"{len(options.costs.stages)}"
         )
-    unit = unit_of(options.costs)
-    check_limit(options.memory_limit, unit)
-    check_limit(options.host_memory_limit, unit, "--host-memory-limit")
+    unit = refusals.unit_of(options.costs)
+    refusals.check_limit(options.memory_limit, unit)
+    refusals.check_limit(options.host_memory_limit, unit, "--host-memory-limit")
 
     def of_stages(placement: Placement) -> Costs:
-        found = with_shards(costs_of(costs, placement, copies=offload is not None), vocabulary, placement.ranks)
+        found = cutting.with_shards(
+            written_costs.costs_of(costs, placement, copies=offload is not None), vocabulary, placement.ranks
+        )
         return replace(found, loads=loads) if loads else found
 
     layers = options.balance
-    if isinstance(layers, Pattern):
+    if isinstance(layers, hybrid.Pattern):
         if not options.costs:
             raise ValueError(f"--balance {layers} needs what each letter takes: give --costs of mpipe costs --by-layer")
-        layers = Model.by_layer(with_shards(options.costs, vocabulary, options.pp), layers)
+        layers = balance.Model.by_layer(cutting.with_shards(options.costs, vocabulary, options.pp), layers)
     return Request(
         name,
         options.pp,
@@ -72,7 +83,7 @@ def requested(options: Namespace) -> Request:
         of_stages,
         given.get("chunks") if name == given.get("schedule") else None,
         options.memory_limit,
-        objective=options.objective or GOAL,
+        objective=options.objective or document.GOAL,
         recompute=_stages(options, "recompute"),
         fused=_stages(options, "fuse"),
         splits=given.get("splits"),
@@ -87,24 +98,24 @@ def requested(options: Namespace) -> Request:
     )
 
 
-def _loads(given: dict[str, Any]) -> tuple[Load, ...]:
+def _loads(given: dict[str, Any]) -> tuple[every_batch.Load, ...]:
     """The loads of unequal microbatches."""
     count, lengths = given["microbatches"], given.get("lengths")
     if not lengths:
         return ()
     if count != len(lengths):
         raise ValueError(f"--lengths has {len(lengths)} microbatches: give --microbatches {len(lengths)}, not {count}")
-    return loads_of(lengths, attention=given["attention"] or 0.0)
+    return every_batch.loads_of(lengths, attention=given["attention"] or 0.0)
 
 
-def changes(options: Namespace) -> Changes:
+def changes(options: Namespace) -> document.Changes:
     """Changes that the flags of a command ask for in a schedule from a file; a command need not have all of these flags.
 
     Raises:
         ValueError: flags do not go together.
     """
     given = vars(options)
-    return Changes(
+    return document.Changes(
         cost_flags_of(options),
         options.memory_limit,
         given.get("objective"),
@@ -113,14 +124,14 @@ def changes(options: Namespace) -> Changes:
     )
 
 
-def cost_flags_of(options: Namespace) -> CostFlags:
+def cost_flags_of(options: Namespace) -> written_costs.CostFlags:
     """Cost flags of options, once they go together; else a ValueError."""
-    refuse(_facts(options), OPTIONS)
-    given = {field.name: getattr(options, field.name) for field in fields(CostFlags) if field.name != "boundary"}
-    return CostFlags(**given, boundary=_boundary(options))
+    _facts(options).refuse(topics.OPTIONS)
+    given = {field.name: getattr(options, field.name) for field in fields(written_costs.CostFlags) if field.name != "boundary"}
+    return written_costs.CostFlags(**given, boundary=_boundary(options))
 
 
-def _boundary(options: Namespace) -> Numbers | None:
+def _boundary(options: Namespace) -> written_costs.Numbers | None:
     """Seconds of a rank's reductions and gathers, each in a ring of all replicas.
 
     Raises:

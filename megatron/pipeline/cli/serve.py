@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, add_command
 from megatron.pipeline.flags.flag_types import number_type
-from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner import Request
 
 _port = number_type(int, "a port between 0 and 65535", 0, 65535)
 _workers = number_type(int, "a number of processes between 1 and 64", 1, 64)

@@ -11,12 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from megatron.pipeline.planner.planning.refusals import MIB, Unit, unit_of
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.names import counted
-from megatron.pipeline.planner.schedule.core.slack import SLACK
-from megatron.pipeline.planner.schedule.core.timeline import Timeline
-from megatron.pipeline.planner.view import render
+from megatron.pipeline.planner import SLACK, Costs, Timeline, counted, refusals, view
 
 
 def above_bound(objective: str) -> str:
@@ -105,7 +100,7 @@ def _period(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _batch(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
+def _batch(data: dict[str, Any], unit: refusals.Unit) -> list[tuple[str, str, str]]:
     """Lines of a report about unequal microbatches."""
     batch, kind, order = data["batch"], data["objective"], data["batch"]["order"]
     holds, shorter = unit.amount(max(batch["of_equal_peaks"])), 1 - data[kind] / batch["of_equal"]
@@ -114,12 +109,12 @@ def _batch(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
     return rows + ([("order", str(len(order)), f"of the microbatches: {' '.join(map(str, order))}")] if order else [])
 
 
-def _unit(data: dict[str, Any]) -> Unit:
+def _unit(data: dict[str, Any]) -> refusals.Unit:
     """Unit of memory: costs of every stage, from a file, may count it in any unit."""
-    return unit_of(Costs.from_fields(data["stage_costs"]) if "stage_costs" in data else None)
+    return refusals.unit_of(Costs.from_fields(data["stage_costs"]) if "stage_costs" in data else None)
 
 
-def _amounts(unit: Unit, values: Sequence[float], number: str = "g") -> tuple[str, str]:
+def _amounts(unit: refusals.Unit, values: Sequence[float], number: str = "g") -> tuple[str, str]:
     """The most of an amount of memory, and what a report says of it and of every rank."""
     most, *by_rank = (format(value / unit.size, number) for value in (max(values), *values))
     return most, f"{f'{unit.of(most)} on the fullest rank'.strip()}; by rank {' '.join(by_rank)}"
@@ -139,7 +134,7 @@ def brief(data: dict[str, Any]) -> str:
     return f"{data['schedule']}{chunks}, {length}; memory {_unit(data).amount(max(data['peak_activation']))}"
 
 
-def _offloaded(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
+def _offloaded(data: dict[str, Any], unit: refusals.Unit) -> list[tuple[str, str, str]]:
     """Lines of a report about a schedule with copies to host memory."""
     offload = data["offload"]
     mode = f", --offload {offload['mode']}" if offload["mode"] else ""
@@ -148,7 +143,7 @@ def _offloaded(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
     def amounts(name: str) -> tuple[str, str]:
         return _amounts(unit, offload[name], number)
 
-    number = "g" if unit is MIB else ".4g"
+    number = "g" if unit is refusals.MIB else ".4g"
     per_iteration = f" {unit.name.strip()} per iteration" if unit.name else " per iteration"
     (most, by_rank), moved = amounts("peak_without"), " ".join(format(value / unit.size, number) for value in offload["moved"])
     return [
@@ -161,10 +156,10 @@ def _offloaded(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
 
 def drawing(timeline: Timeline, splits: int = 1) -> str:
     """A timeline as text, as wide as the terminal."""
-    return render(timeline, shutil.get_terminal_size().columns, splits=splits)
+    return view.render(timeline, shutil.get_terminal_size().columns, splits=splits)
 
 
-def _within(memory: float, unit: Unit) -> str:
+def _within(memory: float, unit: refusals.Unit) -> str:
     """``within 4 microbatches``: the words for a limit of memory."""
     return f"within {'' if unit.name else 'a memory of '}{unit.amount(memory)}"
 

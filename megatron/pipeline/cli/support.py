@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.cli.arguments import Commands, add_command
 from megatron.pipeline.flags.support import FEATURES
-from megatron.pipeline.planner.combinations.rows import OF_FEATURES
-from megatron.pipeline.planner.combinations.table import in_general
-from megatron.pipeline.planner.view.table import plain_table
+from megatron.pipeline.planner import topics, view
 
 _HEADER = ("feature", "pretrain_gpt.py", "mpipe launch", "")
 _LEGEND = (
@@ -17,6 +16,7 @@ _LEGEND = (
     "error before training. pretrain_gpt.py is this project's; mpipe launch runs Megatron-LM's own script."
 )
 
+_GENERAL = defaultdict(lambda: "N", one="the first", flag="the first", other="the other")
 _COMBINATIONS = "These do not go together; every command, launch and `install()` says so with the same sentence:"
 
 
@@ -28,12 +28,12 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     header, *rows = _rows()
-    print(markdown() if options.markdown else f"{plain_table(header, rows, words=len(header))}\n\n{_LEGEND}")
+    print(markdown() if options.markdown else f"{view.plain_table(header, rows, words=len(header))}\n\n{_LEGEND}")
 
 
 def markdown() -> str:
     """The table of docs/support.md, of features, and the table of those that exclude each other."""
-    combinations = [("feature", "does not go with", "because, and instead"), *in_general(OF_FEATURES)]
+    combinations = [("feature", "does not go with", "because, and instead"), *_in_general()]
     return f"{_table(_rows())}\n\n{_COMBINATIONS}\n\n{_table(combinations)}"
 
 
@@ -45,3 +45,18 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 def _rows() -> list[tuple[str, ...]]:
     return [_HEADER, *((row.title, str(row.trainer), str(row.launch), row.note) for row in FEATURES)]
+
+
+def _in_general() -> Iterator[tuple[str, str, str]]:
+    """Rows for the page: the one features, the others, and the reason with what to do instead; rows of one reason are joined."""
+    joined: dict[tuple[str, ...], list[str]] = {}
+    for row in topics.OF_FEATURES:
+        one, other = row.titles
+        text = (f"{row.reason}: {row.instead}" if row.instead else row.reason).format_map(_GENERAL).removeprefix(": ")
+        releases = f" (before {row.mended})" if row.mended else ""
+        joined.setdefault((one, text), []).append(f"{other}{releases}")
+    again: dict[tuple[str, ...], list[str]] = {}
+    for (one, text), others in joined.items():
+        again.setdefault((", ".join(others), text), []).append(one)
+    for (other, text), ones in again.items():
+        yield ", ".join(ones), other, text

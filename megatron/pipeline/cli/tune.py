@@ -21,14 +21,7 @@ from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.model.description import shape_of
-from megatron.pipeline.planner.costmodel import device, ranges
-from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, usable
-from megatron.pipeline.planner.costmodel.parameters import total_parameters
-from megatron.pipeline.planner.costmodel.ranges import Range
-from megatron.pipeline.planner.planning.request import MOST_RANKS
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.view.plots import PlottedTraining, draw_throughput
-from megatron.pipeline.planner.view.table import plain_table
+from megatron.pipeline.planner import MOST_RANKS, device, families, parameters, ranges, rank_memory, view
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
@@ -37,9 +30,10 @@ from megatron.pipeline.tune.search import BEST, WORK, SearchLimits, SearchResult
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
 
+_OVERHEAD = rank_memory.OVERHEAD / rank_memory.GIB
 NOTE = f"""\
 Tokens per second of all GPUs. MFU: operations of the model, without recomputation. GiB of the fullest GPU: weights, gradients
-and optimizer; activations; temporaries and {OVERHEAD / GIB:g} GiB for CUDA and NCCL. Lost to: the largest part of an iteration
+and optimizer; activations; temporaries and {_OVERHEAD:g} GiB for CUDA and NCCL. Lost to: the largest part of an iteration
 that does not compute: bubble (idle time of the busiest rank), unequal stages, messages of ranks that share layers,
 recomputation, or the step (gradients, optimizer and weights between two pipelines); "memory" where more of it would be faster."""
 # docs/model.md says what the figures were learnt from.
@@ -68,7 +62,12 @@ def add(commands: Commands) -> None:
     flag = parser.add_argument
     flag("--gpus", type=count, metavar="N", help="GPUs of the cluster")
     add_gpu_flags(parser)
-    flag("--gpu-memory", type=gpu_memory, metavar="X", help=f"GB of each that a training may take ({SHARE:.0%}% of what it has)")
+    flag(
+        "--gpu-memory",
+        type=gpu_memory,
+        metavar="X",
+        help=f"GB of each that a training may take ({rank_memory.SHARE:.0%}% of what it has)",
+    )
     flag("--sequence-length", type=count, metavar="S", help="the same as --seq-length")
     flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
     flag("--json", action="store_true", help="print one JSON object")
@@ -189,7 +188,7 @@ def report(base: Flags, cluster: Cluster, found: SearchResult, stock: SearchResu
         "gpu": cluster.device.name,
         "global_batch_size": base.global_batch_size,
         "seq_length": base.seq_length,
-        "parameters": total_parameters(shape, not base.untie_embeddings_and_output_weights),
+        "parameters": parameters.total_parameters(shape, not base.untie_embeddings_and_output_weights),
         "planned": found.tried,
         "slower": found.beaten,
         "misfits": len(found.misfits),
@@ -260,9 +259,9 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change --gpus or --gpus-per-node")
     if gpus > MOST_RANKS**2:
         raise ValueError(f"--gpus {gpus}: give at most {MOST_RANKS**2}")
-    memory = usable(gpu.memory) if options.gpu_memory is None else options.gpu_memory * GIB
+    memory = rank_memory.usable(gpu.memory) if options.gpu_memory is None else options.gpu_memory * rank_memory.GIB
     if memory > gpu.memory:
-        raise ValueError(f"--gpu-memory {options.gpu_memory:g}: {gpu.name} has {gpu.memory / GIB:g} GB")
+        raise ValueError(f"--gpu-memory {options.gpu_memory:g}: {gpu.name} has {gpu.memory / rank_memory.GIB:g} GB")
     return Cluster(replace(gpu, memory=memory), gpus, per_node)
 
 
@@ -275,7 +274,8 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, found: SearchRes
         what = ", ".join([chosen(result), *extras(result)]) + _STOCKS * (result.candidate.is_stock and name == "best")
         head = (
             f"Found by mpipe tune for {_cluster_name(cluster)}: {what}.\n"
-            f"Predicted: {result.tokens_per_second:.0f} tokens/s, {result.mfu:.1%} MFU, {result.fullest.total / GIB:.1f} GiB; "
+            f"Predicted: {result.tokens_per_second:.0f} tokens/s, {result.mfu:.1%} MFU, "
+            f"{result.fullest.total / rank_memory.GIB:.1f} GiB; "
             f"likely {ranges.in_words(*_range('throughput', result).of(result.tokens_per_second), 'tokens/s')}."
         )
         write_config(result, flags, path, head)
@@ -300,18 +300,18 @@ def _draw(path: Path, cluster: Cluster, found: SearchResult, stock: SearchResult
         groups["stock Megatron"] = [_training(each) for each in stock.results]
     title = f"{cluster.gpus} x {cluster.device.name}: throughput against memory"
     try:
-        draw_throughput(groups, path, cluster.device.memory / GIB, title)
+        view.draw_throughput(groups, path, cluster.device.memory / rank_memory.GIB, title)
     except ModuleNotFoundError as error:
         print(no_picture(path, error), file=sys.stderr)
         return []
     return [path]
 
 
-def _training(result: Result) -> PlottedTraining:
+def _training(result: Result) -> view.PlottedTraining:
     sizes = " ".join(f"{name.upper()}{size}" for name, size in result.candidate.sizes.items() if size > 1) or "PP1"
     layout = f"{sizes} batch {result.candidate.args.micro_batch_size}"
     name = ", ".join([layout, chosen(result), *extras(result)])
-    return PlottedTraining(name, result.tokens_per_second, result.fullest.total / GIB)
+    return view.PlottedTraining(name, result.tokens_per_second, result.fullest.total / rank_memory.GIB)
 
 
 def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock: SearchResult) -> str:
@@ -352,7 +352,7 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
     return "\n\n".join([*parts, NOTE, f"{trust}\n{assumed}"])
 
 
-def _range(what: str, result: Result) -> Range:
+def _range(what: str, result: Result) -> ranges.Range:
     return ranges.learnt(what, shape_of(result.candidate.args), result.device)
 
 
@@ -388,12 +388,12 @@ def _table(results: list[Result]) -> str:
                 f"{result.mfu:.1%}",
                 f"{result.seconds:.3g}",
                 f"{contents['bubble']:.1%}",
-                *(f"{contents['bytes'][name] / GIB:.1f}" for name in ("state", "activations", "other", "total")),
+                *(f"{contents['bytes'][name] / rank_memory.GIB:.1f}" for name in ("state", "activations", "other", "total")),
                 f"{lost}{', memory' if result.memory_bound else ''}",
                 ", ".join([chosen(result), *extras(result)]),
             ]
         )
-    return plain_table(heads, cells, words=2)
+    return view.plain_table(heads, cells, words=2)
 
 
 def _how_to_run(cluster: Cluster, directory: Path) -> str:
@@ -419,13 +419,13 @@ def _fits_nowhere(layouts: Layouts, found: SearchResult) -> str:
     least = least_needed(layouts, found.misfits)
     sizes = least.candidate.sizes
     result = ", ".join(f"{name.upper()} {sizes[name]}" for name in ("tp", "cp", "pp", "dp") if sizes[name] != 1)
-    size, needs = cluster.device.memory / GIB, least.needs / GIB
+    size, needs = cluster.device.memory / rank_memory.GIB, least.needs / rank_memory.GIB
     changes = smallest_changes(layouts)
     would = f"; what would fit: {'; or '.join(changes)}" if changes else "; no number of GPUs up to 16 times as many would help"
     return (
         f"this model fits nowhere on {cluster.gpus} x {cluster.device.name}: its fullest GPU needs at least {needs:.1f} "
         f"GiB, {needs - size:.1f} GiB more than the {size:.4g} that it may take ({result or 'one GPU'}; "
-        f"{least.state / GIB:.1f} GiB of it are weights, gradients and optimizer state){would}"
+        f"{least.state / rank_memory.GIB:.1f} GiB of it are weights, gradients and optimizer state){would}"
     )
 
 
@@ -435,7 +435,7 @@ def _verify(options: argparse.Namespace, written: dict[str, Path], results: list
     ranks = options.gpus
     names_ = [f"{name}: {chosen(result)}" for name, result in zip(written, results, strict=True)]
     measured = trial.run(list(written.values()), ranks, options.iterations)
-    print("\n" + plain_table(*trial.table(names_, [result.seconds for result in results], measured)))
+    print("\n" + view.plain_table(*trial.table(names_, [result.seconds for result in results], measured)))
     warning = trial.disagreement(names_, measured)
     if warning:
         print(f"WARNING: {warning}")

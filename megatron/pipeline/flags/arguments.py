@@ -17,7 +17,7 @@ from megatron.pipeline.flags import support
 from megatron.pipeline.flags.flags import MEGATRON
 from megatron.pipeline.flags.importers import bridge, recipes, shell, upstream
 from megatron.pipeline.flags.settings import NEW, Flags, add_flags
-from megatron.pipeline.planner.schedule.core.reading import content_of
+from megatron.pipeline.planner import reading
 
 # Flags of Megatron-LM that change nothing here.
 _NOT_NEEDED = {
@@ -127,7 +127,7 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, arg
         if predicts and path.startswith(bridge.SCHEME):
             content = bridge.flags_of(path.removeprefix(bridge.SCHEME))
         else:
-            text = content_of(path)
+            text = reading.content_of(path)
             if predicts and path.endswith(".sh"):
                 return shell.of_script(text, Path(path).parent, parser, {token.partition("=")[0] for token in argv})
             loose = predicts and any(mark in text for mark in (recipes.TESTS, recipes.PRIMUS))

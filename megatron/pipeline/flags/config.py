@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, silu
 
 from megatron.pipeline.flags.validation import batch_sizes
 from megatron.pipeline.model.layout import PlacementLayout, stage_layers
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner import Placement
 
 
 def params_dtype(args: Namespace) -> torch.dtype:

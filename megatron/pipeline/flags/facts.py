@@ -10,10 +10,7 @@ from megatron.pipeline.patches import compat
 
 from megatron.pipeline.flags.settings import flat
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.planner.combinations.rows import CAUTIONS
-from megatron.pipeline.planner.combinations.table import Facts, Found, found
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner import STOCK, Facts, Found, families, topics
 
 PACKED = ("sft", "dataloader_inter_document_masking")  # sequences whose documents attention keeps apart by their lengths
 _READ = "0.19"  # the last release whose sources were read for the cautions
@@ -45,7 +42,7 @@ def cautions(args: Namespace) -> list[str]:
 
 def cautions_of(facts: Facts) -> list[str]:
     """The same of facts, as of a loop that has no flags."""
-    return [f"{one}{_release(one)}" for one in found(facts, CAUTIONS)]
+    return [f"{one}{_release(one)}" for one in facts.found(topics.CAUTIONS)]
 
 
 def _balancing(to: Facts) -> str:

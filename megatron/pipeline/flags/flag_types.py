@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron.pipeline.planner.planning.refusals import MEMORY_UNITS, Bytes, read_amount
+from megatron.pipeline.planner import refusals
 
 
 def number_type(kind: type[int] | type[float], wanted: str, low: float, high: float = math.inf) -> Callable[[str], Any]:
@@ -46,12 +46,12 @@ share_below_one = number_type(float, "a number of at least 0 and below 1", 0, ma
 def memory_size(text: str) -> int:
     """Bytes, from a number and its unit such as ``256MiB``."""
     try:
-        size = read_amount(text)
+        size = refusals.read_amount(text)
     except ValueError:
         size = 0.0
-    if not (size and isinstance(size, Bytes)):
+    if not (size and isinstance(size, refusals.Bytes)):
         raise argparse.ArgumentTypeError(
-            f"expected bytes above 0 such as 256MiB, in one of {', '.join(MEMORY_UNITS)}, got {text!r}"
+            f"expected bytes above 0 such as 256MiB, in one of {', '.join(refusals.MEMORY_UNITS)}, got {text!r}"
         )
     return int(size)
 

@@ -22,13 +22,10 @@ from megatron.pipeline.flags.flag_types import (
 )
 from megatron.pipeline.flags.settings import NEW, Role, add_flags, flat
 from megatron.pipeline.flags.settings import flag as add
-from megatron.pipeline.planner.combinations.rows import CHUNKS
-from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.hybrid import LINEAR
-from megatron.pipeline.planner.shape.latent import SPARSE
+from megatron.pipeline.planner import STOCK, hybrid, topics
 
 # The flags that set the number of chunks per rank, or the layers of each chunk.
-CHUNK_FLAGS = CHUNKS[0].details
+CHUNK_FLAGS = topics.CHUNKS[0].details
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of a stage's parts
 _TYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
 GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
@@ -160,7 +157,7 @@ MEGATRON = {
     ],
     "other attention": [
         predicted("--experimental-attention-variant", "in place of attention: gated delta nets in the layers that the next flag "
-            "says; or attention to the keys that an indexer chooses, in all", [LINEAR, SPARSE]),
+            "says; or attention to the keys that an indexer chooses, in all", [hybrid.LINEAR, hybrid.SPARSE]),
         predicted("--linear-attention-freq", "attention in every Nth layer, or a list with 1 (these nets) or 0", layer_pattern),
         predicted("--linear-conv-kernel-dim", "tokens of the convolution", positive_int, 4),
         predicted("--linear-key-head-dim", "width of a head's queries and keys", positive_int, 128),

@@ -21,9 +21,7 @@ from megatron.pipeline.flags.flag_types import (
     positive_int,
     share_below_one,
 )
-from megatron.pipeline.planner.costmodel.links import Links
-from megatron.pipeline.planner.schedule.core.names import OFF
-from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.planner import OFF, Links, Offload, Vocabulary
 
 PROFILE = "profile"  # in place of a file of costs: they are measured in this run
 ONCE, EVERY_BATCH = "once", "every-batch"  # of --pipeline-plan

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, LETTERS, neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
 from megatron.pipeline.model.description import describe
-from megatron.pipeline.planner.shape.hybrid import have_experts
-from megatron.pipeline.planner.shape.stages import numbers_of_layers
+from megatron.pipeline.planner import hybrid
 
 _SPREAD = Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.DETAILS  # of the flags that may differ from the reference's
 _HEAD, _WIDTH, _TOKENS, _ROWS, _EXPERTS = 8, 32, 32, 120, 4  # a head's channels, and the least of the other sizes
@@ -79,11 +79,11 @@ def shrunk(args: Flags, whole: Settings, stages: Sequence[Sequence[LayerType]], 
         stages: the layers of every stage, in the model's order.
         slices: of a sequence, which the schedule passes on one by one.
     """
-    has_experts = have_experts(describe(whole))
+    has_experts = hybrid.have_experts(describe(whole))
     kept, rows = list[int](), list[str]()
     counts = [stage.count(LayerType.decoder) for stage in stages]
-    for stage, numbers in zip(stages, numbers_of_layers(counts), strict=True):
-        first = {has_experts[number]: number for number in reversed(numbers)}  # one of each kind
+    for stage, count, end in zip(stages, counts, accumulate(counts), strict=True):
+        first = {has_experts[number]: number for number in reversed(range(end - count, end))}  # one of each kind
         kept += sorted(first.values())
         letters = [LETTERS[kind.name] for kind in stage if kind is not LayerType.decoder]
         rows.append("".join(sorted([*letters, *"t" * len(first)], key="EtmL".index)))

@@ -18,10 +18,7 @@ from megatron.pipeline.flags.validation_files import check_outputs, of_data
 from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, of_hybrid, read_pattern
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.planner.combinations.needs import DETAILS, TRAINED, UPSTREAM
-from megatron.pipeline.planner.combinations.rows import FLAGS, GROUPS, MODELS, QUANTIZED, SCHEDULES
-from megatron.pipeline.planner.combinations.table import flag_of, refuse
-from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner import STOCK, flag_of, topics
 
 
 def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Settings:
@@ -46,12 +43,12 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     settings = _of_batch(settings)
     if settings.recompute_activations:
         settings |= {"recompute_granularity": settings.recompute_granularity or "selective"}
-    refuse(of_flags(settings), UPSTREAM)
+    of_flags(settings).refuse(topics.UPSTREAM)
     settings = of_new_flags(_of_precision(settings))
-    refuse(of_flags(settings), MODELS)
+    of_flags(settings).refuse(topics.MODELS)
     if elsewhere:
         return settings
-    refuse(of_flags(settings), TRAINED)
+    of_flags(settings).refuse(topics.TRAINED)
     settings = of_data(_of_learning_rate(settings))
     check_packages(settings)
     return settings
@@ -63,7 +60,7 @@ def of_new_flags(args: Settings) -> Settings:
     Raises:
         ValueError: they contradict each other, or some of its own.
     """
-    refuse(of_flags(args), GROUPS, SCHEDULES, FLAGS, QUANTIZED, DETAILS)
+    of_flags(args).refuse(topics.GROUPS, topics.SCHEDULES, topics.FLAGS, topics.QUANTIZED, topics.DETAILS)
     steps = {"post_validation_when": args.steps.when or "measured", "post_validation_copy": args.steps.copy or "device"}
     costs = {"pipeline_costs": PROFILE} if args.offloading.profile else {}
     settings = _of_timeouts(of_rehearsal(args | steps | costs))

@@ -8,9 +8,7 @@ from megatron.pipeline.patches import compat
 
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.planner.combinations.needs import EXPERTS, WITHOUT_EXPERTS
-from megatron.pipeline.planner.combinations.rows import WRONG
-from megatron.pipeline.planner.combinations.table import refuse
+from megatron.pipeline.planner import topics
 
 
 def of_experts(args: Settings, world_size: int, elsewhere: bool = False) -> Settings:
@@ -24,7 +22,7 @@ def of_experts(args: Settings, world_size: int, elsewhere: bool = False) -> Sett
     """
     experts, parallel = args.num_experts, args.expert_model_parallel_size
     if experts is None:
-        refuse(of_flags(args), () if elsewhere else WITHOUT_EXPERTS)
+        of_flags(args).refuse(() if elsewhere else topics.WITHOUT_EXPERTS)
         return args
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     args |= {"moe_ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size, "expert_tensor_parallel_size": tensor}
@@ -40,7 +38,7 @@ def of_experts(args: Settings, world_size: int, elsewhere: bool = False) -> Sett
         raise ValueError(
             f"--moe-ffn-hidden-size {args.moe_ffn_hidden_size} is not a multiple of --expert-tensor-parallel-size {tensor}"
         )
-    refuse(of_flags(args), EXPERTS, *(() if elsewhere else (WRONG,)))
+    of_flags(args).refuse(topics.EXPERTS, *(() if elsewhere else (topics.WRONG,)))
     if args.add_bias_linear and tensor > 1:
         whole = " or --expert-tensor-parallel-size 1" if parallel > 1 else ""
         raise ValueError(f"experts with biases cannot be cut into {tensor}: give --disable-bias-linear{whole}")

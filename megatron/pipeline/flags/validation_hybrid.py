@@ -6,9 +6,7 @@ from argparse import Namespace
 
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.planner.combinations.table import flag_of
-from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, INDEXED, LATENT, LINEAR, MLP, Pattern
-from megatron.pipeline.planner.shape.latent import SPARSE
+from megatron.pipeline.planner import flag_of, hybrid
 
 
 def of_hybrid(args: Settings) -> Settings:
@@ -30,22 +28,22 @@ def of_hybrid(args: Settings) -> Settings:
         raise ValueError(
             f"--num-layers {args.num_layers}: --hybrid-layer-pattern {pattern} has {layers} layers: leave --num-layers out"
         )
-    if EXPERTS in pattern and not args.num_experts:
-        raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts ({EXPERTS}): give --num-experts")
+    if hybrid.EXPERTS in pattern and not args.num_experts:
+        raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts ({hybrid.EXPERTS}): give --num-experts")
     args |= {"hybrid_layer_pattern": pattern, "num_layers": layers, "mtp_num_layers": predicting}
-    if LATENT in pattern or INDEXED in pattern:
+    if hybrid.LATENT in pattern or hybrid.INDEXED in pattern:
         args |= {"multi_latent_attention": True}
-    return args | ({"experimental_attention_variant": SPARSE} if INDEXED in pattern else {})
+    return args | ({"experimental_attention_variant": hybrid.SPARSE} if hybrid.INDEXED in pattern else {})
 
 
-def read_pattern(text: str) -> Pattern:
+def read_pattern(text: str) -> hybrid.Pattern:
     """Letters and stages of a ``--hybrid-layer-pattern``.
 
     Raises:
         ValueError: as ``Pattern.of``, with the flag.
     """
     try:
-        return Pattern.of(text)
+        return hybrid.Pattern.of(text)
     except ValueError as error:
         raise ValueError(f"--hybrid-layer-pattern {error}") from None
 
@@ -76,16 +74,19 @@ def check_attention(args: Settings) -> None:
         ValueError: a size is missing or does not divide; says what to change.
     """
     variant, layers, pattern = args.experimental_attention_variant, args.linear_attention_freq, args.hybrid_layer_pattern or ""
-    sizes = {LINEAR: ("linear_attention_freq",), SPARSE: ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")}
+    sizes = {
+        hybrid.LINEAR: ("linear_attention_freq",),
+        hybrid.SPARSE: ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+    }
     if missing := [flag_of(name) for name in sizes.get(variant, ()) if getattr(args, name) is None]:
         raise ValueError(f"--experimental-attention-variant {variant} needs {', '.join(missing)}")
-    if variant == SPARSE and not args.multi_latent_attention:
-        raise ValueError(f"--experimental-attention-variant {SPARSE} needs --multi-latent-attention")
-    if variant == LINEAR and isinstance(layers, list) and len(layers) != args.num_layers:
+    if variant == hybrid.SPARSE and not args.multi_latent_attention:
+        raise ValueError(f"--experimental-attention-variant {hybrid.SPARSE} needs --multi-latent-attention")
+    if variant == hybrid.LINEAR and isinstance(layers, list) and len(layers) != args.num_layers:
         raise ValueError(
             f"--linear-attention-freq lists {len(layers)} layers and --num-layers is {args.num_layers}: give as many"
         )
-    if variant == LINEAR or "G" in pattern:
+    if variant == hybrid.LINEAR or "G" in pattern:
         keys, values = args.linear_num_key_heads, args.linear_num_value_heads
         ranks = args.tensor_model_parallel_size * args.context_parallel_size
         if values % keys:
@@ -111,11 +112,13 @@ def pattern_of(args: Namespace) -> str | None:
             f"{args.num_layers} layers: lower one of them"
         )
     symbols = ["M"] * args.num_layers
-    for symbol, share in zip((ATTENTION, MLP), shares, strict=True):  # as evenly as they go, the latter between the former
+    for symbol, share in zip(
+        (hybrid.ATTENTION, hybrid.MLP), shares, strict=True
+    ):  # as evenly as they go, the latter between the former
         free = [layer for layer, other in enumerate(symbols) if other == "M"]
         count = round(share * args.num_layers)
         for index in range(count):
-            symbols[free[round((index + 1) * len(free) / (count + 1)) - (symbol == ATTENTION)]] = symbol
+            symbols[free[round((index + 1) * len(free) / (count + 1)) - (symbol == hybrid.ATTENTION)]] = symbol
     return "".join(symbols)
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.description import describe
-from megatron.pipeline.planner.costmodel import device
-from megatron.pipeline.planner.costmodel.links import Links
+from megatron.pipeline.planner import Links, device
 
 MEASURED = 5  # iterations: what ``runtime/profiling.py`` takes
 _PER_NODE = 8  # GPUs of a machine that is rehearsed for

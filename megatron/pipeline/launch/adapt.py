@@ -12,11 +12,7 @@ from typing import Any
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.validation import chunks_per_rank
-from megatron.pipeline.planner.combinations import table
-from megatron.pipeline.planner.combinations.rows import CHUNKS, EXCLUDED, GROUPS
-from megatron.pipeline.planner.combinations.table import Facts, Found
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner import STOCK, Facts, Found, families, topics
 
 
 def exclusions(args: Namespace) -> list[Found]:
@@ -26,7 +22,7 @@ def exclusions(args: Namespace) -> list[Found]:
         args: as the parser has read them. Upstream's validation fills in others, in each release another set: what is really on
             behind it, an iteration asks the model's configuration (``runtime/call.py``).
     """
-    return list(table.found(Facts(of_flags(args), **_chunks(args)), (*EXCLUDED, *GROUPS, *CHUNKS)))
+    return list(Facts(of_flags(args), **_chunks(args)).found((*topics.EXCLUDED, *topics.GROUPS, *topics.CHUNKS)))
 
 
 def adapt(args: Namespace, default: Callable[[str], Any]) -> tuple[dict[str, Any], list[str]]:

@@ -18,10 +18,7 @@ from megatron.pipeline.flags.validation import check_rotary, chunks_per_rank, of
 from megatron.pipeline.launch.adapt import exclusions, refusal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
-from megatron.pipeline.planner.combinations.rows import LAUNCHED, MODELS, QUANTIZED, SCHEDULES, STARTED, WRONG
-from megatron.pipeline.planner.combinations.table import refuse, sentences
-from megatron.pipeline.planner.planning.trained import check_name
-from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner import STOCK, families, topics
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 
@@ -31,12 +28,16 @@ def check_flags(args: Namespace) -> None:
     Raises:
         ValueError: says which flag, and what to do without it.
     """
-    check_name(args.pipeline_schedule)
+    families.check(args.pipeline_schedule)
     facts = of_flags(args, launch=True, crowded=local_device(args.rehearse)[1])
-    wrong = sentences(facts, STARTED, LAUNCHED)
+    wrong = facts.sentences(topics.STARTED, topics.LAUNCHED)
     if args.pipeline_schedule != STOCK:
         excluded = exclusions(args)
-        wrong = [*sentences(facts, WRONG, QUANTIZED, SCHEDULES), *([refusal(excluded)] if excluded else []), *wrong]
+        wrong = [
+            *facts.sentences(topics.WRONG, topics.QUANTIZED, topics.SCHEDULES),
+            *([refusal(excluded)] if excluded else []),
+            *wrong,
+        ]
     if wrong:
         raise ValueError(". ".join(wrong))
     if args.pipeline_schedule != STOCK:
@@ -101,7 +102,7 @@ def complete(args: Namespace) -> Settings:
         }
     )
     if not stock:
-        refuse(of_flags(ours), MODELS)
+        of_flags(ours).refuse(topics.MODELS)
         if args.transformer_impl == "transformer_engine":
             te_linear.check_version()
         if not getattr(ours, "multi_latent_attention", False):
@@ -116,7 +117,7 @@ def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> 
         ValueError: the schedule cuts microbatches in a way that a flag forbids, or recomputes what draws at random.
     """
     reruns = any(pipeline.plans.plan(count).schedule.reruns for count in microbatches)
-    refuse(of_flags(args, launch=True, splits=pipeline.plans.splits, reruns=reruns), SCHEDULES, LAUNCHED)
+    of_flags(args, launch=True, splits=pipeline.plans.splits, reruns=reruns).refuse(topics.SCHEDULES, topics.LAUNCHED)
 
 
 def check_model(model: object, pipeline: Pipeline) -> None:

@@ -22,8 +22,7 @@ from megatron.pipeline.patches.upstream_args import write
 from megatron.pipeline.distributed.groups import barrier, done_by_rank_0
 from megatron.pipeline.flags.settings import Settings, flat
 from megatron.pipeline.model.layout import stage_layers
-from megatron.pipeline.planner.schedule.core.names import STOCK, counted
-from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.planner import STOCK, Placement, counted, interleaved
 from megatron.pipeline.session.atomic import UNFINISHED, write_text
 from megatron.pipeline.session.checkpoint_failures import is_whole, reading, writing
 from megatron.pipeline.session.checkpoints import RESHARDABLE, TRACKER, fault, name_of, replaced

@@ -13,9 +13,7 @@ from megatron.pipeline.flags.arguments import with_config
 from megatron.pipeline.flags.settings import NEW, add_flags
 from megatron.pipeline.launch.adapt import adapt
 from megatron.pipeline.launch.check import defaults_without_gpu
-from megatron.pipeline.planner.combinations.rows import YAML
-from megatron.pipeline.planner.combinations.table import Facts, refuse
-from megatron.pipeline.planner.schedule.core.names import STOCK
+from megatron.pipeline.planner import STOCK, Facts, topics
 
 
 def extend(parser: ArgumentParser, say: Callable[[Sequence[str]], object]) -> None:
@@ -43,7 +41,7 @@ def extend(parser: ArgumentParser, say: Callable[[Sequence[str]], object]) -> No
             tokens = with_config(parser, sys.argv[1:] if args is None else args)
         parsed = parse_known(tokens, namespace)
         with refusing():  # before upstream reads that file in place of all flags: ``check_flags`` would not see ours
-            refuse(Facts(yaml_cfg=getattr(parsed[0], "yaml_cfg", None) is not None, ours=True), YAML)
+            Facts(yaml_cfg=getattr(parsed[0], "yaml_cfg", None) is not None, ours=True).refuse(topics.YAML)
         if not parsed[0].adapt:
             return parsed
         without, lines = adapt(parsed[0], parser.get_default)

@@ -51,10 +51,7 @@ from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
-from megatron.pipeline.planner.combinations.rows import DOCUMENTS, WRONG
-from megatron.pipeline.planner.combinations.table import sentences
-from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.gpt import attention_share
+from megatron.pipeline.planner import STOCK, topics
 from megatron.pipeline.runtime.packing import Packing
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import save_lock
@@ -128,7 +125,7 @@ class Run:
         stock = args.pipeline_schedule == STOCK
         notes = untested(args, self.unasked)
         if stock:
-            notes += [f"WARNING: {wrong}" for wrong in sentences(of_flags(args, launch=True), WRONG)]
+            notes += [f"WARNING: {wrong}" for wrong in of_flags(args, launch=True).sentences(topics.WRONG)]
         if not stock and checkpoint.save_by_parameter(args):
             notes.append("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
         if not stock and args.overlap_grad_reduce:
@@ -143,7 +140,7 @@ class Run:
         with nullcontext() if stock else hidden(args):
             result = original(args, *rest, **options)
         if stock:
-            self._say(f"WARNING: {wrong}" for wrong in sentences(of_flags(args), DOCUMENTS))
+            self._say(f"WARNING: {wrong}" for wrong in of_flags(args).sentences(topics.DOCUMENTS))
         return result
 
     def plan(self, args: Namespace) -> None:
@@ -171,7 +168,7 @@ class Run:
         given = args.ddp_bucket_size or getattr(args, "ddp_num_buckets", None) or not args.overlap_grad_reduce
         if given or (args.use_distributed_optimizer and args.save and not args.dist_ckpt_optim_fully_reshardable):
             return None
-        buckets = pipeline.buckets(max(microbatch_counts(self._ours)))
+        buckets = pipeline.plans.buckets(max(microbatch_counts(self._ours)))
         self._say(buckets_in_words(buckets, "--ddp-bucket-size"))
         return buckets
 
@@ -287,7 +284,7 @@ class Run:
         if ours.pipeline_packing:
             batches, shape = pipeline.batches, shape_of(ours)
             announce = batches.announce if batches else None
-            self._packing = Packing(shape.tokens, pipeline.placement.ranks, attention_share(shape), announce)
+            self._packing = Packing(shape.tokens, pipeline.placement.ranks, shape.attention_share, announce)
         if ours.steps.ahead:
             self._ahead = StepsAhead(ours, training, pipeline, rest[2], measures=self._progress.measures)
         with guard, self._progress:

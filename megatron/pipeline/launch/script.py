@@ -19,11 +19,7 @@ import yaml
 from megatron.pipeline.distributed.processes import free_port
 from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.launch import install
-from megatron.pipeline.planner.combinations.rows import STARTED
-from megatron.pipeline.planner.combinations.table import Facts, refuse
-from megatron.pipeline.planner.planning.trained import check_name
-from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.schedule.core.reading import content_of
+from megatron.pipeline.planner import STOCK, Facts, families, reading, topics
 
 PIP, CHECKOUT = "pip", "checkout"
 _REFUSED = 2  # exit code of what has said in one line what is wrong
@@ -133,14 +129,14 @@ def _refuse_early(flags: Sequence[str]) -> None:
     values: dict[str, Any] = {}
     for file in _given(flags, "--config"):  # if it is no mapping, ranks say so
         with suppress(OSError, ValueError, yaml.YAMLError):
-            content = yaml.safe_load(content_of(file))
+            content = yaml.safe_load(reading.content_of(file))
             for name, value in content.items() if isinstance(content, dict) else ():
                 values[str(name).replace("_", "-")] = value
     for name in ("pipeline-schedule", "save", "save-interval"):
         if given := _given(flags, f"--{name}"):
             values[name] = given[-1]
-    check_name(str(values.get("pipeline-schedule", STOCK)))
-    refuse(Facts(save=values.get("save"), save_interval=values.get("save-interval")), STARTED)
+    families.check(str(values.get("pipeline-schedule", STOCK)))
+    Facts(save=values.get("save"), save_interval=values.get("save-interval")).refuse(topics.STARTED)
 
 
 def _find(folder: Path, core: str) -> None:

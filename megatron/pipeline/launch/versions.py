@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.pipeline.planner.combinations.table import minor
+from megatron.pipeline.planner import minor
 
 
 @dataclass(frozen=True)

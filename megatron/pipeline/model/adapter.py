@@ -25,7 +25,6 @@ from megatron.pipeline.model import seeding
 from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.stage import Stage
-from megatron.pipeline.planner.shape.gpt import output_in_layers
 
 __all__ = ["GPT", "GPTAdapter", "ModelAdapter", "adapter_of"]
 
@@ -163,7 +162,7 @@ class GPTAdapter:
 
         The embedding on the first stage only looks up. Transformer layers that differ count as their mean.
         """
-        output, further = output_in_layers(shape_of(args), args.recompute_granularity == "full"), args.mtp_num_layers or 0
+        output, further = shape_of(args).output_in_layers(args.recompute_granularity == "full"), args.mtp_num_layers or 0
         return output + further * (1 + output)
 
     def shared_weight(self, model: Any) -> torch.nn.Parameter | None:

@@ -20,7 +20,7 @@ from megatron.pipeline.patches.loops import finalize_upstream
 
 from megatron.pipeline.distributed.groups import new_group
 from megatron.pipeline.model.adapter import adapter_of, has_adapter
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner import Placement
 
 __all__ = ["BoundaryModules"]
 

@@ -19,8 +19,7 @@ from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
-from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner import STOCK, Placement
 
 __all__ = ["build_model"]
 

@@ -6,11 +6,7 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import Any
 
-from megatron.pipeline.planner.combinations.rows import AT_ONCE
-from megatron.pipeline.planner.combinations.table import Facts, found
-from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.shape.description import SINGLE, ModelDescription
-from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner import STOCK, Facts, ModelDescription, Shape, topics
 
 _NUMBERS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}  # bytes by the names of --exp-avg-dtype and its like
 
@@ -34,7 +30,7 @@ def describe(args: Namespace) -> ModelDescription:
             "logits_limit": args.vocabulary.logits_limit,
             "recompute_fused_backward": args.pipeline.recompute_fused_backward,
             "undoes_steps": args.steps.ahead and args.steps.copy == "device",
-            "at_once": any(found(Facts(vars(args)), AT_ONCE)),
+            "at_once": any(Facts(vars(args)).found(topics.AT_ONCE)),
         }
         | {f"{name}_bytes": _bytes(args, name) for name in ("exp_avg", "exp_avg_sq", "main_params", "main_grads")}
     )
@@ -53,4 +49,4 @@ def _name(value: Any) -> Any:
 def _bytes(args: Namespace, name: str) -> int:
     """Bytes of one of the optimizer's numbers, by our flag, or by the torch type that Megatron-LM makes of its own."""
     kind: Any = getattr(args, f"{name}_dtype", None) or getattr(args, name, None)
-    return int(getattr(kind, "itemsize", 0) or _NUMBERS.get(kind, SINGLE))
+    return int(getattr(kind, "itemsize", 0) or _NUMBERS.get(kind, _NUMBERS["fp32"]))

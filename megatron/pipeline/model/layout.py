@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,19 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron.pipeline.model.adapter import GPT, ModelAdapter
 from megatron.pipeline.model.description import describe, shape_of
-from megatron.pipeline.planner.combinations.table import flag_of
-from megatron.pipeline.planner.costmodel.device import Device
-from megatron.pipeline.planner.costmodel.estimate import by_layer
-from megatron.pipeline.planner.costmodel.links import Links
-from megatron.pipeline.planner.costmodel.memory import any_device
-from megatron.pipeline.planner.schedule.core.names import STOCK, counted
-from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.shape.hybrid import Pattern
-from megatron.pipeline.planner.shape.stages import balanced_by_weight, balanced_layers, even_layers, numbers_of_layers
+from megatron.pipeline.planner import (
+    STOCK,
+    Device,
+    Links,
+    Placement,
+    balanced_by_weight,
+    counted,
+    estimate,
+    flag_of,
+    hybrid,
+    interleaved,
+    rank_memory,
+)
 
 __all__ = ["PlacementLayout", "stage_layers"]
 
@@ -59,10 +63,10 @@ class PlacementLayout(PipelineParallelLayerLayout):
         Args:
             pattern: of the whole model, without what predicts further tokens.
         """
-        stage = self.homes[torch.distributed.get_rank(pp_group)][vp_stage or 0]
-        letters, counts = pattern.replace("|", ""), [row.count(LayerType.decoder) for row in self.stages]
-        own = numbers_of_layers(counts)[stage]
-        return list(letters[own.start : own.stop]), own.start
+        rank = torch.distributed.get_rank(pp_group)
+        first = self.get_layer_offset(vp_stage=vp_stage, pp_rank=rank)
+        count = self.stages[self.homes[rank][vp_stage or 0]].count(LayerType.decoder)
+        return list(pattern.replace("|", "")[first : first + count]), first
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
@@ -103,18 +107,50 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
             "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage say how many layers the ends have, and "
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split let it be computed: give one kind"
         )
-    pattern = Pattern.of(args.hybrid_layer_pattern) if getattr(args, "hybrid_layer_pattern", None) else None
+    pattern = hybrid.Pattern.of(args.hybrid_layer_pattern) if getattr(args, "hybrid_layer_pattern", None) else None
     if pattern and len(pattern.counts) > 1:
         numbers = _written(args, pattern, placement)
     elif pattern and not fixed and not any(accounts) and args.pipeline.schedule != STOCK:
         numbers = balanced_by_cost(args, placement)
     elif args.vocabulary.redistributes:
-        numbers = balanced_layers(args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
+        numbers = balanced_by_weight([1.0] * args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
     else:
         embedding, loss = map(int, accounts)
         extra = {0: embedding} if placement.last_stage == 0 else {0: embedding, placement.last_stage: loss}
-        numbers = even_layers(args.num_layers, placement, fixed, extra)
+        numbers = _even_layers(args.num_layers, placement, fixed, extra)
     return tuple(map(tuple, adapter.layers(args, numbers)))
+
+
+def _even_layers(layers: int, placement: Placement, fixed: Mapping[int, int], extra: Mapping[int, int]) -> list[int]:
+    """Layers of every stage, in the model's order, as evenly as they can be spread.
+
+    Those left over go to the ranks that have the fewest, and there to the stages in the middle.
+
+    Args:
+        fixed: layers of the stages whose number is given.
+        extra: what else a stage has that counts as layers.
+
+    Raises:
+        ValueError: there are fewer layers than stages that need one, or some are left.
+    """
+    count = placement.last_stage + 1
+    free = [stage for stage in range(count) if stage not in fixed]
+    left = layers - sum(fixed.values()) + sum(extra.values())
+    each, over = divmod(left, len(free)) if free else (0, 0)
+    if left < len(free) or (not free and left):
+        raise ValueError(
+            f"--num-layers {layers} cannot be split over {placement.ranks} pipeline ranks x "
+            f"{counted(placement.chunks, 'chunk')} = {count} stages"
+            + (f" of which {len(fixed)} have {sum(fixed.values())} layers" if fixed else "")
+            + f": {left} are left for {len(free)} stages; change --num-layers or --pipeline-model-parallel-size"
+        )
+    numbers = {**fixed, **dict.fromkeys(free, each)}
+    roomy = sorted(free, key=lambda stage: -min(stage, count - 1 - stage))
+    for _ in range(over):
+        lightest = min(roomy, key=lambda stage: sum(numbers[other] for other in placement.stages[placement.home(stage)[0]]))
+        numbers[lightest] += 1
+        roomy.remove(lightest)
+    return [numbers[stage] - extra.get(stage, 0) for stage in range(count)]
 
 
 def last_stage_in_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> dict[int, float]:
@@ -131,13 +167,13 @@ def balanced_by_cost(args: Namespace, placement: Placement, gpu: Device | None =
     Raises:
         ValueError: there are fewer layers than stages that need one.
     """
-    model, gpu = describe(args), gpu or any_device(shape_of(args))
+    model, gpu = describe(args), gpu or rank_memory.any_device(shape_of(args))
     links = Links.of(gpu, per_node or gpu.node(model.gpus), model.ranks)
-    first, *layers, last = (stage.total for stage in by_layer(model, gpu, placement.depth, links).stages)
+    first, *layers, last = (stage.total for stage in estimate.by_layer(model, gpu, placement.depth, links).stages)
     return balanced_by_weight(layers, placement, {0: first} | {placement.last_stage: last + first * (placement.depth == 1)})
 
 
-def _written(args: Namespace, pattern: Pattern, placement: Placement) -> Sequence[int]:
+def _written(args: Namespace, pattern: hybrid.Pattern, placement: Placement) -> Sequence[int]:
     """Layers of every stage, where ``|`` in a pattern ends each."""
     if others := [flag_of(name) for name in _OF_STAGES if getattr(args, name)]:
         raise ValueError(f"--hybrid-layer-pattern {pattern} says where every layer goes: leave out {' and '.join(others)}")

@@ -28,9 +28,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.model.adapter import adapter_of, signature
-from megatron.pipeline.planner.combinations.rows import SLICES
-from megatron.pipeline.planner.combinations.table import Facts, refuse
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner import Facts, Kind, Pass, topics
 
 
 def check_slices(args: Namespace, splits: int) -> None:
@@ -53,7 +51,7 @@ def check_slices(args: Namespace, splits: int) -> None:
             f"--seq-length {args.seq_length} cannot be cut into {splits} equal slices{ranks}: it must be a multiple of {unit}, "
             f"such as {f'{below} or ' if below else ''}{below + unit}; or choose another number of slices"
         )
-    refuse(Facts(vars(args), splits=splits), SLICES)
+    Facts(vars(args), splits=splits).refuse(topics.SLICES)
 
 
 class Slices:

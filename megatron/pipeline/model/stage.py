@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner import Placement
 
 
 class Stage:

@@ -27,8 +27,7 @@ from megatron.core.utils import get_te_version
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import stand_in
 from megatron.pipeline.distributed import sequence
-from megatron.pipeline.planner.combinations.rows import EXCLUDED
-from megatron.pipeline.planner.combinations.table import of_config, refuse
+from megatron.pipeline.planner import Facts, topics
 
 OLDEST = "2.8"
 _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names
@@ -70,7 +69,7 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
         ValueError: as ``check_version``, or ``combinations.rows.EXCLUDED`` has a setting, such as ``tp_comm_overlap``.
     """
     check_version()
-    refuse(of_config(config), EXCLUDED)
+    Facts.of_config(config).refuse(topics.EXCLUDED)
     config.delay_wgrad_compute = True
 
 

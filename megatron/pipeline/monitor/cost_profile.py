@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron.pipeline import planner
 from megatron.pipeline.monitor.report import Report
-from megatron.pipeline.planner.planning.costs import with_parts
-from megatron.pipeline.planner.schedule.core.costs import Costs, MemoryUnit, StageCosts, VocabularyCosts
-from megatron.pipeline.planner.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
+from megatron.pipeline.planner import Costs, Kind, MemoryUnit, Pass, StageCosts, VocabularyCosts, cutting
 
 _SHARDS = -1  # in place of a stage: the vocabulary shards of all ranks, which are equal
 _REMADE = 1.05  # times what F holds: a B that leaves more makes activations again; up to that the two are taken to be as much
@@ -53,7 +52,7 @@ def measured_costs(timed: Sequence[Report], counted: Report) -> Costs:
     stages = _as_movable_as_others(stages)
     if schedule.vocabulary is None:
         return Costs(tuple(stages), unit=MemoryUnit.BYTES)
-    shards: dict[str, float] = {str(kind): seconds[_SHARDS][kind] for kind in VOCABULARY_KINDS}
+    shards: dict[str, float] = {str(kind): seconds[_SHARDS][kind] for kind in planner.kinds.VOCABULARY_KINDS}
     kept = max(0.0, changes[_SHARDS][Kind.S])
     vocabulary = VocabularyCosts(**shards, activation=kept, ranks=schedule.ranks)
     return Costs(tuple(stages), vocabulary=vocabulary, unit=MemoryUnit.BYTES)
@@ -66,7 +65,7 @@ def beside_communication(timed: Sequence[Report], costs: Costs) -> float:
         costs: measured in these iterations. Parts of layers are those that plans assume.
     """
     taken = [(braid, 0, seconds) for report in timed for braid, seconds in _braids(report)]
-    took, costs = {braid: seconds[0] for braid, seconds in _medians(taken).items()}, with_parts(costs)
+    took, costs = {braid: seconds[0] for braid, seconds in _medians(taken).items()}, cutting.with_parts(costs)
 
     def shorter(factor: float) -> bool:
         slowed = replace(costs, beside_communication=factor)

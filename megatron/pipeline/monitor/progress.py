@@ -7,18 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
-from megatron.pipeline.planner.schedule.lower.program import (
-    Collective,
-    Compute,
-    Join,
-    Message,
-    Operation,
-    Program,
-    Receive,
-    Send,
-    Validate,
-    Wait,
-)
+from megatron.pipeline.planner import ops
 
 _FINISHED = 4  # passes that a report shows
 _NAMED = 8  # ranks that a report lists
@@ -53,7 +42,7 @@ class Situation:
 
     @classmethod
     def in_program(
-        cls, program: Program, position: Operation, begun: int, progress: tuple[int, ...], to_world: Callable[[int], int]
+        cls, program: ops.Program, position: ops.Operation, begun: int, progress: tuple[int, ...], to_world: Callable[[int], int]
     ) -> Situation:
         """Position of a rank that runs a program.
 
@@ -63,21 +52,21 @@ class Situation:
             to_world: from a pipeline rank to a rank of the world.
         """
         place, peer, together = " ".join([type(position).__name__, *map(str, position[:1])]), None, False
-        if isinstance(position, Validate):
+        if isinstance(position, ops.Validate):
             place = "Validate, which waits until the last optimizer step is accepted"
-        elif isinstance(position, (Join, Wait)) and isinstance(position[0], Collective):
+        elif isinstance(position, (ops.Join, ops.Wait)) and isinstance(position[0], ops.Collective):
             together = True
-        elif isinstance(position, Wait) and isinstance(position.message, Message):
+        elif isinstance(position, ops.Wait) and isinstance(position.message, ops.Message):
             # Both are a few operations away, and the program may have thousands.
             before = (program[index] for index in range(begun - 1, -1, -1))
             after = (program[index] for index in range(begun, len(program)))
-            peer = next(one.peer for one in before if isinstance(one, Receive) and one.message == position.message)
-            needed = next((one.work for one in after if isinstance(one, Compute)), None)
+            peer = next(one.peer for one in before if isinstance(one, ops.Receive) and one.message == position.message)
+            needed = next((one.work for one in after if isinstance(one, ops.Compute)), None)
             place = f"{place}, for {needed}" if needed else place
-        elif isinstance(position, Send):  # does not block, unless sends before it do
+        elif isinstance(position, ops.Send):  # does not block, unless sends before it do
             peer = position.peer
         ended = (program[index] for index in range(min(begun - 1, len(program)) - 1, -1, -1))
-        done = [str(one.work) for one in islice((one for one in ended if isinstance(one, Compute)), _FINISHED)]
+        done = [str(one.work) for one in islice((one for one in ended if isinstance(one, ops.Compute)), _FINISHED)]
         waits_for = None if peer is None else to_world(peer)
         finished = tuple(reversed(done))
         return cls(place, progress, in_iteration=True, waits_for=waits_for, waits_for_all=together, finished=finished)

@@ -13,15 +13,13 @@ import torch
 from megatron.pipeline.distributed.device import side_stream, this_device
 from megatron.pipeline.monitor.clock import Clock
 from megatron.pipeline.monitor.memory import ActivationMeter
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.core.timeline import Timed
-from megatron.pipeline.planner.schedule.lower.program import Collective, Message
+from megatron.pipeline.planner import Kind, Pass, Timed, ops
 
 
 class Waited(NamedTuple):
     """A wait for a message to come, at the end of an iteration to have gone, for a collective or for a copy, with its times."""
 
-    message: Message | Collective | Pass
+    message: ops.Message | ops.Collective | Pass
     start: float
     end: float
 
@@ -52,7 +50,7 @@ class NullRecorder:
     def measure(self, _: Pass) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def wait(self, _: Message | Collective | Pass) -> AbstractContextManager[None]:
+    def wait(self, _: ops.Message | ops.Collective | Pass) -> AbstractContextManager[None]:
         return nullcontext()
 
     def reach(self, _: Pass) -> None:
@@ -87,7 +85,7 @@ class Recorder(NullRecorder):
         self._clock, self._host = clock, host
         self._host_before: float | None = None  # at the end of the last pass
         self._passes: list[tuple[Pass, Any, Any, int]] = []
-        self._waits: list[tuple[Message | Collective | Pass, Any, Any]] = []
+        self._waits: list[tuple[ops.Message | ops.Collective | Pass, Any, Any]] = []
         self._copies: list[tuple[Pass, Any, Any]] = []
         self._on_gpu = torch.cuda.is_available()
         self._meter = ActivationMeter(parameters) if count or not self._on_gpu else None
@@ -116,7 +114,7 @@ class Recorder(NullRecorder):
                 self._host_before = self._host()
 
     @contextmanager
-    def wait(self, message: Message | Collective | Pass) -> Iterator[None]:
+    def wait(self, message: ops.Message | ops.Collective | Pass) -> Iterator[None]:
         """Time a wait for a message, a collective or a copy."""
         start = self._mark()
         yield

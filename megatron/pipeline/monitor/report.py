@@ -15,11 +15,7 @@ import torch
 
 from megatron.pipeline.distributed.device import side_stream, this_device
 from megatron.pipeline.monitor.recorder import Record, Waited
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.planner.schedule.lower.program import Copy, Program, Send, Wait, pass_of
+from megatron.pipeline.planner import Kind, Pass, Placement, Schedule, Timed, Timeline, ops
 
 _NONE = -1.0  # in place of a message: no more waits
 
@@ -81,12 +77,12 @@ class RecordFormat:
         program: of the rank that was recorded.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._works: tuple[Pass, ...] = tuple(work for one in program if (work := pass_of(one)) is not None)
+    def __init__(self, program: ops.Program) -> None:
+        self._works: tuple[Pass, ...] = tuple(work for one in program if (work := ops.pass_of(one)) is not None)
         # Those that may be waited for: to come, or at the end of the iteration to have gone.
-        self._messages = tuple(one.message for one in program if isinstance(one, Wait | Send))
+        self._messages = tuple(one.message for one in program if isinstance(one, ops.Wait | ops.Send))
         self._places = {message: float(place) for place, message in enumerate(self._messages)}
-        self._copies = sum(isinstance(one, Copy) for one in program)
+        self._copies = sum(isinstance(one, ops.Copy) for one in program)
 
     @property
     def length(self) -> int:

@@ -21,8 +21,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.distributed.device import this_device
-from megatron.pipeline.planner.planning.planned import Planned
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner import Placement, Planned
 
 _PACKAGES = ("megatron-pipeline", "torch", "numba", "numpy")  # that run, and that plan
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
@@ -17,12 +17,7 @@ from typing import Any
 import torch
 
 from megatron.pipeline.distributed.groups import new_group
-from megatron.pipeline.planner.planning.aside import PlannedBatch, PlanningProcess
-from megatron.pipeline.planner.planning.plan_cache import Limits, PlanCache
-from megatron.pipeline.planner.planning.planned import Planned
-from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner import Costs, PlanCache, Planned, PlannedBatch, PlanningProcess, Request, Schedule
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,7 +89,7 @@ class BackgroundPlanner:
             asked = {number: self.start(request, used=(used or {}).get(number)) for number, request in requests.items()}
         return Coming(asked, self._world)
 
-    def again(self, costs: Costs, memory_limit: Limits) -> Coming:
+    def again(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> Coming:
         """Start planning at other costs, and within another limit, for every number of microbatches that is planned by now.
 
         A schedule in use stays where it fits into the limit and the family's new one is not shorter; copies to host memory are

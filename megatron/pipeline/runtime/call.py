@@ -17,11 +17,7 @@ from megatron.pipeline.patches import compat
 from torch.utils._pytree import tree_map_only
 
 from megatron.pipeline.distributed.device import this_device
-from megatron.pipeline.planner.combinations.rows import CALLS, EXCLUDED, SCHEDULES, SLICES
-from megatron.pipeline.planner.combinations.table import of_config, refuse
-from megatron.pipeline.planner.schedule.core.names import counted
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.lower.program import Flow
+from megatron.pipeline.planner import Facts, Schedule, counted, kinds, topics
 
 # Groups of a pipeline in which several models send each other dicts of tensors.
 _SEVERAL_MODULES = compat.optional("megatron.core.process_groups_config", "MultiModuleProcessGroupCollection")
@@ -105,7 +101,7 @@ class Call:
             return self.pg_collection
         return ProcessGroupCollection.use_mpu_process_groups([*_GROUPS, "dp", "tp_dp_cp"])
 
-    def shapes(self, splits: int) -> dict[Flow, list[Any]]:
+    def shapes(self, splits: int) -> dict[kinds.Flow, list[Any]]:
         """Shapes of the tensors of a message, for microbatches in that many slices; a gradient has the shapes of the activation
         that this rank sent."""
         received = schedules.get_tensor_shapes(
@@ -119,7 +115,7 @@ class Call:
         sent = list(received)
         if self.adjust_tensor_shapes_fn is not None:
             received, sent = self.adjust_tensor_shapes_fn(received, sent)
-        return {Flow.ACTIVATION: received, Flow.GRADIENT: sent}
+        return {kinds.Flow.ACTIVATION: received, kinds.Flow.GRADIENT: sent}
 
     def check(self, schedule: Schedule, ahead: bool = False) -> None:
         """Refuse what a schedule that is data cannot do, or what does not fit this one.
@@ -144,7 +140,7 @@ class Call:
         plans = self.config.overlap_moe_expert_parallel_comm and not self.forward_only
         if plans:
             self._check_layer_plans()
-        facts = of_config(
+        facts = Facts.of_config(
             self.config,
             adjust_tensor_shapes_fn=self.adjust_tensor_shapes_fn is not None,
             chunks=chunks,
@@ -157,7 +153,7 @@ class Call:
             splits=schedule.splits,
             vocab_parallel=schedule.vocabulary,
         )
-        refuse(facts, EXCLUDED, SCHEDULES, CALLS, SLICES)
+        facts.refuse(topics.EXCLUDED, topics.SCHEDULES, topics.CALLS, topics.SLICES)
 
     def _check_layer_plans(self) -> None:
         parameters = inspect.signature(self.forward_step_func).parameters.values()

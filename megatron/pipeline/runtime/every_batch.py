@@ -25,10 +25,7 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches import rerun_state_machine
 
 from megatron.pipeline.distributed.groups import new_group
-from megatron.pipeline.planner.planning.aside import PlannedBatch
-from megatron.pipeline.planner.planning.plan_cache import PlanCache
-from megatron.pipeline.planner.planning.planned import Planned
-from megatron.pipeline.planner.schedule.core.loads import Extent, loads_of
+from megatron.pipeline.planner import PlanCache, Planned, PlannedBatch, every_batch
 from megatron.pipeline.runtime.background import BackgroundPlanner
 from megatron.pipeline.runtime.call import Call
 
@@ -99,7 +96,7 @@ class EveryBatch:
 class ReadAhead:
     """An iterator that knows the sizes of items that have yet to be read; who reads one has one more read ahead."""
 
-    def __init__(self, items: Iterator[Any], size: Callable[[Any], Extent]) -> None:
+    def __init__(self, items: Iterator[Any], size: Callable[[Any], every_batch.Extent]) -> None:
         self._items, self._size = items, size
         self._read: deque[list[Any]] = deque()  # items and their sizes, where these have been asked for
 
@@ -113,7 +110,7 @@ class ReadAhead:
         self._fill(len(self._read) + 1)
         return item
 
-    def sizes(self, count: int) -> tuple[Extent, ...]:
+    def sizes(self, count: int) -> tuple[every_batch.Extent, ...]:
         """Sizes of the next items; fewer where the iterator ends. All that is wrong with a size is raised here."""
         self._fill(count)
         for entry in islice(self._read, count):
@@ -135,7 +132,7 @@ class ReadAhead:
 
 
 Meets = tuple[set[int], bool]  # of a rank: those that it meets within passes, and whether it knows lengths
-Sizes = tuple[Extent, ...]  # of the microbatches of a batch; empty where they are not known
+Sizes = tuple[every_batch.Extent, ...]  # of the microbatches of a batch; empty where they are not known
 
 
 class _Known(NamedTuple):
@@ -186,9 +183,9 @@ class BatchPlans:
         Raises:
             ValueError: see ``loads_of``.
         """
-        loads_of(lengths)
+        every_batch.loads_of(lengths)
         self._announces = True
-        self._announced.append(tuple(map(Extent.of, lengths)))
+        self._announced.append(tuple(map(every_batch.Extent.of, lengths)))
 
     def begin(self, call: Call) -> tuple[Call, Planned | None]:
         """Start planning the next batch; collective over the ranks that run one order of passes, with a model's first over the
@@ -271,7 +268,7 @@ class BatchPlans:
         def read_ahead(items: Any) -> Any:
             reader = items if isinstance(items, ReadAhead) else self._readers.get(id(items))
             if reader is None and items is self._latest:
-                reader = ReadAhead(items, lambda item: Extent.of(self._settings.lengths_of(item)))
+                reader = ReadAhead(items, lambda item: every_batch.Extent.of(self._settings.lengths_of(item)))
             self._latest = items
             found.extend([reader] if reader else [])
             return reader or items
@@ -334,7 +331,7 @@ def _largest(replicas: Sequence[Sizes]) -> Sizes:
     Nothing is known where one knows nothing, or of another number of microbatches."""
     if len(set(map(len, replicas))) > 1:
         return ()
-    return tuple(Extent(*map(max, zip(*sizes, strict=True))) for sizes in zip(*replicas, strict=True))
+    return tuple(every_batch.Extent(*map(max, zip(*sizes, strict=True))) for sizes in zip(*replicas, strict=True))
 
 
 def in_places(call: Call, order: Sequence[int]) -> Call:

@@ -11,23 +11,7 @@ from typing import Any, Protocol
 
 from megatron.pipeline.monitor.device_progress import DeviceProgress
 from megatron.pipeline.monitor.recorder import NullRecorder
-from megatron.pipeline.planner.schedule.core.kinds import Exchange, Flow
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.lower.posting import starts_posted
-from megatron.pipeline.planner.schedule.lower.program import (
-    Collective,
-    Compute,
-    Copy,
-    Join,
-    Message,
-    Operation,
-    Program,
-    Receive,
-    Send,
-    Validate,
-    Wait,
-    pass_of,
-)
+from megatron.pipeline.planner import Kind, Pass, kinds, ops
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import Wiring
 
@@ -61,7 +45,7 @@ class Handlers:
     """
 
     passes: Mapping[Kind, Handler]
-    background: Mapping[Kind | Exchange, Background] = field(default_factory=dict)
+    background: Mapping[Kind | kinds.Exchange, Background] = field(default_factory=dict)
     release: Callable[[Tensors], None] = lambda _: None
     abandon: Sequence[Callable[[], None]] = ()
     braid: Braid | None = None
@@ -93,7 +77,7 @@ class Executor:
 
     def __init__(
         self,
-        program: Program,
+        program: ops.Program,
         wiring: Wiring,
         handlers: Handlers,
         transport: Transport,
@@ -107,10 +91,10 @@ class Executor:
         self._recorder = recorder
         self._device = device
         self._left = deque(program)
-        self._posted: dict[Message, None] = {}  # receives that have not been waited for, in their order
-        self._received: dict[Message, Tensors] = {}
-        self._made: dict[Message, Tensors] = {}
-        self.position: Operation | None = None
+        self._posted: dict[ops.Message, None] = {}  # receives that have not been waited for, in their order
+        self._received: dict[ops.Message, Tensors] = {}
+        self._made: dict[ops.Message, Tensors] = {}
+        self.position: ops.Operation | None = None
         self.begun = 0
 
     def begin(self) -> None:
@@ -130,7 +114,7 @@ class Executor:
     def abandon(self) -> None:
         """Let go of what has begun. All ranks of the pipeline do so: for every message that was sent a receive is posted."""
         for message in self._posted:
-            self._at(Wait(message))
+            self._at(ops.Wait(message))
             self.transport.wait(message)
         for sending in self.transport.unsent():
             self._at(sending)
@@ -143,7 +127,7 @@ class Executor:
         self.position = None
 
     @property
-    def reached(self) -> tuple[Operation | None, int]:
+    def reached(self) -> tuple[ops.Operation | None, int]:
         """The operation that this rank is in, and how many have begun: on a GPU the device's, which the host runs ahead of.
 
         May be asked from another thread.
@@ -157,47 +141,47 @@ class Executor:
             operation = self._left.popleft()
             self._at(operation)
             number = self.begun  # a braid goes on while sends behind it begin
-            if starts_posted(operation):
+            if ops.starts_posted(operation):
                 transport.start()
             match operation:
-                case Receive(message, peer):
+                case ops.Receive(message, peer):
                     transport.receive(message, peer)
                     self._posted[message] = None
-                case Wait(Message() as message):
+                case ops.Wait(ops.Message() as message):
                     with recorder.wait(message):
                         self._received[message] = transport.wait(message)
                     del self._posted[message]
-                case Compute(work, braided):
+                case ops.Compute(work, braided):
                     within = handlers.around(braided) if braided else nullcontext()
                     with handlers.around(work), within, recorder.measure(work):
                         self._compute(work, braided)
                     transport.sweep()
-                case Send(message, peer):
+                case ops.Send(message, peer):
                     self._send(message, peer)
-                case Join(collective):
+                case ops.Join(collective):
                     transport.keep_order()
                     handlers.background[collective.exchange].start(collective)
-                case Wait(Collective() as collective):
+                case ops.Wait(ops.Collective() as collective):
                     with recorder.wait(collective):
                         handlers.background[collective.exchange].finish(collective)
-                case Copy(work):
+                case ops.Copy(work):
                     handlers.background[work.kind].start(work)
                     self._note(operation)
-                case Wait(Pass() as work):
+                case ops.Wait(Pass() as work):
                     with recorder.wait(work):
                         handlers.background[work.kind].finish(work)
                     self._note(operation)
-                case Validate():
+                case ops.Validate():
                     return
-            if self._device and isinstance(operation, (Compute, Wait)):
-                self._device.launched(number, isinstance(operation, Compute))
+            if self._device and isinstance(operation, (ops.Compute, ops.Wait)):
+                self._device.launched(number, isinstance(operation, ops.Compute))
 
-    def _note(self, operation: Operation) -> None:
+    def _note(self, operation: ops.Operation) -> None:
         """Record what is held where the schedule has a copy: at its start, or at its end."""
-        if (copy := pass_of(operation)) is not None:
+        if (copy := ops.pass_of(operation)) is not None:
             self._recorder.reach(copy)
 
-    def _at(self, operation: Operation) -> None:
+    def _at(self, operation: ops.Operation) -> None:
         self.position = operation
         self.begun += 1
 
@@ -218,7 +202,7 @@ class Executor:
         they wait for the stream that is current here. Posted in batches, they start with the operation after them."""
         braid = self.position
         self._hand_out(work, outputs)
-        while self._left and isinstance(sending := self._left[0], Send):
+        while self._left and isinstance(sending := self._left[0], ops.Send):
             self._at(self._left.popleft())
             self._send(sending.message, sending.peer)
         self.position = braid
@@ -243,11 +227,11 @@ class Executor:
             self.transport.finish(*sent)  # its answer is here, so it has been received: this only takes note of it
         return tensors
 
-    def _send(self, message: Message, peer: int) -> None:
+    def _send(self, message: ops.Message, peer: int) -> None:
         tensors = self._made.pop(message)
         self.transport.send(message, peer, tensors, when_sent=lambda: self._gone(message, tensors))
 
-    def _gone(self, message: Message, tensors: Tensors) -> None:
+    def _gone(self, message: ops.Message, tensors: Tensors) -> None:
         """The next stage has got a message."""
-        if message.flow is Flow.ACTIVATION:
+        if message.flow is kinds.Flow.ACTIVATION:
             self._handlers.release(tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner import Kind, Pass
 
 NoSync = Callable[[], AbstractContextManager[None]]
 

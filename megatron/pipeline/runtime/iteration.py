@@ -23,9 +23,7 @@ from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
 from megatron.pipeline.monitor.device_progress import DeviceProgress
 from megatron.pipeline.monitor.progress import Situation
 from megatron.pipeline.monitor.recorder import NullRecorder
-from megatron.pipeline.planner.planning.planned import Planned
-from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.schedule.lower.program import Program
+from megatron.pipeline.planner import Planned, ops
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
@@ -76,7 +74,7 @@ class Iteration:
     plan: Planned
     channels: Channels
     record: Callable[[], NullRecorder] = NullRecorder
-    posting: Posting = Posting.SINGLE
+    posting: ops.Posting = ops.Posting.SINGLE
     groups: Groups | None = None
     offloading: Offloading | None = None
     first: bool = False
@@ -211,7 +209,7 @@ class Iteration:
         schedule = self.plan.schedule
         return self.channels.rank == schedule.placement.home(schedule.placement.last_stage)[0] and not schedule.vocabulary
 
-    def _in_flight(self, program: Program, chunks: Sequence[torch.nn.Module]) -> InFlight | None:
+    def _in_flight(self, program: ops.Program, chunks: Sequence[torch.nn.Module]) -> InFlight | None:
         """Mover of activations to host memory and back, if any are to be moved."""
         if not self.plan.schedule.has_copies:
             return None

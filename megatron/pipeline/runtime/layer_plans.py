@@ -20,8 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
-from megatron.pipeline.planner.schedule.core.passes import Pass
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner import Pass, Schedule
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.model_stages import ModelStages

@@ -12,8 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline.model.slices import Slices, noting
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner import Kind, Pass, Schedule
 from megatron.pipeline.runtime.call import Call, LossReports
 from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.p2p import Tensors

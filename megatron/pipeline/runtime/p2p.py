@@ -16,8 +16,7 @@ import torch
 
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.distributed.groups import connect, like, memory_noted, new_group, warn_of_eager_groups
-from megatron.pipeline.planner.schedule.lower.posting import UNFINISHED_SENDS, Posting
-from megatron.pipeline.planner.schedule.lower.program import Flow, Message, Send
+from megatron.pipeline.planner import kinds, ops
 
 Tensors = list[torch.Tensor | None]
 Shape = Sequence[int]
@@ -59,7 +58,7 @@ class Channels:
         shapes = new_group(members, backend="gloo") if variable_lengths else None
         return cls(ranks, pipeline.rank(), new_group(members, **options), new_group(members, **options), shapes)
 
-    def connect(self, pairs: Set[tuple[int, int]], posting: Posting) -> None:
+    def connect(self, pairs: Set[tuple[int, int]], posting: ops.Posting) -> None:
         """Make the communicators of messages between these ranks before the first pass, once; see ``groups.connect``.
 
         NCCL has one of its own for every pair of ranks, and one of the whole group for what is posted in batches, of which all
@@ -73,12 +72,12 @@ class Channels:
             return
         self._connected.update(new)
         with memory_noted("communicators for messages"):
-            if posting is Posting.BATCHED:
+            if posting is ops.Posting.BATCHED:
                 connect(self.up)
                 connect(self.down)
             for sender, receiver in sorted(new):  # in one order on all ranks: each host waits here for its peer
                 group = self.group(sender, receiver)
-                if posting is Posting.SINGLE and self.rank in (sender, receiver):
+                if posting is ops.Posting.SINGLE and self.rank in (sender, receiver):
                     number = torch.zeros(1, device=this_device())
                     peer = torch.distributed.get_group_rank(group, self.ranks[receiver if self.rank == sender else sender])
                     (group.send if self.rank == sender else group.recv)([number], peer, 0).wait()
@@ -92,7 +91,7 @@ class Channels:
 class _Sending:
     """A send that may not be over: its tensors stay alive until it is."""
 
-    message: Message
+    message: ops.Message
     peer: int
     requests: list[Any]
     tensors: Tensors
@@ -123,30 +122,30 @@ class Transport:
     def __init__(
         self,
         channels: Channels,
-        shapes: Mapping[Flow, Sequence[Shape]],
+        shapes: Mapping[kinds.Flow, Sequence[Shape]],
         dtype: torch.dtype,
         device: torch.device,
-        posting: Posting = Posting.SINGLE,
+        posting: ops.Posting = ops.Posting.SINGLE,
     ) -> None:
         self._channels = channels
         self._shapes = shapes
         self._dtype = dtype
         self._device = device
-        self._batched = posting is Posting.BATCHED
+        self._batched = posting is ops.Posting.BATCHED
         self._polls = len(channels.ranks) > 1 and torch.distributed.get_backend(channels.up) == "nccl"
         # Of the pipeline's ranks in the groups.
         self._places = [torch.distributed.get_group_rank(channels.up, rank) for rank in channels.ranks] if channels.up else []
-        self._posted: dict[Message, _Receiving] = {}
+        self._posted: dict[ops.Message, _Receiving] = {}
         self._unshaped: deque[tuple[_Receiving, int]] = deque()  # and their peers, in the order of the program
-        self._sends: dict[tuple[int, Flow], deque[_Sending]] = defaultdict(deque)
-        self._unsent: dict[tuple[Message, int], deque[_Sending]] = {}  # by message and receiver
+        self._sends: dict[tuple[int, kinds.Flow], deque[_Sending]] = defaultdict(deque)
+        self._unsent: dict[tuple[ops.Message, int], deque[_Sending]] = {}  # by message and receiver
         self._together: list[tuple[torch.distributed.P2POp, list[Any]]] = []  # operations to start, and where requests go
 
-    def blank(self, flow: Flow) -> Tensors:
+    def blank(self, flow: kinds.Flow) -> Tensors:
         """Tensors as a message of a flow carries them; of one element where shapes are not known before."""
         return [self._buffer(shape) for shape in self._shapes[flow]]
 
-    def receive(self, message: Message, peer: int) -> None:
+    def receive(self, message: ops.Message, peer: int) -> None:
         receiving = _Receiving([], [], [])
         self._posted[message] = receiving
         if self._channels.shapes is None:
@@ -159,7 +158,7 @@ class Transport:
         if receiving.headers:
             self._unshaped.append((receiving, peer))
 
-    def wait(self, message: Message) -> Tensors:
+    def wait(self, message: ops.Message) -> Tensors:
         """The tensors of a posted message, once they are here."""
         receiving = self._posted.pop(message)
         if receiving.headers:
@@ -169,7 +168,7 @@ class Transport:
             request.wait()
         return receiving.tensors
 
-    def send(self, message: Message, peer: int, tensors: Tensors, when_sent: Callable[[], None]) -> None:
+    def send(self, message: ops.Message, peer: int, tensors: Tensors, when_sent: Callable[[], None]) -> None:
         """Start sending; ``when_sent`` is called once the tensors may be freed."""
         self.keep_order()
         requests: list[Any] = []
@@ -183,7 +182,7 @@ class Transport:
         queue = self._sends[peer, message.flow]
         queue.append(_Sending(message, peer, requests, [*tensors, *present], when_sent))
         self._unsent[message, peer] = queue
-        if len(queue) > UNFINISHED_SENDS and not self._polls:
+        if len(queue) > ops.UNFINISHED_SENDS and not self._polls:
             self.start()
             self._finish_first(queue)
 
@@ -217,15 +216,15 @@ class Transport:
             while queue and queue[0].requests and all(request.is_completed() for request in queue[0].requests):
                 self._finish_first(queue)
 
-    def finish(self, message: Message, peer: int) -> None:
+    def finish(self, message: ops.Message, peer: int) -> None:
         """Wait until a message has been sent to a rank, if it is still on its way."""
         queue = self._unsent.get((message, peer))
         while queue and (message, peer) in self._unsent:
             self._finish_first(queue)
 
-    def unsent(self) -> list[Send]:
+    def unsent(self) -> list[ops.Send]:
         """Every send that may not be over, in the order to ``finish`` them at the end of the iteration."""
-        return [Send(sending.message, peer) for (peer, _), queue in self._sends.items() for sending in queue]
+        return [ops.Send(sending.message, peer) for (peer, _), queue in self._sends.items() for sending in queue]
 
     def _finish_first(self, queue: deque[_Sending]) -> None:
         first = queue.popleft()

@@ -24,14 +24,14 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches import rerun_state_machine
 
 from megatron.pipeline.distributed.groups import new_group
-from megatron.pipeline.planner.planning.every_batch import pack
+from megatron.pipeline.planner import every_batch
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.every_batch import lengths_of
 
 _AHEAD = 2  # batches: the next one is announced, and the one behind it is made meanwhile
 Sequence_ = Mapping[str, torch.Tensor]  # tokens of one sequence, [s], and what else there is of each
 _MADE = ("cu_seqlens", "max_seqlen")
-_pack = lru_cache(maxsize=2)(pack)  # the iterators of a rank's chunks have the same data
+_pack = lru_cache(maxsize=2)(every_batch.pack)  # the iterators of a rank's chunks have the same data
 
 
 class Packing:

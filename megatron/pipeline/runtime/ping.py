@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.lower.program import Flow, Message
+from megatron.pipeline.planner import Placement, kinds, ops
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 
 _PINGS = 5  # that count, after one that opens the connection
@@ -74,19 +73,19 @@ def _answer(transport: Transport, peer: int) -> None:
         transport.finish(answer, peer)
 
 
-def _messages() -> tuple[list[Message], list[Message]]:
+def _messages() -> tuple[list[ops.Message], list[ops.Message]]:
     """Messages there and back, with numbers of stages that the model does not have."""
-    there, back = ([Message(Flow.ACTIVATION, number, stage) for number in range(1 + _PINGS)] for stage in (-1, -2))
+    there, back = ([ops.Message(kinds.Flow.ACTIVATION, number, stage) for number in range(1 + _PINGS)] for stage in (-1, -2))
     return there, back
 
 
-def _receive(transport: Transport, message: Message, peer: int) -> None:
+def _receive(transport: Transport, message: ops.Message, peer: int) -> None:
     """Started alone: NCCL reports only the end of everything that was started together."""
     transport.receive(message, peer)
     transport.start()
 
 
-def _send(transport: Transport, message: Message, peer: int, tensors: Tensors) -> None:
+def _send(transport: Transport, message: ops.Message, peer: int, tensors: Tensors) -> None:
     transport.send(message, peer, tensors, when_sent=lambda: None)
     transport.start()
 

@@ -19,17 +19,7 @@ from megatron.pipeline.monitor.clock import Clock
 from megatron.pipeline.monitor.progress import Situation
 from megatron.pipeline.monitor.recorder import NullRecorder, Recorder
 from megatron.pipeline.monitor.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
-from megatron.pipeline.planner.combinations.needs import EVERY_BATCH
-from megatron.pipeline.planner.combinations.table import refuse
-from megatron.pipeline.planner.planning.plan_cache import PlanCache
-from megatron.pipeline.planner.planning.planned import Planned
-from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.schedule.core.boundary import buckets
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.schedule.lower.program import Send
-from megatron.pipeline.planner.schedule.time.simulate import simulate
+from megatron.pipeline.planner import Costs, PlanCache, Planned, Request, Schedule, ops, simulate, topics
 from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.background import BackgroundPlanner
 from megatron.pipeline.runtime.call import Call
@@ -83,7 +73,7 @@ class Pipeline:
     def __init__(
         self,
         request: Request,
-        posting: Posting = Posting.SINGLE,
+        posting: ops.Posting = ops.Posting.SINGLE,
         measure: bool = False,
         settings: CopySettings | None = None,
         max_ctas: int | None = None,
@@ -91,7 +81,7 @@ class Pipeline:
         every_batch: EveryBatch | None = None,
     ) -> None:
         if every_batch:
-            refuse(request.facts, EVERY_BATCH)
+            request.facts.refuse(topics.EVERY_BATCH)
         self.settings = settings or CopySettings()
         self.plans = PlanCache(request, posting, self.settings.host_limit)
         self.name, self.placement, self.is_stock = self.plans.name, self.plans.placement, self.plans.is_stock
@@ -129,11 +119,6 @@ class Pipeline:
     def microbatches(self) -> int:
         """Number of microbatches of the last iteration; 1 before the first, and under megatron-core's own schedule."""
         return self._iteration.plan.schedule.microbatches if self._iteration else 1
-
-    def buckets(self, microbatches: int) -> int | None:
-        """Buckets of a chunk's parameters as planned; None where nothing says what ranks do between iterations."""
-        boundary = self.plans.boundary(microbatches)
-        return max((count for row in boundary for count in buckets(row).values()), default=None)
 
     @cached_property
     def offloading(self) -> Offloading:
@@ -297,7 +282,9 @@ def _simulated_span(schedule: Schedule, costs: Costs) -> float:
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
 def _messages(plan: Planned) -> frozenset[tuple[int, int]]:
     """Sender and receiver of all messages, as ranks of the pipeline."""
-    return frozenset((rank, one.peer) for rank, program in enumerate(plan.programs) for one in program if isinstance(one, Send))
+    return frozenset(
+        (rank, one.peer) for rank, program in enumerate(plan.programs) for one in program if isinstance(one, ops.Send)
+    )
 
 
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan

@@ -13,9 +13,7 @@ from megatron.core import parallel_state
 from megatron.pipeline.distributed.device import this_device
 from megatron.pipeline.monitor import cost_profile
 from megatron.pipeline.monitor.report import Report
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.passes import VOCABULARY_KINDS
-from megatron.pipeline.planner.schedule.lower.program import Flow
+from megatron.pipeline.planner import Costs, kinds
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.ping import ping, ping_all
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -67,7 +65,7 @@ def _costs(pipeline: Pipeline, counted: Report, timed: list[Report], sizes: Cost
     rank = parallel_state.get_pipeline_model_parallel_rank()
     transport, groups = pipeline.transport, pipeline.vocabulary_groups
     hops = ping(transport, rank, pipeline.placement) if transport else []
-    hidden = transport.blank(Flow.ACTIVATION)[0] if transport else None
+    hidden = transport.blank(kinds.Flow.ACTIVATION)[0] if transport else None
     exchanges = ping_all(groups.pipeline, torch.zeros_like(hidden)) if groups and hidden is not None else []
     costs = cost_profile.agree(mine, hops, exchanges)
     if not pipeline.plans.offloads:
@@ -90,7 +88,7 @@ def in_words(costs: Costs) -> str:
     until = "and B" if any(stage.backward_allocates for stage in stages) else "of which"
     words = f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, {until} {kept} until W"
     words += _copies_in_words(costs)
-    shares = [f"{kind} {1e3 * costs.vocabulary.seconds(kind):.4g}" for kind in VOCABULARY_KINDS]
+    shares = [f"{kind} {1e3 * costs.vocabulary.seconds(kind):.4g}" for kind in kinds.VOCABULARY_KINDS]
     if not costs.vocabulary.total:
         return words
     return f"{words}; of the vocabulary {', '.join(shares)} ms per rank, collective {1e3 * costs.exchange:.3g} ms"

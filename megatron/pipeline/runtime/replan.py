@@ -13,12 +13,17 @@ from pathlib import Path
 import torch
 
 from megatron.pipeline.monitor.report import Report
-from megatron.pipeline.planner.planning.refusals import HOST_MIB, MIB
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.problem import HostLimitTooLow, LimitTooLow, Objective
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.runtime.offload import describe
+from megatron.pipeline.planner import (
+    Costs,
+    HostLimitTooLow,
+    LimitTooLow,
+    Objective,
+    Schedule,
+    activation_peaks,
+    refusals,
+    simulate,
+    view,
+)
 from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import TIMED, Steps, in_words, profiled
@@ -75,7 +80,7 @@ def replan(
     lines += [
         f" {pipeline.name} planned again in {plan.seconds or 0:.2g} s for {m} microbatches: "
         + _change(before[m], plan.schedule, costs, limit, pipeline.plans.objective)
-        + (f"; {describe.in_words(plan.schedule, costs, in_bytes=True, limited=limited)}" if pipeline.plans.offload else "")
+        + (f"; {view.copies_in_words(plan.schedule, costs, in_bytes=True, limited=limited)}" if pipeline.plans.offload else "")
         for m, plan in after.items()
     ]
     fresh: list[Report] = []
@@ -88,9 +93,9 @@ def replan(
 def _why(error: Exception, limit: float | None, host_limit: float | None) -> str:
     """Why there is no plan, in MiB where it is for want of memory."""
     if isinstance(error, LimitTooLow):
-        return f"it needs {MIB.at_least(error.least)} on a rank, and the limit is {MIB.amount(limit or 0)}"
+        return f"it needs {refusals.MIB.at_least(error.least)} on a rank, and the limit is {refusals.MIB.amount(limit or 0)}"
     if isinstance(error, HostLimitTooLow):
-        needs, given = HOST_MIB.at_least(error.least), MIB.amount(host_limit or 0)
+        needs, given = refusals.HOST_MIB.at_least(error.least), refusals.MIB.amount(host_limit or 0)
         return f"one microbatch of a chunk takes {needs} of host memory, and {LIMIT_FLAG} is {given}"
     return f"planning failed: {error}"
 

@@ -11,8 +11,7 @@ import torch
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.monitor.memory import hold, is_observed
-from megatron.pipeline.planner.schedule.core.passes import COPY_KINDS, Kind, Pass
-from megatron.pipeline.planner.schedule.lower.program import Compute, Program
+from megatron.pipeline.planner import Kind, Pass, kinds, ops
 from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.offload.offloading import InFlight
@@ -33,7 +32,7 @@ class StagePasses:
     def __init__(
         self,
         stages: ModelStages,
-        program: Program,
+        program: ops.Program,
         keep_graphs: bool = True,
         offloaded: InFlight | None = None,
         shielded: Set[int] = frozenset(),
@@ -42,7 +41,7 @@ class StagePasses:
         self._shielded = shielded
         self._keep_graphs = keep_graphs
         self._offloaded = offloaded
-        computed = (operation.work for operation in program if isinstance(operation, Compute))
+        computed = (operation.work for operation in program if isinstance(operation, ops.Compute))
         self._recomputed = {work[1:3] for work in computed if work.kind is Kind.R}
         self._graphs: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}  # inputs and outputs, by microbatch and chunk
         self._weights: dict[tuple[int, int], list[tuple[WeightTask, list[Any]]]] = {}
@@ -54,7 +53,7 @@ class StagePasses:
         handlers = Handlers(passes, release=self._stages.release, abandon=(self._graphs.clear,), braid=self.braid)
         if self._offloaded is None:
             return handlers
-        return handlers.joined(Handlers({}, dict.fromkeys(COPY_KINDS, self._offloaded), abandon=(self._offloaded.abandon,)))
+        return handlers.joined(Handlers({}, dict.fromkeys(kinds.COPY_KINDS, self._offloaded), abandon=(self._offloaded.abandon,)))
 
     def forward(self, work: Pass, received: Tensors) -> Tensors:
         inputs, keep_graph = received or [None], self._keeps_graph(work)

@@ -26,9 +26,7 @@ from megatron.pipeline.model.vocabulary.loss import Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
 from megatron.pipeline.monitor.memory import hold
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.lower.program import Collective, Exchange
+from megatron.pipeline.planner import Kind, Pass, Schedule, Vocabulary, kinds, ops
 from megatron.pipeline.runtime.call import Call, LossReports
 from megatron.pipeline.runtime.p2p import Tensors
 
@@ -153,7 +151,7 @@ class VocabularyPasses:
         first = call.chunks[homes[0][1]].modules() if self._first else ()
         self._arrived = next((module for module in first if isinstance(module, ReceivedEmbedding)), None)
         self._microbatches: dict[int, _ShardMicrobatch] = {}
-        self._works: dict[Collective, Any] = {}  # joined, and not waited for
+        self._works: dict[ops.Collective, Any] = {}  # joined, and not waited for
         self.reported = LossReports()
         self.num_tokens: torch.Tensor | int = 0
 
@@ -184,19 +182,19 @@ class VocabularyPasses:
                 self._end(work.microbatch)
         return []
 
-    def start(self, collective: Collective) -> None:
+    def start(self, collective: ops.Collective) -> None:
         one = self._microbatches[collective.microbatch]
         first, last = self._roots
         pipeline = self._groups.pipeline
         match collective.exchange:
-            case Exchange.EMBEDDING:
+            case kinds.Exchange.EMBEDDING:
                 assert one.embedding is not None, "IF has run"
                 work = torch.distributed.reduce(one.embedding, first, group=pipeline, async_op=True)
-            case Exchange.OUTPUT:
+            case kinds.Exchange.OUTPUT:
                 if one.output is None:
                     one.output = self._blank_output(one)
                 work = torch.distributed.broadcast(one.output, last, group=pipeline, async_op=True)
-            case Exchange.STATISTICS:
+            case kinds.Exchange.STATISTICS:
                 assert one.part is not None
                 statistics = one.part.statistics
                 one.gathered = statistics.new_empty((self._shard.shards.count, *statistics.shape))
@@ -204,31 +202,31 @@ class VocabularyPasses:
                 # which the stream that it was allocated on has not.
                 whole = one.gathered.flatten(0, 1)
                 work = torch.distributed.all_gather_into_tensor(whole, statistics, group=self._groups.shards, async_op=True)
-            case Exchange.GRADIENT:
+            case kinds.Exchange.GRADIENT:
                 with self._gradient_ready(one, collective.microbatch):
                     assert one.gradient is not None, "S or T has run"
                     work = torch.distributed.reduce(one.gradient, last, group=pipeline, async_op=True)
-            case Exchange.EMBEDDING_GRADIENT:
+            case kinds.Exchange.EMBEDDING_GRADIENT:
                 one.embedding_gradient = one.caught[0].contiguous() if one.caught else self._blank_embedding(one)
                 work = torch.distributed.broadcast(one.embedding_gradient, first, group=pipeline, async_op=True)
         self._works[collective] = work
 
-    def finish(self, collective: Collective) -> None:
+    def finish(self, collective: ops.Collective) -> None:
         self._works.pop(collective).wait()
         one = self._microbatches.get(collective.microbatch)
         if one is None:
             return  # this rank only contributed, and has finished the microbatch
         match collective.exchange:
-            case Exchange.EMBEDDING:
+            case kinds.Exchange.EMBEDDING:
                 if self._first and one.embedding is not None:
                     sequence.complete(one.embedding, self._tensor, reduced=self._scatters)
                 else:
                     one.embedding = None
-            case Exchange.STATISTICS:
+            case kinds.Exchange.STATISTICS:
                 self._compute_losses(one)
                 if self._call.forward_only:
                     del self._microbatches[collective.microbatch]
-            case Exchange.GRADIENT if not self._last:
+            case kinds.Exchange.GRADIENT if not self._last:
                 one.gradient = None
                 self._end(collective.microbatch)
 
@@ -326,7 +324,7 @@ class VocabularyPasses:
         if not self._one_barrier:
             return nullcontext()
         assert one.part is not None and one.gathered is not None
-        statistics = self._works[Collective(Exchange.STATISTICS, microbatch)]  # T, which waits for it, comes later
+        statistics = self._works[ops.Collective(kinds.Exchange.STATISTICS, microbatch)]  # T, which waits for it, comes later
         device = one.gathered.device
         with side_stream(device):
             statistics.wait()

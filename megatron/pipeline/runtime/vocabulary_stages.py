@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.planner.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.lower.program import Exchange
+from megatron.pipeline.planner import Kind, Pass, Schedule, kinds
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Handler, Handlers
 from megatron.pipeline.runtime.model_stages import ModelStages
@@ -30,8 +28,8 @@ class VocabularyStages(ModelStages):
     @property
     def handlers(self) -> Handlers:
         vocabulary = self._vocabulary
-        passes: dict[Kind, Handler] = dict.fromkeys(VOCABULARY_KINDS, vocabulary.run)
-        return Handlers(passes, dict.fromkeys(Exchange, vocabulary), abandon=(vocabulary.abandon,))
+        passes: dict[Kind, Handler] = dict.fromkeys(kinds.VOCABULARY_KINDS, vocabulary.run)
+        return Handlers(passes, dict.fromkeys(kinds.Exchange, vocabulary), abandon=(vocabulary.abandon,))
 
     @property
     def num_tokens(self) -> torch.Tensor:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron.pipeline.planner.schedule.core.kinds import Flow, Where, sources
-from megatron.pipeline.planner.schedule.core.passes import Pass
-from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Program, Send, Wait
+from megatron.pipeline.planner import Pass, Placement, kinds, ops
 
 
 class Wiring(NamedTuple):
@@ -20,52 +17,52 @@ class Wiring(NamedTuple):
             backward has its gradients.
     """
 
-    takes: Mapping[Pass, Message]
-    makes: Mapping[Pass, Message]
-    answers: Mapping[Pass, tuple[Message, int]]
+    takes: Mapping[Pass, ops.Message]
+    makes: Mapping[Pass, ops.Message]
+    answers: Mapping[Pass, tuple[ops.Message, int]]
 
 
-def wiring(program: Program, rank: int, placement: Placement) -> Wiring:
+def wiring(program: ops.Program, rank: int, placement: Placement) -> Wiring:
     """The wiring of a program.
 
     Args:
         rank: the one that runs the program.
         placement: of the stages. Two neighbours on one rank hand over their tensors without a message.
     """
-    takes: dict[Pass, Message] = {}
-    makers: dict[Message, Pass] = {}
-    peers: dict[Message, int] = {}  # of what is sent
-    awaited: dict[Flow, Message] = {}  # before the next pass
+    takes: dict[Pass, ops.Message] = {}
+    makers: dict[ops.Message, Pass] = {}
+    peers: dict[ops.Message, int] = {}  # of what is sent
+    awaited: dict[kinds.Flow, ops.Message] = {}  # before the next pass
     passes: list[Pass] = []
     for operation in program:
         match operation:
-            case Wait(Message() as message):
+            case ops.Wait(ops.Message() as message):
                 awaited[message.flow] = message
-            case Send(message, peer):
+            case ops.Send(message, peer):
                 peers[message] = peer
-            case Compute(work, braided):
+            case ops.Compute(work, braided):
                 passes.append(work)
                 for flow, message in awaited.items():  # a braid waits for what both of its halves take
-                    takes[braided if braided and flow is Flow.GRADIENT else work] = message
+                    takes[braided if braided and flow is kinds.Flow.GRADIENT else work] = message
                 awaited.clear()
                 if work.kind.row.sends:
-                    makers[Message(work.kind.row.sends, work.microbatch, placement.stage(rank, work.chunk))] = work
+                    makers[ops.Message(work.kind.row.sends, work.microbatch, placement.stage(rank, work.chunk))] = work
     for work in passes:
         if (given := _handed_over(work, rank, placement)) in makers:
             takes[work], peers[given] = given, rank
     answers = {
         taker: (activation, peers[activation])
         for taker, message in takes.items()
-        if message.flow is Flow.GRADIENT
-        and (activation := Message(Flow.ACTIVATION, taker.microbatch, placement.stage(rank, taker.chunk))) in peers
+        if message.flow is kinds.Flow.GRADIENT
+        and (activation := ops.Message(kinds.Flow.ACTIVATION, taker.microbatch, placement.stage(rank, taker.chunk))) in peers
     }
     return Wiring(takes, {makers[message]: message for message in peers}, answers)
 
 
-def _handed_over(work: Pass, rank: int, placement: Placement) -> Message | None:
+def _handed_over(work: Pass, rank: int, placement: Placement) -> ops.Message | None:
     """Tensors that a pass takes from a neighbouring stage on its own rank."""
-    for source in sources(placement, None)[work.kind, rank, work.chunk]:
+    for source in kinds.sources(placement, None)[work.kind, rank, work.chunk]:
         (home, chunk), flow = source.homes[0], source.kinds[0].row.sends
-        if flow and home == rank and source.need.where in (Where.PREVIOUS, Where.NEXT):
-            return Message(flow, work.microbatch, placement.stage(rank, chunk))
+        if flow and home == rank and source.need.where in (kinds.Where.PREVIOUS, kinds.Where.NEXT):
+            return ops.Message(flow, work.microbatch, placement.stage(rank, chunk))
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core import parallel_state
 
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner import Placement
 
 
 def initialize_model_parallel(args: Settings, placement: Placement) -> None:

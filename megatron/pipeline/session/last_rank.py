@@ -13,7 +13,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.pipeline.distributed.device import this_device
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner import Placement
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,18 @@ from megatron.pipeline.flags.flags import STOCK_1F1B, neutral
 from megatron.pipeline.flags.settings import Role, Settings
 from megatron.pipeline.model.description import describe
 from megatron.pipeline.model.layout import decoder_layers
-from megatron.pipeline.planner import planning
-from megatron.pipeline.planner.costmodel.memory import (
-    GIB,
-    RankMemory,
-    StageSizes,
-    costs_in_bytes,
-    fixed_memory,
-    predict,
-    stage_sizes,
+from megatron.pipeline.planner import (
+    STOCK,
+    Beside,
+    Costs,
+    Placement,
+    Request,
+    Schedule,
+    StageCosts,
+    Vocabulary,
+    interleaved,
+    rank_memory,
 )
-from megatron.pipeline.planner.planning.limits import Beside
-from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.schedule.core.passes import Vocabulary
-from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 _NEAR = 1.001  # times what stock needs: predictions are no better
@@ -39,31 +35,34 @@ def largest_iteration(args: Settings, pipeline: Pipeline) -> Schedule:
     microbatches, placement = max(microbatch_counts(args)), pipeline.placement
     if pipeline.is_stock:
         name, group = ("interleaved", args.microbatch_group_size_per_vp_stage) if placement.chunks > 1 else ("1f1b", None)
-        return planning.plan(name, placement.ranks, microbatches, chunks=placement.chunks, group=group)
+        return Request(name, placement.ranks, microbatches, chunks=placement.chunks, group=group).plan().schedule
     return pipeline.plans.plan(microbatches).schedule
 
 
-def predicted_memory(args: Settings, pipeline: Pipeline) -> list[RankMemory]:
+def predicted_memory(args: Settings, pipeline: Pipeline) -> list[rank_memory.RankMemory]:
     """Memory that every pipeline rank needs on this machine."""
-    return _here(predict(describe(args), largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement)))
+    return _here(rank_memory.predict(describe(args), largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement)))
 
 
-def stock_memory(args: Settings) -> list[RankMemory] | None:
+def stock_memory(args: Settings) -> list[rank_memory.RankMemory] | None:
     """Memory that every pipeline rank needs under megatron-core's own 1F1B; None where the model cannot be cut for it."""
     stock, ranks = args | STOCK_1F1B, args.pipeline_model_parallel_size
     try:
         layers = decoder_layers(stock, interleaved(ranks, 1))
     except ValueError:
         return None
-    return _here(predict(describe(stock), planning.plan("1f1b", ranks, min(ranks, max(microbatch_counts(args)))), layers))
+    schedule = Request("1f1b", ranks, min(ranks, max(microbatch_counts(args)))).plan().schedule
+    return _here(rank_memory.predict(describe(stock), schedule, layers))
 
 
-def _here(ranks: list[RankMemory]) -> list[RankMemory]:
+def _here(ranks: list[rank_memory.RankMemory]) -> list[rank_memory.RankMemory]:
     """On a machine without a GPU no library keeps workspaces."""
     return ranks if torch.cuda.is_available() else [replace(rank, workspaces=0.0) for rank in ranks]
 
 
-def more_than_stock(args: Settings, ranks: Sequence[RankMemory], stock: Sequence[RankMemory] | None) -> str | None:
+def more_than_stock(
+    args: Settings, ranks: Sequence[rank_memory.RankMemory], stock: Sequence[rank_memory.RankMemory] | None
+) -> str | None:
     """The warning where a rank is predicted to need more than the fullest one under megatron-core's own 1F1B, else None.
 
     Args:
@@ -74,13 +73,14 @@ def more_than_stock(args: Settings, ranks: Sequence[RankMemory], stock: Sequence
     fullest, most = (max(each, key=lambda rank: rank.total) for each in (ranks, stock))
     if fullest.allocated <= most.allocated * _NEAR:
         return None
-    ours, theirs = (" ".join(f"{rank.total / GIB:.3g}" for rank in each) for each in (ranks, stock))
+    ours, theirs = (" ".join(f"{rank.total / rank_memory.GIB:.3g}" for rank in each) for each in (ranks, stock))
     again = args.recompute_granularity == "full" and not describe(args).makes_weights_again
     remedies = ["--vocab-parallel 2"] * (args.vocabulary.spread is None) + ["--recompute-fused-backward"] * again
     remedies.append("a lower --pipeline-memory-limit under zb-h1, zb-auto or v-auto")
     return (
-        f"WARNING: pipeline rank {list(ranks).index(fullest)} is predicted to need {fullest.total / GIB:.3g} GiB, "
-        f"{(fullest.total - most.total) / GIB:.3g} GiB more than the fullest rank under 1F1B (stock); by rank, GiB: {ours}; "
+        f"WARNING: pipeline rank {list(ranks).index(fullest)} is predicted to need {fullest.total / rank_memory.GIB:.3g} GiB, "
+        f"{(fullest.total - most.total) / rank_memory.GIB:.3g} GiB more than the fullest rank under 1F1B "
+        f"(stock); by rank, GiB: {ours}; "
         f"stock: {theirs}; what takes less: {', or '.join(remedies)}"
     )
 
@@ -125,19 +125,19 @@ def beside(args: Settings, placement: Placement, vocabulary: Vocabulary | None, 
 
 
 def _beside(
-    args: Settings, placement: Placement, vocabulary: Vocabulary | None, sizes: StageSizes, unit: float
+    args: Settings, placement: Placement, vocabulary: Vocabulary | None, sizes: rank_memory.StageSizes, unit: float
 ) -> tuple[float, ...]:
-    fixed = fixed_memory(describe(args), placement, decoder_layers(args, placement), vocabulary)
+    fixed = rank_memory.fixed_memory(describe(args), placement, decoder_layers(args, placement), vocabulary)
     making = [max(sizes.making[stage] for stage in stages) for stages in placement.stages]
     return tuple((each.state + each.temporary + more) / unit for each, more in zip(fixed, making, strict=True))
 
 
-def _sizes(args: Settings, placement: Placement, vocabulary: Vocabulary | None) -> StageSizes | None:
+def _sizes(args: Settings, placement: Placement, vocabulary: Vocabulary | None) -> rank_memory.StageSizes | None:
     """None where the formulas are not for the model, or it cannot be cut so."""
     if not knows_sizes(args):
         return None
     try:
-        return stage_sizes(describe(args), decoder_layers(args, placement), vocabulary is not None)
+        return rank_memory.stage_sizes(describe(args), decoder_layers(args, placement), vocabulary is not None)
     except ValueError:
         return None
 
@@ -161,7 +161,9 @@ def uncounted_sizes(args: Settings, pipeline: Pipeline) -> Costs | None:
             "--pipeline-costs profile in FP8 takes bytes from formulas, which need the size of the vocabulary: give --vocab-size "
             "N, or --pipeline-costs FILE"
         )
-    return costs_in_bytes(describe(args), pipeline.placement, decoder_layers(args, pipeline.placement), pipeline.plans.vocabulary)
+    return rank_memory.costs_in_bytes(
+        describe(args), pipeline.placement, decoder_layers(args, pipeline.placement), pipeline.plans.vocabulary
+    )
 
 
 def check_rehearsal_fits(args: Settings, pipeline: Pipeline, world_size: int) -> None:
@@ -179,6 +181,6 @@ def check_rehearsal_fits(args: Settings, pipeline: Pipeline, world_size: int) ->
     if needed > memory:
         raise ValueError(
             f"--rehearse has all {world_size} ranks on one machine, where their weights, gradients, optimizer states and "
-            f"activations take about {needed / GIB:.4g} GiB of {what}, which has {memory / GIB:.4g} GiB, "
-            f"{(needed - memory) / GIB:.4g} GiB less: rehearse fewer --num-layers or a smaller --micro-batch-size"
+            f"activations take about {needed / rank_memory.GIB:.4g} GiB of {what}, which has {memory / rank_memory.GIB:.4g} GiB, "
+            f"{(needed - memory) / rank_memory.GIB:.4g} GiB less: rehearse fewer --num-layers or a smaller --micro-batch-size"
         )

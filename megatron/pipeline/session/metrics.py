@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.pipeline.model.description import shape_of
-from megatron.pipeline.planner.shape.gpt import training_operations
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def training_flops(args: Namespace, samples: int) -> float:
 
     Of causal attention the half that is not masked counts.
     """
-    return training_operations(replace(shape_of(args), microbatch=samples), causal=True)
+    return replace(shape_of(args), microbatch=samples).training_operations(causal=True)
 
 
 def _finite(value: float | None) -> float | None:

@@ -33,20 +33,23 @@ from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.layout import EARLY_PREDICTION, PlacementLayout, stage_layers
 from megatron.pipeline.model.split_linear import split_chunks, trained_share
-from megatron.pipeline.planner.combinations.needs import EVERY_BATCH
-from megatron.pipeline.planner.combinations.table import Facts, of_config, refuse, sentences
-from megatron.pipeline.planner.planning.document import naming, read_costs
-from megatron.pipeline.planner.planning.plan_cache import FILE
-from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.planning.trained import check_name
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, StageCosts
-from megatron.pipeline.planner.schedule.core.names import STOCK, counted
-from megatron.pipeline.planner.schedule.core.passes import Vocabulary
-from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, Objective
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.shape.hybrid import Pattern
+from megatron.pipeline.planner import (
+    EQUAL_PASSES,
+    STOCK,
+    Facts,
+    Objective,
+    Placement,
+    Request,
+    Schedule,
+    StageCosts,
+    Vocabulary,
+    counted,
+    document,
+    families,
+    hybrid,
+    interleaved,
+    topics,
+)
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import checkpoint_failures
@@ -80,18 +83,18 @@ class OwnLoop:
         # Ranks and microbatches are known with the first iteration.
         request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
         request = replace(request, keep=True)
-        check_name(request.schedule, [STOCK])
-        if request.schedule.startswith(FILE):
-            naming(request.schedule.removeprefix(FILE), Schedule.from_json)
+        families.check(request.schedule, [STOCK])
+        if request.schedule.startswith(families.FILE):
+            document.naming(request.schedule.removeprefix(families.FILE), Schedule.from_json)
         if costs is not None:
-            request = replace(request, costs=read_costs(str(costs)))
+            request = replace(request, costs=document.read_costs(str(costs)))
         if request.costs is not None and not options.get("every_batch"):  # with equal ones a search takes no longer than a pass
-            request = replace(request, quick=not sentences(request.facts, EVERY_BATCH))
-        if request.equal is EQUAL_PASSES and not request.schedule.startswith(FILE):
+            request = replace(request, quick=not request.facts.sentences(topics.EVERY_BATCH))
+        if request.equal is EQUAL_PASSES and not request.schedule.startswith(families.FILE):
             request = replace(request, equal=self._equal)
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
-            refuse(request.facts, EVERY_BATCH)
+            request.facts.refuse(topics.EVERY_BATCH)
         self._request, self._options, self._watch = request, options, CallWatch(watchdog)
         self._said: set[str] = set()
         self._pipelines: dict[int, Pipeline] = {}
@@ -171,7 +174,7 @@ class OwnLoop:
         Raises:
             ValueError: the pattern has another number of stages.
         """
-        if isinstance(config.pipeline_model_parallel_layout, PlacementLayout) and len(Pattern.of(pattern).counts) > 1:
+        if isinstance(config.pipeline_model_parallel_layout, PlacementLayout) and len(hybrid.Pattern.of(pattern).counts) > 1:
             placement = self.placement(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
             assert placement is not None, "lay_out has made the layout"
             config.pipeline_model_parallel_layout = PlacementLayout(_stages(config, placement, pattern), placement)
@@ -179,11 +182,11 @@ class OwnLoop:
     def _take_chunks(self, ranks: int, chunks: int | None) -> None:
         """Plan for as many chunks as a model has, where the family leaves their number open and the request does not say one."""
         name = self._request.schedule
-        if chunks is None or self._request.chunks is not None or name.startswith(FILE) or ranks in self._pipelines:
+        if chunks is None or self._request.chunks is not None or name.startswith(families.FILE) or ranks in self._pipelines:
             return
         try:
             families.placement(name, ranks, chunks)
-        except ChunksDoNotFit:
+        except families.ChunksDoNotFit:
             return
         self._request = replace(self._request, chunks=chunks)
 
@@ -262,7 +265,7 @@ class OwnLoop:
     def _buckets(self) -> int | None:
         """Buckets of a chunk, planned for as many microbatches as ranks: their number is known with the first iteration."""
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        buckets = self.pipeline(ranks).buckets(ranks)
+        buckets = self.pipeline(ranks).plans.buckets(ranks)
         for line in buckets_in_words(buckets, "bucket_size") if torch.distributed.get_rank() == 0 else ():
             print(f" {line}", flush=True)
         return buckets
@@ -311,7 +314,7 @@ class OwnLoop:
         self._watch.start()  # of a loop that was installed when DDP had wrapped the chunks
         gathered = any(getattr(chunk, "parallel_output", True) is False for chunk in unwrap_model(list(call.chunks)))
         replicas = parallel_state.get_data_parallel_world_size()
-        self.warn(of_config(call.config, gathered_logits=gathered, replicas=replicas, chunks=len(call.chunks)))
+        self.warn(Facts.of_config(call.config, gathered_logits=gathered, replicas=replicas, chunks=len(call.chunks)))
         if placement is not None:
             _check_tied(call, self.boundary(placement))
         if self._trained is None:

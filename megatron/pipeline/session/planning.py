@@ -18,32 +18,30 @@ from megatron.pipeline.flags.settings import EVERY_BATCH, PROFILE, Settings
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
-from megatron.pipeline.planner.combinations.rows import SCHEDULES, VOCABULARY
-from megatron.pipeline.planner.combinations.table import flag_of, refuse
-from megatron.pipeline.planner.costmodel.origin import described
-from megatron.pipeline.planner.planning.choose import best as choose_best
-from megatron.pipeline.planner.planning.choose import least_limit
-from megatron.pipeline.planner.planning.document import read_costs
-from megatron.pipeline.planner.planning.limits import peak_of_1f1b
-from megatron.pipeline.planner.planning.plan_cache import PlanCache
-from megatron.pipeline.planner.planning.planned import Variant
-from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Bytes, Unit, read_amount
-from megatron.pipeline.planner.planning.request import Request, variants
-from megatron.pipeline.planner.planning.trained import check_name, trained
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core import cutting
-from megatron.pipeline.planner.schedule.core.costs import (
+from megatron.pipeline.planner import (
     EQUAL_PASSES,
     Costs,
-    MemoryUnit,
+    HostLimitTooLow,
+    LimitTooLow,
+    Objective,
+    Placement,
+    PlanCache,
+    Request,
     StageCosts,
+    Variant,
     VocabularyCosts,
+    choose,
+    cutting,
+    document,
+    families,
+    flag_of,
+    ops,
+    origin,
+    peak_of_1f1b,
+    refusals,
+    topics,
+    variants,
 )
-from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
-from megatron.pipeline.planner.schedule.families import AUTO
-from megatron.pipeline.planner.schedule.lower.posting import Posting
-from megatron.pipeline.planner.shape.gpt import attention_share
 from megatron.pipeline.runtime.every_batch import EveryBatch
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, CopySettings
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -67,7 +65,7 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
             microbatches, costs or the memory limit.
     """
-    check_name(args.pipeline.schedule)
+    families.check(args.pipeline.schedule)
     asked = _request(args)
     try:
         request, notes = _chosen(args, asked)
@@ -78,21 +76,18 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
             pipeline.plans.check(microbatches, evaluates)
         return pipeline
     except HostLimitTooLow as error:
-        limit = MIB.amount(args.offloading.host_memory or 0)
-        raise ValueError(
-            f"--offload-host-memory {limit} is too little: one microbatch of a chunk takes "
-            f"{HOST_MIB.at_least(error.least)} or more, as sizes are rounded up: raise it, or leave --offload out"
-        ) from None
-    except ChunksDoNotFit as error:
+        limit = refusals.MIB.amount(args.offloading.host_memory or 0)
+        raise refusals.HOST_MIB.no_room(f"--offload-host-memory {limit}", error.least) from None
+    except families.ChunksDoNotFit as error:
         name = next((name for name in CHUNK_FLAGS if getattr(args, name)), "hybrid_layer_pattern")
-        leave = "that flag" if name in CHUNK_FLAGS else "its |"
-        raise ValueError(f"{error} by {flag_of(name)} {getattr(args, name)}: leave {leave} out") from None
+        leave = "leave that flag out" if name in CHUNK_FLAGS else "leave | out of it"
+        raise ValueError(f"{error} by {flag_of(name)} {getattr(args, name)}: {leave}") from None
     except LimitTooLow as error:
         text, name = args.pipeline.memory_limit, args.pipeline.schedule
         if text is None:
             raise  # a family exceeds the memory that its own name stands for, and its message is complete
-        amount = read_amount(text)
-        unit = amount.unit if isinstance(amount, Bytes) else Unit("", _peak_of_1f1b(asked))
+        amount = refusals.read_amount(text)
+        unit = amount.unit if isinstance(amount, refusals.Bytes) else refusals.Unit("", _peak_of_1f1b(asked))
         raise unit.too_little(f"--pipeline-memory-limit {text}", name, error.least, _holding_less(args, asked)) from None
 
 
@@ -100,7 +95,7 @@ def _request(args: Settings) -> Request:
     """The request that the flags are."""
     file, own = args.pipeline.costs, args.offloading
     try:
-        costs = None if file in (None, PROFILE) else read_costs(file)
+        costs = None if file in (None, PROFILE) else document.read_costs(file)
     except ValueError as error:
         raise ValueError(f"--pipeline-costs {error}") from None
     request = Request(
@@ -131,7 +126,7 @@ def _chosen(args: Settings, request: Request) -> tuple[Request, list[str]]:
                 f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes: a file, or {PROFILE}"
             )
         notes.append(f" memory limit of {text}: until activations have been measured the schedule is planned without it")
-    if request.schedule == AUTO:
+    if request.schedule == families.AUTO:
         best, table = _best(args, request)
         request = replace(request, schedule=best.name, chunks=best.chunks)
         notes.append(table)
@@ -148,7 +143,7 @@ def _pipeline(args: Settings, request: Request, measure: bool | None) -> Pipelin
     copies = CopySettings(own.host_memory, smallest, bandwidth and bandwidth * 1e9)
     turns = cache(DeviceLock.open) if args.rehearsal.on else None
     batches = _every_batch(args) if args.pipeline.plan == EVERY_BATCH else None
-    pipeline = Pipeline(request, Posting(args.pipeline.p2p), measure, copies, args.pipeline.max_ctas, turns, batches)
+    pipeline = Pipeline(request, ops.Posting(args.pipeline.p2p), measure, copies, args.pipeline.max_ctas, turns, batches)
     if profiles:
         uncounted_sizes(args, pipeline)  # may be refused
     return pipeline
@@ -165,8 +160,8 @@ def _check(args: Settings, request: Request, pipeline: Pipeline) -> None:
     if not (plans.has_family or plans.is_stock):  # what a file has is known by now
         if plans.vocabulary is not args.vocabulary.spread:
             args |= {"vocab_parallel": plans.vocabulary}
-            refuse(of_flags(args), VOCABULARY)
-        refuse(of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None), SCHEDULES)
+            of_flags(args).refuse(topics.VOCABULARY)
+        of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None).refuse(topics.SCHEDULES)
     if not isinstance(request.costs, Costs) or plans.costs is None:
         return
     if (count := len(request.costs.stages)) != placement.depth:
@@ -193,7 +188,7 @@ def as_planned(args: Settings, pipeline: Pipeline) -> Settings:
 def _every_batch(args: Settings) -> EveryBatch:
     """Costs are those of one sequence that fills a microbatch, as packed ones do."""
     shape = shape_of(args)
-    attention = attention_share(replace(shape, seq=shape.tokens, microbatch=1))
+    attention = replace(shape, seq=shape.tokens, microbatch=1).attention_share
     return EveryBatch(attention, shape.tokens, interval=args.log_interval, say=partial(print, flush=True))
 
 
@@ -226,7 +221,7 @@ def _of_any_family(args: Settings, request: Request) -> Request:
     if limit is None and args.pipeline.memory_limit:  # an amount of bytes is taken to be 1F1B's peak until it is known
         limit = _peak_of_1f1b(request)
     in_unit = partial(beside, args, in_bytes=costs is not None)
-    return replace(request, schedule=AUTO, chunks=None, costs=costs_of, memory_limit=limit, beside=in_unit)
+    return replace(request, schedule=families.AUTO, chunks=None, costs=costs_of, memory_limit=limit, beside=in_unit)
 
 
 def _check_costs(args: Settings, plans: PlanCache, costs: Costs) -> None:
@@ -263,7 +258,7 @@ def _write_costs(args: Settings, layers: Sequence[int], text: str) -> Path | Non
         return None
     path = Path(own or f"{directory}/pipeline_costs.json")
     try:
-        of = described(describe(args), "run", layers, gpu_name())
+        of = origin.described(describe(args), "run", layers, gpu_name())
         write_text(path, json.dumps(json.loads(text) | {"of": of}))
     except OSError as error:
         logger.warning("WARNING: the costs could not be written to %s (%s); training goes on", path, error.strerror)
@@ -279,38 +274,44 @@ def _best(args: Settings, request: Request) -> tuple[Variant, str]:
     """
     chunks, equal = args.chunks, request.costs is None
     tried = []
-    for variant in variants(request.ranks, trained(request.ranks), None if chunks is None else [chunks]):
+    for variant in variants(request.ranks, families.trained(request.ranks), None if chunks is None else [chunks]):
         family = families.named(variant.name)
         wanted = chunks or (family.chunks if equal else variant.chunks)
         # Slices change sums: seq-1f1b is asked for by name.
         if variant.group is None and family.splits == 1 and wanted in (None, variant.chunks or family.chunks):
             tried.append(variant)
     request = _of_any_family(args, request)
-    best, choice = choose_best(request, tried)
+    best, choice = choose.best(request, tried)
     assert choice is not None
     if equal:
-        at, table = "equal costs: a pass takes 1, memory is in microbatches", choice.table(COSTS_UNIT, request.lowest_limit)
+        at, table = (
+            "equal costs: a pass takes 1, memory is in microbatches",
+            choice.table(refusals.COSTS_UNIT, request.lowest_limit),
+        )
     else:
-        at, mib = f"the costs in {args.pipeline.costs}", MIB.size
+        at, mib = f"the costs in {args.pipeline.costs}", refusals.MIB.size
         table = choice.table(
-            Unit(" MiB", mib), request.lowest_limit, lambda time: f"{1e3 * time:.4g} ms", lambda memory: f"{memory / mib:.4g} MiB"
+            refusals.Unit(" MiB", mib),
+            request.lowest_limit,
+            lambda time: f"{1e3 * time:.4g} ms",
+            lambda memory: f"{memory / mib:.4g} MiB",
         )
     return best.variant, f" schedule auto is {best.variant}, at {at}\n{indent(table, '  ')}"
 
 
 def _holding_less(args: Settings, request: Request) -> list[str]:
     """Other families that plan for limits, and can hold no more than the one that is given."""
-    if request.schedule == AUTO:
+    if request.schedule == families.AUTO:
         return []  # has tried them all
     request = _of_any_family(args, request)
 
     def fits(name: str) -> bool:
         try:
-            return request.lowest_limit is not None and least_limit(request.of(Variant(name))) <= request.lowest_limit
+            return request.lowest_limit is not None and choose.least_limit(request.of(Variant(name))) <= request.lowest_limit
         except ValueError:
             return False  # memory is not all that is wrong
 
-    names = [name for name in trained(request.ranks) if families.FAMILIES[name].plans_for_limits]
+    names = [name for name in families.trained(request.ranks) if families.FAMILIES[name].plans_for_limits]
     return [name for name in names if name != args.pipeline.schedule and fits(name)]
 
 
@@ -319,15 +320,14 @@ def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> fl
     if text is None:
         return None
     try:
-        amount = read_amount(text)
+        amount = refusals.read_amount(text)
     except ValueError:
         wanted = "a share of 1F1B's peak such as 0.5, or bytes such as 12GiB"
         raise ValueError(f"--pipeline-memory-limit {text}: expected {wanted}") from None
-    if not isinstance(amount, Bytes):
+    if not isinstance(amount, refusals.Bytes):
         return amount * _peak_of_1f1b(replace(request, costs=costs))
-    if costs and costs.unit is not MemoryUnit.BYTES:
-        raise ValueError(
-            f"--pipeline-memory-limit {text} is in bytes, and --pipeline-costs counts memory in microbatches: give a share of "
-            '1F1B\'s peak such as 0.5, or a file of which "unit" is "bytes"'
-        )
-    return None if costs is None else float(amount)
+    if costs is None:
+        return None
+    instead = "--pipeline-costs FILE with bytes, or a share of 1F1B's peak"
+    refusals.check_limit(amount, refusals.unit_of(costs), "--pipeline-memory-limit", instead)
+    return float(amount)

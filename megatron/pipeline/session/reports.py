@@ -6,7 +6,7 @@ import torch
 
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.monitor.report import PendingReport, Report
-from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner import Objective
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.metrics import Measured
 from megatron.pipeline.session.planning import replanning

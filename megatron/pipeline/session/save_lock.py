@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.distributed.groups import done_by_rank_0
-from megatron.pipeline.planner.schedule.core.reading import printable
+from megatron.pipeline.planner import reading
 
 LOCK = "saving_run.json"
 _BEAT = 5.0  # seconds between two touches
@@ -161,7 +161,9 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def _words(holder: dict[str, Any]) -> str:
-    return printable(f"host {holder.get('host', '?')}, process {holder.get('process', '?')}, since {holder.get('since', '?')}")
+    return reading.printable(
+        f"host {holder.get('host', '?')}, process {holder.get('process', '?')}, since {holder.get('since', '?')}"
+    )
 
 
 def _is_ours(path: Path) -> bool:

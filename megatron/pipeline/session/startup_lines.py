@@ -15,20 +15,19 @@ from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
-from megatron.pipeline.planner.combinations.rows import AT_ONCE
-from megatron.pipeline.planner.combinations.table import sentences
-from megatron.pipeline.planner.costmodel.activations import hidden_bytes
-from megatron.pipeline.planner.costmodel.memory import GIB, OVERHEAD, SHARE, usable
-from megatron.pipeline.planner.planning.plan_cache import PlanCache
-from megatron.pipeline.planner.schedule.core.costs import uniform
-from megatron.pipeline.planner.schedule.core.kinds import Flow
-from megatron.pipeline.planner.schedule.core.names import counted
-from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.core.problem import Objective
-from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
-from megatron.pipeline.planner.shape.shards import Shards
-from megatron.pipeline.planner.shape.stages import heaviest
-from megatron.pipeline.runtime.offload.describe import in_words
+from megatron.pipeline.planner import (
+    Objective,
+    Placement,
+    PlanCache,
+    Shards,
+    activation_peaks,
+    counted,
+    kinds,
+    rank_memory,
+    topics,
+    uniform,
+    view,
+)
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory
 
@@ -90,7 +89,7 @@ def plan_in_words(args: Settings, pipeline: Pipeline, knows_memory: bool = True)
     if pipeline.plans.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
         lines.append(_ONE_QUEUE)
     lines += [f" WARNING: --post-validation: {obstacle}" for obstacle in obstacles(args, pipeline.placement)]
-    lines += [] if pipeline.is_stock else [f" {one}" for one in sentences(of_flags(args), AT_ONCE)]
+    lines += [] if pipeline.is_stock else [f" {one}" for one in of_flags(args).sentences(topics.AT_ONCE)]
     return lines + [f" WARNING: {caution}" for caution in cautions(args)]
 
 
@@ -124,7 +123,7 @@ def _plan(args: Settings, pipeline: Pipeline, knows_memory: bool) -> str:
         if not planned.braids:
             return f"{words}; no forward runs together with a backward, so all-to-alls stay exposed: take {_BRAIDED}"
         exposed, whole = planned.communication
-        forwards = sum(work.kind.row.sends is Flow.ACTIVATION for row in planned.schedule.passes for work in row)
+        forwards = sum(work.kind.row.sends is kinds.Flow.ACTIVATION for row in planned.schedule.passes for work in row)
         words += (
             f"; {planned.braids} of {forwards} forwards run together with a backward, which leaves {exposed / whole:.0%} of the "
             "all-to-alls exposed"
@@ -138,7 +137,7 @@ def _memory(args: Settings, pipeline: Pipeline) -> list[str]:
     """Lines about the memory that every rank allocates, so that it is known before a device is full."""
     ranks = predicted_memory(args, pipeline)
     allocated, activations = (
-        " ".join(f"{bytes / GIB:.3g}" for bytes in each)
+        " ".join(f"{bytes / rank_memory.GIB:.3g}" for bytes in each)
         for each in ([rank.allocated for rank in ranks], [rank.activations for rank in ranks])
     )
     warning = more_than_stock(args, ranks, stock_memory(args))
@@ -149,16 +148,17 @@ def _memory(args: Settings, pipeline: Pipeline) -> list[str]:
     if not torch.cuda.is_available() or args.rehearsal.on:  # a machine's memory, or a GPU's that several ranks share
         return lines
     fullest, memory = max(rank.total for rank in ranks), device_memory(this_device())
-    if fullest > usable(memory):
+    if fullest > rank_memory.usable(memory):
         lines.append(
-            f" WARNING: with {OVERHEAD / GIB:g} GiB for CUDA and NCCL the fullest rank needs {fullest / GIB:.4g} GiB, more than "
-            f"{SHARE:.0%} of this GPU's {memory / GIB:.4g} GiB: mpipe memory says what would fit"
+            f" WARNING: with {rank_memory.OVERHEAD / rank_memory.GIB:g} GiB for CUDA and NCCL the fullest rank needs "
+            f"{fullest / rank_memory.GIB:.4g} GiB, more than "
+            f"{rank_memory.SHARE:.0%} of this GPU's {memory / rank_memory.GIB:.4g} GiB: mpipe memory says what would fit"
         )
     return lines
 
 
 def _messages(args: Settings, pipeline: Pipeline) -> str:
-    size = hidden_bytes(shape_of(args)) / pipeline.plans.splits / 2**20
+    size = shape_of(args).hidden_bytes / pipeline.plans.splits / 2**20
     count = pipeline.plans.plan(max(microbatch_counts(args))).message_buffers
     return f" messages take at most {count} x {size:.4g} MiB on a rank in addition"
 
@@ -166,10 +166,11 @@ def _messages(args: Settings, pipeline: Pipeline) -> str:
 def _redistribution(args: Settings, placement: Placement, layers: list[int]) -> str:
     """Why --layer-redistribution chose these numbers of layers."""
     extra = last_stage_in_layers(args, placement)
+    most = max(sum(layers[stage] + extra.get(stage, 0.0) for stage in row) for row in placement.stages)
     mean = (sum(layers) + sum(extra.values())) / placement.ranks
     return (
         f"by its operations the output layer takes as long as {extra[placement.last_stage]:.3g} layers: the heaviest rank "
-        f"has the work of {heaviest(layers, placement, extra):.3g}, the mean is {mean:.3g}"
+        f"has the work of {most:.3g}, the mean is {mean:.3g}"
     )
 
 
@@ -193,7 +194,7 @@ def offload_in_words(args: Settings, plans: PlanCache) -> str:
             return f"{words} nothing until bytes have been measured, to know what fits into host memory"
         words += f" copies are taken to last as long as passes (k = 1){later};"
     limited = args.offloading.host_memory is not None
-    return f"{words} {in_words(schedule, costs, plans.costs is not None, limited)}"
+    return f"{words} {view.copies_in_words(schedule, costs, plans.costs is not None, limited)}"
 
 
 def obstacles(args: Settings, placement: Placement) -> list[str]:

@@ -13,12 +13,7 @@ from pathlib import Path
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.monitor.cost_profile import measured_costs
 from megatron.pipeline.monitor.report import Report
-from megatron.pipeline.planner.schedule.core.passes import Pass
-from megatron.pipeline.planner.schedule.core.timeline import Timeline
-from megatron.pipeline.planner.schedule.lower.program import Collective, Message
-from megatron.pipeline.planner.schedule.time.simulate import activation_profile, simulate
-from megatron.pipeline.planner.view.chrome_trace import to_trace
-from megatron.pipeline.planner.view.picture import Profile, draw
+from megatron.pipeline.planner import Pass, Timeline, activation_profile, ops, simulate, view
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session.atomic import write_text
 
@@ -54,8 +49,8 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
             "memory": memory,
         },
     }
-    measured_trace = to_trace(report.timeline, schedule, memory=report.memory, waits=waits, name="measured")
-    planned_trace = to_trace(planned, schedule, memory=memory, name="planned", process=1)
+    measured_trace = view.to_trace(report.timeline, schedule, memory=report.memory, waits=waits, name="measured")
+    planned_trace = view.to_trace(planned, schedule, memory=memory, name="planned", process=1)
     record |= measured_trace | {"traceEvents": measured_trace["traceEvents"] + planned_trace["traceEvents"]}
     path = trace_of(directory, iteration)
     try:
@@ -64,9 +59,9 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
         logger.warning("WARNING: no trace in %s (%s); training goes on", path, error.strerror)
 
 
-def _verb(message: Message | Collective | Pass, stages: Sequence[int]) -> str:
+def _verb(message: ops.Message | ops.Collective | Pass, stages: Sequence[int]) -> str:
     """A rank that waits for a message which one of its own stages made waits until that has been sent."""
-    return "send" if isinstance(message, Message) and message.stage in stages else "wait for"
+    return "send" if isinstance(message, ops.Message) and message.stage in stages else "wait for"
 
 
 def trace_of(directory: str, iteration: int) -> Path:
@@ -84,7 +79,7 @@ def draw_last_trace(directory: str) -> Path | None:
     costs = "the run's costs" if record["planned"]["costs"] == "of all iterations" else "this iteration's pass times, free hops"
     planned, measured = f"{record['schedule']}, planned at {costs}", f"measured in iteration {record['iteration']}"
     try:
-        draw(
+        view.draw(
             {planned: Timeline.from_json(json.dumps(record["planned"])), measured: Timeline.from_json(text)},
             path,
             memory={planned: in_mib(record["planned"]["memory"]), measured: in_mib(record["memory"])},
@@ -98,6 +93,6 @@ def draw_last_trace(directory: str) -> Path | None:
     return path
 
 
-def in_mib(profile: Profile) -> Profile:
+def in_mib(profile: view.Profile) -> view.Profile:
     """The memory of a picture, from bytes."""
     return [[(time, held / 2**20) for time, held in steps] for steps in profile]

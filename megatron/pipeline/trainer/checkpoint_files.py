@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.pipeline.planner.combinations.table import flag_of
+from megatron.pipeline.planner import flag_of
 from megatron.pipeline.session.checkpoints import RELEASE, RESHARDABLE, Unreadable, contents_of, damaged, find
 from megatron.pipeline.session.tokenizer import padded_vocab_size
 from megatron.pipeline.trainer.optimizer_state import has_state, kind_of_state, wanted_kind

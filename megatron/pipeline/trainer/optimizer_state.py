@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.torch_optimizers import WITH_STEPS, allocate_state
 
-from megatron.pipeline.planner.combinations.table import flag_of
+from megatron.pipeline.planner import flag_of
 from megatron.pipeline.runtime.optimizer.step_ahead import parts_of
 
 _OPTIMIZER, _DISTRIBUTED, _SIXTEEN_BITS = "--optimizer", "--use-distributed-optimizer", "--bf16 or --fp16"

@@ -27,7 +27,7 @@ from megatron.pipeline.flags.validation import batch_size_steps, validate
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.monitor.progress import Situation
 from megatron.pipeline.monitor.watchdog import Watchdog
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner import Placement
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.session import save_lock
 from megatron.pipeline.session.call_watch import Guard, watching

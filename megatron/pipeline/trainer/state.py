@@ -14,7 +14,7 @@ from megatron.pipeline.patches import compat, moe_utils
 from megatron.pipeline.flags.config import optimizer_config, parameter_scheduler, transformer_config
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.build import build_model
-from megatron.pipeline.planner.schedule.core.placement import Placement
+from megatron.pipeline.planner import Placement
 
 
 @dataclass

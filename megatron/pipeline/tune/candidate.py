@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.planner.costmodel.device import Device
-from megatron.pipeline.planner.planning.limits import Beside
-from megatron.pipeline.planner.planning.request import Variant
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.names import STOCK
-from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.core.problem import Objective
+from megatron.pipeline.planner import STOCK, Beside, Device, Objective, Placement, Variant, families
 
 SIZES = {
     "tp": "tensor_model_parallel_size",

@@ -6,21 +6,23 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.pipeline.model.description import describe
-from megatron.pipeline.planner.costmodel.estimate import costs_of_training, fuses, remade
-from megatron.pipeline.planner.costmodel.links import Links
-from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
-from megatron.pipeline.planner.planning.request import Request
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core import cutting
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.passes import Offload
-from megatron.pipeline.planner.schedule.core.placement import Placement
-from megatron.pipeline.planner.schedule.core.problem import Problem
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.families import Family
-from megatron.pipeline.planner.schedule.time.simulate import simulate
-from megatron.pipeline.planner.shape.description import ModelDescription
-from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner import (
+    Costs,
+    Links,
+    ModelDescription,
+    Offload,
+    Placement,
+    Problem,
+    Request,
+    Schedule,
+    Shape,
+    between_seconds,
+    cutting,
+    estimate,
+    families,
+    simulate,
+    with_replicas,
+)
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 
 _ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as much with each
@@ -49,7 +51,7 @@ class CandidateCosts:
         return Links.of(self.cluster.device, self.cluster.per_node, self.model.ranks)
 
     @cached_property
-    def family(self) -> Family:
+    def family(self) -> families.Family:
         """Family of its schedule."""
         return families.named(self.candidate.variant.name)
 
@@ -75,12 +77,12 @@ class CandidateCosts:
     def costs(self) -> Costs:
         """Seconds and bytes of its passes, without what backwards make again."""
         layers, device = self.candidate.layers, self.cluster.device
-        return costs_of_training(self.model, self.placement, layers, device, self.links, self.family)
+        return estimate.costs_of_training(self.model, self.placement, layers, device, self.links, self.family)
 
     @cached_property
     def trained(self) -> Costs:
         """The costs where backwards make activations again, if they do."""
-        return remade(self.model, self.costs)
+        return estimate.remade(self.model, self.costs)
 
     @property
     def within(self) -> float:
@@ -88,7 +90,7 @@ class CandidateCosts:
         if not self.shape.policy.recomputes:
             return 0.0
         some = any(stage.backward_allocates for stage in self.trained.stages)
-        leanest = some or fuses(self.model, self.family)  # some backwards may be BW
+        leanest = some or estimate.fuses(self.model, self.family)  # some backwards may be BW
         ends = (stage.checkpoint if leanest else max(stage.checkpoint, stage.retained) for stage in self.costs.stages)
         return max(stage.activation - end for stage, end in zip(self.costs.stages, ends, strict=True))
 

@@ -13,21 +13,24 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import NamedTuple, TypeAlias
 
-from megatron.pipeline.planner import planning
-from megatron.pipeline.planner.costmodel.device import Device
-from megatron.pipeline.planner.costmodel.estimate import layer_seconds, saved_seconds
-from megatron.pipeline.planner.costmodel.links import Links
-from megatron.pipeline.planner.costmodel.memory import FixedMemory, RankMemory, fixed_memory, predict, recomputed
-from megatron.pipeline.planner.schedule.core import cutting, slack
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.passes import Kind
-from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
-from megatron.pipeline.planner.schedule.optimum.period import least_between
-from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
-from megatron.pipeline.planner.schedule.transforms.braid import combined
-from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner import (
+    SLACK,
+    Costs,
+    Device,
+    Kind,
+    LimitTooLow,
+    Links,
+    Problem,
+    Schedule,
+    activation_peaks,
+    combined,
+    cutting,
+    estimate,
+    least_between,
+    lower_bound,
+    rank_memory,
+    solve,
+)
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 from megatron.pipeline.tune.costs import CandidateCosts
 
@@ -85,7 +88,7 @@ class Result:
     candidate: Candidate
     seconds: float
     parts: IterationParts
-    ranks: list[RankMemory]
+    ranks: list[rank_memory.RankMemory]
     costs: Costs
     memory_limit: float | None
     memory_bound: bool
@@ -97,7 +100,7 @@ class Result:
         return self.candidate.tokens / self.seconds
 
     @property
-    def fullest(self) -> RankMemory:
+    def fullest(self) -> rank_memory.RankMemory:
         return max(self.ranks, key=lambda rank: rank.total)
 
 
@@ -155,7 +158,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
 
 def _evaluate(cluster: Cluster, candidate: Candidate, beat: float) -> Outcome:
     one, device = CandidateCosts(cluster, candidate), cluster.device
-    fixed = fixed_memory(one.model, one.placement, candidate.layers, one.model.spread, device)
+    fixed = rank_memory.fixed_memory(one.model, one.placement, candidate.layers, one.model.spread, device)
     left = [device.memory - each.total for each in fixed]
     if min(left) <= 0:
         return _infeasible(candidate, fixed, 0.0)
@@ -176,17 +179,17 @@ def _evaluate(cluster: Cluster, candidate: Candidate, beat: float) -> Outcome:
             return _infeasible(candidate, fixed, error.least + within)
         if isinstance(planned, Dominated):
             return planned
-        ranks = predict(one.model, planned.schedule, candidate.layers, device)
-        if max(rank.total for rank in ranks) <= device.memory * (1 + slack.SLACK):
+        ranks = rank_memory.predict(one.model, planned.schedule, candidate.layers, device)
+        if max(rank.total for rank in ranks) <= device.memory * (1 + SLACK):
             return _result(one, planned, ranks, limit)
     return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
 
 
-def _result(one: CandidateCosts, planned: _PlannedIteration, ranks: list[RankMemory], limit: float | None) -> Result:
+def _result(one: CandidateCosts, planned: _PlannedIteration, ranks: list[rank_memory.RankMemory], limit: float | None) -> Result:
     """The outcome of a candidate that fits."""
     candidate, device, quantized = one.candidate, one.cluster.device, one.shape.quantized
     parts = _parts(one, planned)
-    operations = gpt.training_operations(one.shape) * candidate.microbatches * one.model.data_parallel_size
+    operations = one.shape.training_operations() * candidate.microbatches * one.model.data_parallel_size
     peak = device.products(quantized.recipe.peak if quantized else "").peak
     mfu = operations / (parts.total * one.cluster.gpus * peak)
     return Result(candidate, parts.total, parts, ranks, one.trained, limit, planned.memory_bound, mfu, device)
@@ -254,16 +257,16 @@ def _solve(one: CandidateCosts, problem: Problem) -> Schedule:
     """The schedule that training would run: stock has one order with braids, which holds a chunk's activations more."""
     name = one.candidate.variant.name
     if not (one.candidate.overlaps and one.candidate.is_stock):
-        return planning.solve(name, problem)
-    order = planning.solve(name, replace(problem, overlap=False))
+        return solve(name, problem)
+    order = solve(name, replace(problem, overlap=False))
     return combined(order) or order
 
 
 def _least_peaks(one: CandidateCosts) -> Sequence[float]:
     """A lower bound on every rank's memory under a family with one order: of few microbatches, without vocabulary and braids."""
     count = min(one.candidate.microbatches, 2 * one.placement.ranks)
-    schedule = planning.solve(one.candidate.variant.name, one.problem(one.costs, count, None, bare=True))
-    return activation_peaks(recomputed(one.model, one.shape, schedule), one.costs)
+    schedule = solve(one.candidate.variant.name, one.problem(one.costs, count, None, bare=True))
+    return activation_peaks(rank_memory.recomputed(one.model, one.shape, schedule), one.costs)
 
 
 def _parts(one: CandidateCosts, planned: _PlannedIteration) -> IterationParts:
@@ -271,12 +274,12 @@ def _parts(one: CandidateCosts, planned: _PlannedIteration) -> IterationParts:
     device, links = one.cluster.device, one.links
     behind = [seconds * count / schedule.microbatches for seconds in _overlapped(costs, schedule)]
     vocabulary = count * costs.vocabulary.total
-    alone = layer_seconds(shape, device, Links.within(device.with_links(1e30)))
+    alone = estimate.layer_seconds(shape, device, Links.within(device.with_links(1e30)))
     layers = sum(one.candidate.layers) / one.placement.ranks
-    hides = count * layers * saved_seconds(shape, device, links)
+    hides = count * layers * estimate.saved_seconds(shape, device, links)
     backwards = Counter(work.kind for row in schedule.passes for work in row if work.kind in (Kind.B, Kind.BW))
     split = backwards[Kind.B] / (backwards.total() or 1)  # of the backwards, which hide nothing
-    shared = layer_seconds(shape, device, links).total
+    shared = estimate.layer_seconds(shape, device, links).total
     messages = count * layers * (shared - alone.total) - (1 - split) * hides - fmean(behind)
     work = [seconds + vocabulary + split * hides - less for seconds, less in zip(one.work(costs), behind, strict=True)]
     again = 0.0
@@ -300,6 +303,6 @@ def _overlapped(costs: Costs, schedule: Schedule) -> list[float]:
     return found
 
 
-def _infeasible(candidate: Candidate, fixed: list[FixedMemory], activations: float) -> Infeasible:
+def _infeasible(candidate: Candidate, fixed: list[rank_memory.FixedMemory], activations: float) -> Infeasible:
     fullest = max(fixed, key=lambda each: each.total)
     return Infeasible(candidate, fullest.total + activations, fullest.state, state_too_large=not activations)

@@ -15,10 +15,7 @@ from typing import Any
 
 from megatron.pipeline.flags.flags import neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
-from megatron.pipeline.planner.planning.planned import Variant
-from megatron.pipeline.planner.schedule import families
-from megatron.pipeline.planner.schedule.core.passes import Vocabulary
-from megatron.pipeline.planner.shape.hybrid import Pattern
+from megatron.pipeline.planner import Variant, Vocabulary, families, hybrid
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 
 # The flags that the search itself sets, with the values that they have where it does not.
@@ -196,7 +193,7 @@ class Layouts:
         placement = families.placement(variant.name, args.pipeline_model_parallel_size, variant.chunks)
         if self.base.hybrid_layer_pattern and placement.depth > 1:
             counts = balanced_by_cost(args, placement, self.cluster.device, self.cluster.per_node)
-            changes = {**changes, "hybrid_layer_pattern": Pattern.of(self.base.hybrid_layer_pattern).cut(counts)}
+            changes = {**changes, "hybrid_layer_pattern": hybrid.Pattern.of(self.base.hybrid_layer_pattern).cut(counts)}
             args = self.changed(changes)
         layers = tuple(decoder_layers(args, placement))
         family = families.named(variant.name)

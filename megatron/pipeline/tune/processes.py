@@ -1,4 +1,4 @@
-"""Start ranks as processes of this machine, and wait until one of them sends the result."""
+"""Start ranks as processes of this machine, and wait until all of them have done their work."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ class RankFailed(RuntimeError):
     """A rank died, failed or hung; one line says which, where and how."""
 
 
-def run(work: Callable[[Any, Tell], Any], job: Any, ranks: int, tell: Tell, silence: float) -> Any:
-    """Call ``work(job, tell)`` on every rank of a world; returns what it returns on rank 0.
+def run(work: Callable[[Any, Tell], object], job: Any, ranks: int, silence: float) -> None:
+    """Call ``work(job, tell)`` on every rank of a world.
 
     Args:
         work: a function at the top of a module.
-        tell: called with what rank 0 is at, whenever that changes.
         silence: seconds that a rank may go without telling.
 
     Raises:
@@ -42,7 +41,7 @@ def run(work: Callable[[Any, Tell], Any], job: Any, ranks: int, tell: Tell, sile
             process.start()
             theirs.close()
             listeners.append(_Listener(rank, process, ours))
-        return _listen(listeners, tell, silence)
+        _listen(listeners, silence)
     finally:
         for one in listeners:
             one.end()
@@ -56,7 +55,6 @@ class _Listener:
         self.at, self.heard = "start-up", time.monotonic()
         self.failure: str | None = None
         self.died = self.done = False
-        self.result: Any = None
 
     def read(self) -> None:
         """Take one message, or notice that there will be no more."""
@@ -66,17 +64,15 @@ class _Listener:
         except EOFError:
             self.process.join(timeout=_PATIENCE)
             code = self.process.exitcode
-            self.died, self.failure = (
-                True,
-                f"died (signal {-code})" if code is not None and code < 0 else f"ended with status {code}",
-            )
+            self.died = True
+            self.failure = f"died (signal {-code})" if code is not None and code < 0 else f"ended with status {code}"
             return
         if kind == "at":
             self.at = content
         elif kind == "failed":
             self.failure = content
         else:
-            self.done, self.result = True, content
+            self.done = True
 
     def end(self) -> None:
         self.process.kill()
@@ -84,8 +80,7 @@ class _Listener:
         self.connection.close()
 
 
-def _listen(listeners: list[_Listener], tell: Tell, silence: float) -> Any:
-    last = ""
+def _listen(listeners: list[_Listener], silence: float) -> None:
     until: float | None = None  # when to stop waiting for more failures
     while not all(one.done for one in listeners):
         waited = [one for one in listeners if not one.done and one.failure is None]
@@ -105,22 +100,18 @@ def _listen(listeners: list[_Listener], tell: Tell, silence: float) -> Any:
         if not ready and not failed:
             one = min(waited, key=lambda one: one.heard)
             raise RankFailed(f"rank {one.rank} of {len(listeners)} has said nothing for {silence:g} s, at: {one.at}")
-        if listeners[0].at != last:
-            last = listeners[0].at
-            tell(last)
-    return listeners[0].result
 
 
-def _serve(work: Callable[[Any, Tell], Any], job: Any, connection: Connection, rank: int, ranks: int, port: int) -> None:
+def _serve(work: Callable[[Any, Tell], object], job: Any, connection: Connection, rank: int, ranks: int, port: int) -> None:
     """A rank, from torchrun's environment to the last message."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="localhost")
     try:
-        result = work(job, lambda text: connection.send(("at", text)))
+        work(job, lambda text: connection.send(("at", text)))
     except KeyboardInterrupt:
         return
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         connection.send(("failed", f"failed ({type(error).__name__}: {lines[0][:200]})"))
     else:
-        connection.send(("done", result if rank == 0 else None))
+        connection.send(("done", ""))

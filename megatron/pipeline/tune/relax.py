@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.pipeline.planner.costmodel import device
-from megatron.pipeline.planner.costmodel.memory import usable
+from megatron.pipeline.planner import device, rank_memory
 from megatron.pipeline.tune.iteration import Infeasible, Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts
 
@@ -29,7 +28,7 @@ def smallest_changes(layouts: Layouts) -> list[str]:
             found.append(f"--seq-length {length} instead of {base.seq_length}")
             break
     for other in sorted(map(device.named, device.shipped()), key=lambda one: one.memory):
-        enough = replace(other, memory=usable(other.memory))
+        enough = replace(other, memory=rank_memory.usable(other.memory))
         if enough.memory > cluster.device.memory and fits(replace_cluster(layouts, device=enough)):
             found.append(f"--gpu {other.name}")
             break

@@ -18,8 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from megatron.pipeline.planner.planning.children import end_with_parent
-from megatron.pipeline.planner.view.plots import pareto
+from megatron.pipeline.planner import end_with_parent, view
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.costs import CandidateCosts
 from megatron.pipeline.tune.iteration import Dominated, Failed, Infeasible, Outcome, Result, evaluate, least_seconds, work
@@ -78,7 +77,7 @@ class SearchResult:
 
     def front(self) -> list[Result]:
         """The results that are not dominated in time and memory, the fastest first."""
-        return pareto(self.results, lambda result: (result.seconds, result.fullest.total))
+        return view.pareto(self.results, lambda result: (result.seconds, result.fullest.total))
 
 
 def place(candidate: Candidate) -> Place:

@@ -14,7 +14,7 @@ from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import actions, as_flags
 from megatron.pipeline.flags.importers import upstream
 from megatron.pipeline.flags.settings import OURS
-from megatron.pipeline.planner.schedule.core.reading import read_text
+from megatron.pipeline.planner import reading
 
 _CONFIGS = Path("primus") / "configs"
 
@@ -64,5 +64,5 @@ def _extended(file: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     """A file whose values may be ``${VARIABLE:default}``."""
-    text = read_text(file, "YAML of Primus")
+    text = reading.read_text(file, "YAML of Primus")
     return dict(yaml.safe_load(re.sub(r"\$\{(\w+):([^{}]*)\}", lambda used: os.environ.get(used[1], used[2]), text)) or {})

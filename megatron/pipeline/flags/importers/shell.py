@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.flags.importers import upstream
-from megatron.pipeline.planner.schedule.core.reading import read_text
+from megatron.pipeline.planner import reading
 
 _SET = re.compile(r"""^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=("[^"\n]*"|'[^'\n]*'|[^\s(#;]*)[ \t]*(?:[;#].*)?$""", re.M)
 _SUM = re.compile(r"(?!.*\*\*)[\d\s+*/%()-]+")
@@ -77,7 +77,7 @@ def _sourced(script: str, folder: Path, values: dict[str, str], within: tuple[Pa
             # An unknown beginning is taken for the script's own folder.
             file = (folder / re.sub(r"^\$[^/]*/", "", _filled(source[1], values))).resolve()
             known = file.is_file() and file not in within
-            text = read_text(file, "a shell script") + "\n" if known else ""
+            text = reading.read_text(file, "a shell script") + "\n" if known else ""
             parts.append(_sourced(text, file.parent, values, (*within, file)))
         else:
             parts.append(_filled_sums(line, values))

@@ -9,7 +9,7 @@ from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import gradient_of, mark_accumulated
 from megatron.pipeline.distributed.sequence import gather, reduce_scatter
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
-from megatron.pipeline.planner.shape.shards import Shards
+from megatron.pipeline.planner import Shards
 
 
 class EmbeddingShard(torch.nn.Module):

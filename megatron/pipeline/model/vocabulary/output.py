@@ -18,7 +18,7 @@ from megatron.pipeline.distributed import sequence
 from megatron.pipeline.model.vocabulary.input import locate
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, enlarged
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
-from megatron.pipeline.planner.shape.shards import Shards
+from megatron.pipeline.planner import Shards
 
 _BY_TOKEN = "sequence batch hidden -> (sequence batch) hidden"
 _ELEMENTS = 4 * 1024**2  # logits in float32 at a time, on a CPU

@@ -21,7 +21,7 @@ from megatron.pipeline.model.vocabulary.input import EmbeddingShard, ReceivedEmb
 from megatron.pipeline.model.vocabulary.loss import LossSettings
 from megatron.pipeline.model.vocabulary.output import OutputShard
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
-from megatron.pipeline.planner.shape.shards import Shards
+from megatron.pipeline.planner import Shards
 
 Initialize = Callable[[torch.Tensor], Any]
 

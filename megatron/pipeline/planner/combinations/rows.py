@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from megatron.pipeline.planner.combinations.needs import *  # noqa: F403 - topics, too
 from megatron.pipeline.planner.combinations.needs import NEEDS
 from megatron.pipeline.planner.combinations.table import Combination as Row
 from megatron.pipeline.planner.combinations.table import Facts

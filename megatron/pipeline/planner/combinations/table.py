@@ -14,7 +14,6 @@ A setting that the asker does not know is neither on nor off.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import cache
@@ -72,9 +71,46 @@ class Facts(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
+    @classmethod
+    def of_config(cls, config: Any, **known: Any) -> Facts:
+        """Facts of a ``TransformerConfig`` under a schedule of ours.
+
+        Args:
+            known: more, such as the number of slices of the schedule.
+        """
+        ours = ("delay_wgrad_compute", "transformer_impl")  # we set the first; models are built without the second
+        return cls({name: value for name, value in vars(config).items() if name not in ours}, **{"ours": True} | known)
+
     def is_from(self, release: str) -> bool:
         """Tell whether megatron-core is known to be of a release such as ``0.17``, or of a later one."""
         return self.core is not None and minor(self.core) >= minor(release)
+
+    def found(self, rows: Iterable[Combination]) -> Iterator[Found]:
+        """The rows that these facts meet, in order."""
+        for row in rows:
+            one = self.met(row.one)
+            if not one or (row.mended and self.is_from(row.mended)) or (row.since and not self.is_from(row.since)):
+                continue
+            if (other := self.met(row.other)) and row.when(self):
+                given, others = (" and ".join(map(self.words, features)) for features in (one, other))
+                known = Facts(self, one=given, other=others, flag=" and ".join(map(_spoken, one)))
+                yield Found(row, given, *(text.format_map(known) for text in (row.reason, row.instead, row.price)))
+
+    def sentences(self, *topics: Iterable[Combination]) -> list[str]:
+        """For every feature that does not go with another, why and what to do instead."""
+        said: dict[str, str] = {}
+        for one in (one for rows in topics for one in self.found(rows)):
+            said.setdefault(one.flag, str(one))
+        return list(said.values())
+
+    def refuse(self, *topics: Iterable[Combination]) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            ValueError: has the ``sentences``.
+        """
+        if said := self.sentences(*topics):
+            raise ValueError(". ".join(said))
 
     def met(self, features: str) -> list[str]:
         """Those of several features that are met."""
@@ -137,6 +173,11 @@ class Combination(NamedTuple):
         """The setting of ``one``; of the first where there are several."""
         return _parts(_several(self.one)[0])[1]
 
+    @property
+    def titles(self) -> tuple[str, str]:
+        """Its features for a page, where nothing says how they were given."""
+        return _titles(self.one), _titles(self.other)
+
 
 class Found(NamedTuple):
     """A row that is met: ``flag`` is the one feature as it was given, and further attributes are the row's in words."""
@@ -152,66 +193,9 @@ class Found(NamedTuple):
         return f"{said}: {self.instead}" if self.instead else said
 
 
-def found(facts: Facts, rows: Iterable[Combination]) -> Iterator[Found]:
-    """The rows that facts meet, in order."""
-    for row in rows:
-        one = facts.met(row.one)
-        if not one or (row.mended and facts.is_from(row.mended)) or (row.since and not facts.is_from(row.since)):
-            continue
-        if (other := facts.met(row.other)) and row.when(facts):
-            given, others = (" and ".join(map(facts.words, features)) for features in (one, other))
-            known = Facts(facts, one=given, other=others, flag=" and ".join(map(_spoken, one)))
-            yield Found(row, given, *(text.format_map(known) for text in (row.reason, row.instead, row.price)))
-
-
-def sentences(facts: Facts, *topics: Iterable[Combination]) -> list[str]:
-    """For every feature that does not go with another, why and what to do instead."""
-    said: dict[str, str] = {}
-    for one in (one for rows in topics for one in found(facts, rows)):
-        said.setdefault(one.flag, str(one))
-    return list(said.values())
-
-
-def refuse(facts: Facts, *topics: Iterable[Combination]) -> None:
-    """Refuse what does not go together.
-
-    Raises:
-        ValueError: has the ``sentences``.
-    """
-    if said := sentences(facts, *topics):
-        raise ValueError(". ".join(said))
-
-
-def of_config(config: Any, **known: Any) -> Facts:
-    """Facts of a ``TransformerConfig`` under a schedule of ours.
-
-    Args:
-        known: more, such as the number of slices of the schedule.
-    """
-    ours = ("delay_wgrad_compute", "transformer_impl")  # we set the first; models are built without the second
-    return Facts({name: value for name, value in vars(config).items() if name not in ours}, **{"ours": True} | known)
-
-
 def flag_of(name: str) -> str:
     """The flag that sets a name, such as ``--num-layers`` for ``num_layers``."""
     return _FLAGS.get(name) or f"--{name.replace('_', '-')}"
-
-
-_IN_GENERAL = defaultdict(lambda: "N", one="the first", flag="the first", other="the other")
-
-
-def in_general(rows: Iterable[Combination]) -> Iterator[tuple[str, str, str]]:
-    """Rows for a page: the one features, the others, and the reason with what to do instead; rows of one reason are joined."""
-    joined: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        text = (f"{row.reason}: {row.instead}" if row.instead else row.reason).format_map(_IN_GENERAL).removeprefix(": ")
-        releases = f" (before {row.mended})" if row.mended else ""
-        joined.setdefault((_titles(row.one), text), []).append(f"{_titles(row.other)}{releases}")
-    again: dict[tuple[str, ...], list[str]] = {}
-    for (one, text), others in joined.items():
-        again.setdefault((", ".join(others), text), []).append(one)
-    for (other, text), ones in again.items():
-        yield ", ".join(ones), other, text
 
 
 def _spoken(feature: str) -> str:

@@ -56,7 +56,7 @@ def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:
         split: whether W is another pass than B.
     """
     held = shape.policy
-    full, input_ = layer_activation(shape), hidden_bytes(shape)
+    full, input_ = layer_activation(shape), shape.hidden_bytes
     retained = layer_retained(shape) if split else 0.0
     if not layers:
         return Held(0.0, 0.0, 0.0)
@@ -179,7 +179,7 @@ def layer_checkpoint(shape: Shape) -> float:
     """
     freed = shape.policy.recomputed | shape.policy.offloaded
     gone = sum(size for by, size in _parts(shape) if freed & {*by.split()})
-    return max(layer_activation(shape) - gone, hidden_bytes(shape))
+    return max(layer_activation(shape) - gone, shape.hidden_bytes)
 
 
 def _parts(shape: Shape) -> list[tuple[str, float]]:
@@ -188,7 +188,7 @@ def _parts(shape: Shape) -> list[tuple[str, float]]:
     Those with ``>``, of ``policy.offloaded``, are modules whose input, and what they keep else, goes to host memory:
     megatron-core's ``fine_grained_activation_offload.py`` and its users. A norm that is part of a linear goes with this one.
     """
-    experts, latent, hidden = shape.experts, shape.latent, hidden_bytes(shape)
+    experts, latent, hidden = shape.experts, shape.latent, shape.hidden_bytes
     routed, visited = (experts.mean_routed_ffn, experts.mean_visited_ffn) if experts else (0.0, 0.0)
     of_experts = shape.share(EXPERTS) if shape.policy.fused_norms else shape.parts - shape.attention
     of_attention, narrow = shape.norms_alone - of_experts, latent.width + latent.normalised if latent else 0
@@ -227,7 +227,7 @@ def layer_temporary(shape: Shape, overlap: bool = False) -> float:
     matrices = 2 * _softmax_number(shape) * shape.seq * shape.heads * held.of_cut_layers if held.attention_matrices else 0.0
     scores = SINGLE * shape.seq / held.context if shape.latent and shape.latent.indexer else 0.0
     computing, exchanging = shape.tokens * (mlp + matrices + scores), exchanged_bytes(shape)
-    return (computing + exchanging if overlap else max(computing, exchanging)) + 2 * hidden_bytes(shape)
+    return (computing + exchanging if overlap else max(computing, exchanging)) + 2 * shape.hidden_bytes
 
 
 def exchanged_bytes(shape: Shape) -> float:
@@ -242,12 +242,12 @@ def exchanged_bytes(shape: Shape) -> float:
 def output_activation(shape: Shape) -> float:
     """Bytes that megatron-core's output layer keeps until its backward: its input, and the softmax, in float32 unless fused."""
     held = shape.policy
-    return hidden_bytes(shape) + held.logits_kept * shape.tokens * shape.vocabulary * held.of_cut_layers
+    return shape.hidden_bytes + held.logits_kept * shape.tokens * shape.vocabulary * held.of_cut_layers
 
 
 def output_retained(shape: Shape) -> float:
     """Bytes of those that its W needs: its input, and the gradient of the logits in the model's precision."""
-    return hidden_bytes(shape) + shape.policy.number * shape.tokens * shape.vocabulary * shape.policy.of_cut_layers
+    return shape.hidden_bytes + shape.policy.number * shape.tokens * shape.vocabulary * shape.policy.of_cut_layers
 
 
 def output_temporary(shape: Shape, copies: int) -> float:
@@ -269,17 +269,12 @@ def shard_activation(shape: Shape, rows: int) -> float:
     """Bytes that S of a shard of ``rows`` rows keeps until T: its input, and its logits unless they are over their limit."""
     tokens, limit = shape.tokens / shape.policy.context, shape.policy.logits_limit
     kept = limit is None or SINGLE * tokens * rows <= limit
-    return hidden_bytes(shape) + (shape.policy.number * tokens * rows if kept else 0.0)
-
-
-def hidden_bytes(shape: Shape) -> float:
-    """Bytes of what stages hand on: 2sbh in 16 bits."""
-    return shape.policy.number * shape.tokens * shape.hidden * shape.policy.of_whole_layers
+    return shape.hidden_bytes + (shape.policy.number * tokens * rows if kept else 0.0)
 
 
 def routed_bytes(shape: Shape) -> float:
     """Bytes of the same tokens as experts get them."""
-    return hidden_bytes(shape) * shape.routed_hidden / shape.hidden
+    return shape.hidden_bytes * shape.routed_hidden / shape.hidden
 
 
 def _softmax_number(shape: Shape) -> int:

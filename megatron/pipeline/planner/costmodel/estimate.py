@@ -247,7 +247,7 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
     operations = 2 * shape.tokens * sum(weights[name] for name in held.recomputed & weights.keys())
     moved = 0.0  # what norms and activation functions read and write
     if "layernorm" in held.recomputed:
-        moved += 2 * shape.norms_alone * activations.hidden_bytes(shape)
+        moved += 2 * shape.norms_alone * shape.hidden_bytes
     if "moe_act" in held.recomputed and shape.experts:
         each = held.number * shape.tokens * held.of_cut_layers * shape.experts.mean_visited_ffn
         moved += shape.matrices * each
@@ -282,7 +282,7 @@ def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary
         IF=device.latency + embedding[0],
         IB=device.latency + embedding[1],
         activation=activations.shard_activation(shape, rows),
-        exchange=links.hop.all_gather(activations.hidden_bytes(shape), ranks),
+        exchange=links.hop.all_gather(shape.hidden_bytes, ranks),
         ranks=ranks,
     )
 

@@ -175,4 +175,4 @@ def exchange_seconds(shape: Shape, links: Links) -> float:
 
 def hop_seconds(shape: Shape, links: Links) -> float:
     """Seconds of the message from a stage to the next."""
-    return links.hop.seconds(activations.hidden_bytes(shape))
+    return links.hop.seconds(shape.hidden_bytes)

@@ -102,7 +102,7 @@ def predict(model: ModelDescription, schedule: Schedule, layers: Sequence[int], 
     costs = estimate(shape, placement, layers, gpu, schedule.vocabulary, split)
     held = activation_peaks(schedule, costs)
     all_fixed = fixed_memory(model, placement, layers, schedule.vocabulary, gpu)
-    graphed = activations.hidden_bytes(shape) if shape.policy.layer_graphs else 0.0
+    graphed = shape.hidden_bytes if shape.policy.layer_graphs else 0.0
     workspaces = gpu.grouped_workspaces if model.moe_grouped_gemm else gpu.workspaces
     return [
         RankMemory(
@@ -149,7 +149,7 @@ def fixed_memory(
     for rank, (has, count) in enumerate(zip(layers_of_ranks(layers, placement), counts, strict=True)):
         temporary = of_layers if has else 0.0
         if rank == output_rank:
-            temporary = max(temporary, activations.output_temporary(shape, (gpu or any_device(shape)).loss_copies))
+            temporary = max(temporary, activations.output_temporary(shape, (gpu or Device).loss_copies))
         found.append(FixedMemory(count, state_bytes(model, count), temporary))
     return found
 

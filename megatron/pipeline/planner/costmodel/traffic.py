@@ -7,7 +7,6 @@ Counts are ours, of numbers of ``ActivationPolicy.number`` bytes for each token;
 
 from __future__ import annotations
 
-from megatron.pipeline.planner.costmodel.activations import hidden_bytes
 from megatron.pipeline.planner.shape.description import SINGLE
 from megatron.pipeline.planner.shape.gpt import Shape
 
@@ -137,5 +136,5 @@ def embedding_traffic(shape: Shape, share: float = 1.0) -> tuple[float, float]:
     Args:
         share: of the tokens whose rows a rank has; what it does not have is zero.
     """
-    part = hidden_bytes(shape)
+    part = shape.hidden_bytes
     return (1 + share) * part, (1 + share * 2 * SINGLE / shape.policy.number) * part

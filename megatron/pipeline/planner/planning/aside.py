@@ -23,7 +23,7 @@ from megatron.pipeline.planner.planning.no_gc import without_gc
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.planner.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.planner.schedule.time.simulate import simulate
 

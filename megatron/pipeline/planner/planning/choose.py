@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.pipeline.planner.planning.compose import least_memory
-from megatron.pipeline.planner.planning.costs import with_whole_vocabulary
 from megatron.pipeline.planner.planning.planned import Planned, Variant
 from megatron.pipeline.planner.planning.refusals import Refusal, Unit, in_unit, nothing_fits
 from megatron.pipeline.planner.planning.request import MOST_CHUNKS, Request, variants
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.cutting import with_whole_vocabulary
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, Objective, TooLow
 from megatron.pipeline.planner.view.table import plain_table
 

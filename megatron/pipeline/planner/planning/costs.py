@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from megatron.pipeline.planner.schedule.core import cutting
@@ -19,7 +20,6 @@ from megatron.pipeline.planner.schedule.core.costs import (
     uniform,
 )
 from megatron.pipeline.planner.schedule.core.costs_fields import COST_RANGE, MOST_LAYERS, is_cost, is_layers
-from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.stage_costs import COST_FIELDS, PARTS, CostField, CostOf
@@ -56,6 +56,12 @@ class CostFlags:
     copy: Numbers | None = None
     costs: Costs | None = None
     boundary: Numbers | None = None
+
+
+def named_times() -> str:
+    """Names of ``--cost`` that may be left out, with what each is."""
+    named = ((meaning, [field.flag for field in alike]) for meaning, alike in groupby(COST_FIELDS, lambda field: field.meaning))
+    return "; ".join(f"{', '.join(flags)} ({meaning})" for meaning, flags in named if meaning)
 
 
 def checked(given: object, names: tuple[str, ...]) -> Numbers:
@@ -134,53 +140,6 @@ def taking_time(costs: Costs) -> Costs:
     if any(stage.forward or stage.backward or stage.weight for stage in costs.stages):
         return costs
     raise ValueError("F, B and W of every stage take 0, and every order is as short: give one of them a time above 0")
-
-
-def with_shards(costs: Costs, vocabulary: Vocabulary | None, ranks: int) -> Costs:
-    """Costs with the vocabulary where it is: on all ranks, by default with equal shares; or else on the ends."""
-    if vocabulary is None:
-        return with_whole_vocabulary(costs, ranks)
-    none = costs.vocabulary == VocabularyCosts()
-    return replace(costs, vocabulary=EQUAL_SHARDS if none else costs.vocabulary.over(ranks))
-
-
-def with_whole_vocabulary(costs: Costs, ranks: int) -> Costs:
-    """Costs with the embedding on the first stage and the output layer on the last, in place of a shard on each of the ranks."""
-    shards = costs.vocabulary.over(ranks)
-    if not shards.total:
-        return costs
-    first, *inner, last = costs.stages if len(costs.stages) > 1 else (costs.stages[0], StageCosts(0, 0, 0, 0, 0))
-    first = replace(first, forward=first.forward + ranks * shards.IF, weight=first.weight + ranks * shards.IB, fused=None)
-    kept = ranks * shards.activation
-    last = replace(
-        last,
-        forward=last.forward + ranks * shards.S,
-        # T makes the gradient by the weights; S made the one by the input, next to the logits.
-        weight=last.weight + ranks * shards.T,
-        activation=last.activation + kept,
-        retained=last.retained + kept,
-        fused=None,
-    )
-    return replace(costs, stages=(first, *inner, last), vocabulary=VocabularyCosts())
-
-
-# What layers of experts do where costs do not say: the shares of F and of B in which they dispatch, compute experts, and combine,
-# and the share of W that is of experts.
-_DISPATCH, _EXPERTS, _COMBINE, _EXPERT_WEIGHTS = 0.1, 0.4, 0.1, 0.5
-
-
-def with_parts(costs: Costs) -> Costs:
-    """Costs with assumed parts of layers, where no stage has any: a fifth of F and of B is all-to-alls."""
-    if any(stage.has_parts for stage in costs.stages):
-        return costs
-    shares = (_DISPATCH, _EXPERTS, _COMBINE)
-
-    def parted(stage: StageCosts) -> StageCosts:
-        forward, backward = ([share * stage.value(of) for share in shares] for of in ("forward", "backward"))
-        values = dict(zip(PARTS, (*forward, *reversed(backward), _EXPERT_WEIGHTS * stage.weight), strict=True))
-        return replace(stage, **values)  # type: ignore[arg-type]  # layers is not among them
-
-    return replace(costs, stages=tuple(map(parted, costs.stages)))
 
 
 def share_of(costs: Costs, placement: Placement, value: Callable[[StageCosts], float]) -> float:

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from megatron.pipeline.planner.planning.choose import Choice
 from megatron.pipeline.planner.planning.compose import adapted
-from megatron.pipeline.planner.planning.costs import CostFlags, cost_fields, costs_of, taking_time, with_shards
+from megatron.pipeline.planner.planning.costs import CostFlags, cost_fields, costs_of, taking_time
 from megatron.pipeline.planner.planning.planned import Planned, Variant, above
 from megatron.pipeline.planner.planning.refusals import COSTS_UNIT, Unit, check_limit, in_unit, unit_of
 from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.names import OFF
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem, TooLow, per_rank
@@ -104,8 +105,7 @@ def _period(planned: Planned) -> dict[str, Any]:
     """The period, its bound, and the period under Megatron-LM's rules, where it is known what ranks do between iterations."""
     if planned.period is None or not planned.problem.costs.has_boundary:
         return {}
-    bound = planned.period_bound
-    found = {"period": planned.period, "period_lower_bound": bound, "period_gap": above(planned.period, bound)}
+    found = {"period": planned.period, "period_lower_bound": planned.period_bound, "period_gap": planned.period_gap}
     if planned.by_rules is not None:
         return found | {"period_by_rules": planned.by_rules}
     return found | {"period_by_rules_of_this_order": megatron(planned.schedule, planned.problem)[1].period}

@@ -16,7 +16,7 @@ from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.loads import Load, loads_of
+from megatron.pipeline.planner.schedule.core.loads import Extent, Load, loads_of
 from megatron.pipeline.planner.schedule.core.problem import Problem
 from megatron.pipeline.planner.schedule.core.reading import parse_json, read_text
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
@@ -24,7 +24,7 @@ from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, s
 if TYPE_CHECKING:
     from megatron.pipeline.planner.schedule.time.orders import Reordered
 
-__all__ = ["batch_fields", "ordered", "pack", "read_lengths"]
+__all__ = ["Extent", "Load", "batch_fields", "loads_of", "ordered", "pack", "read_lengths"]
 
 _EFFORT, _FEWEST = 150_000, 50  # passes that the orders which are tried may replay; orders at least
 _VALUE = attrgetter("value")

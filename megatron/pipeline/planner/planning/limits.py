@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.pipeline.planner.planning.costs import with_whole_vocabulary
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.cutting import with_whole_vocabulary
 from megatron.pipeline.planner.schedule.core.kinds import MOST_WAITING
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule

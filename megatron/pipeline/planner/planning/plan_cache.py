@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
 
 from megatron.pipeline.planner.combinations.needs import FILES
-from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning.compose import adapted, with_vocabulary
 from megatron.pipeline.planner.planning.document import naming
 from megatron.pipeline.planner.planning.planned import Planned, Variant
@@ -20,19 +19,17 @@ from megatron.pipeline.planner.planning.refusals import ROUNDED_UP
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
+from megatron.pipeline.planner.schedule.core.boundary import buckets
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, Costs
 from megatron.pipeline.planner.schedule.core.loads import Load
-from megatron.pipeline.planner.schedule.core.names import STOCK, counted
+from megatron.pipeline.planner.schedule.core.names import FILE, STOCK, counted
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit, Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.lower.posting import Posting
+from megatron.pipeline.planner.schedule.lower.program import Posting
 from megatron.pipeline.planner.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.planner.schedule.transforms.boundary import waits_for_norm
-
-Limits: TypeAlias = float | Sequence[float] | None  # on what every rank may hold, as in ``Request``
-FILE = "file:"  # before the path of a schedule, in place of a family's name
 
 
 class PlanCache:
@@ -122,12 +119,16 @@ class PlanCache:
             return self._file.boundary
         return self.plan(microbatches).schedule.boundary if self.costs and self.costs.has_boundary else ()
 
+    def buckets(self, microbatches: int) -> int | None:
+        """Buckets of a chunk's parameters as planned; None where nothing says what ranks do between iterations."""
+        return max((count for row in self.boundary(microbatches) for count in buckets(row).values()), default=None)
+
     def of_batch(self, microbatches: int, loads: Sequence[Load] = ()) -> Request:
         """The request for microbatches, with these loads or equal ones, which another process can read; to be planned quickly."""
         request = self._without_functions(self._at(microbatches, self.costs, self._request.memory_limit))
         return replace(request, costs=replace(self.planned_costs, loads=tuple(loads)), quick=True)
 
-    def again(self, costs: Costs, memory_limit: Limits) -> dict[int, Request]:
+    def again(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> dict[int, Request]:
         """Requests at other costs, which another process can read, for every number of microbatches that is planned by now."""
         requests = {microbatches: self._at(microbatches, costs, memory_limit) for microbatches in self.planned}
         return {
@@ -165,7 +166,9 @@ class PlanCache:
                     f"{microbatches}: change the batch size, {own}or take --pipeline-schedule interleaved"
                 )
 
-    def adopt(self, plans: Mapping[int, Planned], costs: Costs | None = None, memory_limit: Limits = None) -> None:
+    def adopt(
+        self, plans: Mapping[int, Planned], costs: Costs | None = None, memory_limit: float | Sequence[float] | None = None
+    ) -> None:
         """Run other plans from the next iteration on, on the same placement; all ranks must do so at the same time.
 
         Args:
@@ -193,7 +196,7 @@ class PlanCache:
         """Refuse a file's schedule that does not go with what is asked for on top of it."""
         asked = {"vocab_parallel": self._request.vocabulary, "offload": self.offload}
         has = {"file_vocabulary": file.vocabulary, "copies": file.has_copies}
-        refuse(Facts(asked | has, pipeline_schedule=self.name), FILES)
+        Facts(asked | has, pipeline_schedule=self.name).refuse(FILES)
 
     def _make(self, microbatches: int, forward_only: bool) -> Planned:
         if self._file:
@@ -219,7 +222,7 @@ class PlanCache:
             )
         return Planned(schedule, problem, Variant(self.name))
 
-    def _at(self, microbatches: int, costs: Costs | None, limit: Limits) -> Request:
+    def _at(self, microbatches: int, costs: Costs | None, limit: float | Sequence[float] | None) -> Request:
         """The request for a number of microbatches, at other costs and another limit."""
         mode, host_limit, beside = self.offload, None, self._request.beside
         if self._host_bytes is not None and mode:  # a limit in bytes cannot be kept before costs are in bytes
@@ -235,7 +238,7 @@ class PlanCache:
             beside=partial(beside, in_bytes=True) if costs and callable(beside) else beside,
         )
 
-    def _problem(self, microbatches: int, costs: Costs | None, limit: Limits) -> Problem:
+    def _problem(self, microbatches: int, costs: Costs | None, limit: float | Sequence[float] | None) -> Problem:
         """Problem that a schedule for that request answers, within the limits that its family keeps."""
         request = self._at(microbatches, costs, limit)
         return request.problem() if self.has_family else request.on(self.placement, self.splits)

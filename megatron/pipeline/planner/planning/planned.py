@@ -132,6 +132,11 @@ class Planned:
         return period_bound(self.schedule, self.problem)
 
     @property
+    def period_gap(self) -> float | None:
+        """Distance of the period above that bound, as a share of the bound."""
+        return None if self.period is None else above(self.period, self.period_bound)
+
+    @property
     def length(self) -> float:
         """Length that is to be short: the period where it is known, else the objective."""
         return self.value if self.period is None else self.period

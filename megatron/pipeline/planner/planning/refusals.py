@@ -60,6 +60,11 @@ class Unit:
         instead = f", or take {' or '.join(others)}, which can hold less" if others else ""
         return ValueError(f"{given} is too little for {name}, which needs {self.at_least(least)}: raise it{instead}")
 
+    def no_room(self, given: str, least: float) -> HostLimitTooLow:
+        """Error for a limit of host memory below what one copy needs; ``given`` as of ``too_little``."""
+        words = f"{given} has no room for one microbatch of a chunk, which takes {self.at_least(least)} or more"
+        return HostLimitTooLow(f"{words}: raise it, or leave --offload out", least)
+
 
 class Bytes(float):
     """An amount of memory that was given in a ``unit``, such as 20GiB."""
@@ -106,22 +111,22 @@ def in_unit(error: TooLow, unit: Unit, name: str, limit: float | None, host_limi
     if unit is not MIB or limit is None:
         return error
     if is_of_host:
-        given, needed = MIB.amount(limit), MIB.at_least(error.least)
-        words = f"--host-memory-limit {given} has no room for one microbatch of a chunk, which takes {needed} or more"
-        return HostLimitTooLow(f"{words}: raise it, or leave --offload out", error.least)
+        return MIB.no_room(f"--host-memory-limit {MIB.amount(limit)}", error.least)
     given = f"{limit:g}, which is in bytes (give such as 20GiB)," if limit < _LEAST_LIMIT else MIB.amount(limit)
     return LimitTooLow(str(MIB.too_little(f"--memory-limit {given}", name, error.least)), error.least)
 
 
-def check_limit(limit: float | None, unit: Unit, flag: str = "--memory-limit") -> None:
+def check_limit(
+    limit: float | None,
+    unit: Unit,
+    flag: str = "--memory-limit",
+    instead: str = "--costs FILE of mpipe costs or mpipe rehearse, or a limit in microbatches",
+) -> None:
     """Raises:
     ValueError: a limit in bytes is for costs that do not count bytes.
     """
     if isinstance(limit, Bytes) and unit is not MIB:
-        raise ValueError(
-            f"{flag} of {limit / 2**30:g}GiB, but the costs do not count bytes: give --costs FILE of mpipe costs or "
-            "mpipe rehearse, or a limit in microbatches"
-        )
+        raise ValueError(f"{flag} of {limit.unit.amount(limit)}, but the costs do not count bytes: give {instead}")
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from functools import partial
 from typing import TypeAlias
 
 from megatron.pipeline.planner.combinations.rows import GROUPS
-from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning import kept
 from megatron.pipeline.planner.planning.balance import Model, balanced, check_layers, finer
 from megatron.pipeline.planner.planning.compose import solve
-from megatron.pipeline.planner.planning.costs import with_parts
 from megatron.pipeline.planner.planning.limits import Beside, kept_limits
 from megatron.pipeline.planner.planning.planned import Planned, Variant
 from megatron.pipeline.planner.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import costs_fields
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, EQUAL_SHARDS, Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.cutting import with_parts
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem, per_rank
@@ -65,7 +65,7 @@ class Request:
         host_limit: see ``Problem``.
         overlap: whether a forward and a backward of other microbatches may run as one, so that the communication of one is hidden
             behind the other's computation (``transforms.braid``). Costs say what parts layers have; otherwise they are assumed
-            (``planning.costs.with_parts``).
+            (``cutting.with_parts``).
         quick: see ``Problem``: a valid plan in a fifth of a second for a few thousand passes, which a search would make shorter.
         equal: what a rank's whole share costs where no costs are given; or of every stage of a placement, whose vocabulary is
             spread or at its ends.
@@ -140,7 +140,7 @@ class Request:
             if self.ranks > MOST_RANKS:
                 raise ValueError(f"{self.ranks} ranks are over {MOST_RANKS}; take fewer")
         placement = families.placement(self.schedule, self.ranks, self.chunks)
-        refuse(self.facts, GROUPS)
+        self.facts.refuse(GROUPS)
         return self.on(placement, family.splits if self.splits is None else self.splits, family)
 
     def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:

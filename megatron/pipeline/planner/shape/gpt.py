@@ -313,6 +313,37 @@ class Shape:
         found = replace(self, **own) if own else self
         return replace(found, ffn=found._mean_ffn(self.dense_ffn)) if own.keys() & {"experts", "hybrid"} else found
 
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of what stages hand on: 2sbh in 16 bits."""
+        return self.policy.number * self.tokens * self.hidden * self.policy.of_whole_layers
+
+    @property
+    def attention_share(self) -> float:
+        """The share of a layer's F that grows with the square of a sequence: the ``attention`` of ``loads_of``."""
+        return attention_work(self).forward / layer_work(self).forward
+
+    def training_operations(self, causal: bool = False) -> float:
+        """Operations of one microbatch through the whole model, forwards and backwards, without recomputation.
+
+        Narayanan et al. (appendix) without their activation recomputation: 72blsh^2 (1 + s/6h + V/12lh). Experts are equally
+        loaded.
+        """
+        shape = self
+        if shape.experts:
+            shape = replace(shape, experts=replace(shape.experts, load=1.0))
+            shape = replace(shape, ffn=shape._mean_ffn(shape.dense_ffn))
+        return layer_work(shape, causal).times(shape.layers).total + output_work(shape).total
+
+    def output_in_layers(self, recompute: bool = False) -> float:
+        """Number of transformer layers that take as long as the output layer: V/(12h + 2s) for a plain GPT.
+
+        Args:
+            recompute: whether layers run their forward again before the backward, as Narayanan et al. count: V/(16h + 8s/3).
+        """
+        layer = layer_work(self)
+        return output_work(self).total / (layer.total + (layer.forward if recompute else 0))
+
 
 def layer_work(shape: Shape, causal: bool = False) -> Work:
     """Operations of a transformer layer: F sbh(24h+4s), B sbh(24h+8s), W sbh(24h) for a plain GPT.
@@ -348,11 +379,6 @@ def attention_work(shape: Shape, causal: bool = False) -> Work:
     return Work(shape.tokens * forward, shape.tokens * backward, shape.tokens * weights)
 
 
-def attention_share(shape: Shape) -> float:
-    """The share of a layer's F that grows with the square of a sequence: the ``attention`` of ``planning.loads_of``."""
-    return attention_work(shape).forward / layer_work(shape).forward
-
-
 def expert_work(shape: Shape) -> Work:
     """Operations of the experts of a layer that some tokens visit."""
     width = shape.experts.mean_visited_ffn if shape.experts else 0.0
@@ -369,24 +395,3 @@ def output_work(shape: Shape) -> Work:
 def row_work(shape: Shape) -> float:
     """Operations of one product with one row of the output layer: 2bsh."""
     return 2 * shape.tokens * shape.hidden
-
-
-def training_operations(shape: Shape, causal: bool = False) -> float:
-    """Operations of one microbatch through the whole model, forwards and backwards, without recomputation.
-
-    Narayanan et al. (appendix) without their activation recomputation: 72blsh^2 (1 + s/6h + V/12lh). Experts are equally loaded.
-    """
-    if shape.experts:
-        shape = replace(shape, experts=replace(shape.experts, load=1.0))
-        shape = replace(shape, ffn=shape._mean_ffn(shape.dense_ffn))
-    return layer_work(shape, causal).times(shape.layers).total + output_work(shape).total
-
-
-def output_in_layers(shape: Shape, recompute: bool = False) -> float:
-    """Number of transformer layers that take as long as the output layer: V/(12h + 2s) for a plain GPT.
-
-    Args:
-        recompute: whether layers run their forward again before the backward, as Narayanan et al. count: V/(16h + 8s/3).
-    """
-    layer = layer_work(shape)
-    return output_work(shape).total / (layer.total + (layer.forward if recompute else 0))

@@ -17,7 +17,7 @@ from megatron.pipeline.planner.shape.stages import numbers_of_layers
 
 ATTENTION, MLP, EXPERTS, LATENT, INDEXED = "*", "-", "E", "+", "D"
 KINDS: Mapping[str, Callable[[ModelDescription], Mixer]] = {"M": mamba.mixer, "G": gated_delta.mixer}
-LINEAR = "gated_delta_net"  # of --experimental-attention-variant
+LINEAR, SPARSE = "gated_delta_net", "dsa"  # of --experimental-attention-variant
 LETTERS = (*KINDS, ATTENTION, MLP, EXPERTS, LATENT, INDEXED)
 _STAGE, _FURTHER = "|", "/"
 

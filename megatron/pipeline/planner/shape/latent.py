@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.pipeline.planner.shape.description import ModelDescription
-
-SPARSE = "dsa"  # of --experimental-attention-variant
+from megatron.pipeline.planner.shape.hybrid import SPARSE
 
 
 @dataclass(frozen=True)

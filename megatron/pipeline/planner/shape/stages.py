@@ -1,7 +1,7 @@
 """Layers of every stage of a model: how many there can be of each, and which these are.
 
-All that counts layers by stage is here: an even split, and those under which the heaviest rank is as light as possible, of layers
-that are alike or not; the layers' numbers, from those counts; and how many of them a rank has.
+All that planning counts of layers is here: splits under which the heaviest rank is as light as possible, of layers that are alike
+or not; the layers' numbers, from the counts of a split; and how many of them a rank has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from heapq import nsmallest
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
-from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 
@@ -38,38 +37,6 @@ def numbers_of_layers(counts: Sequence[int]) -> list[range]:
 def layers_of_ranks(counts: Sequence[int], placement: Placement) -> list[int]:
     """Layers of every rank, with those of every stage as ``numbers_of_layers`` takes them."""
     return [sum(counts[stage] for stage in stages) for stages in placement.stages]
-
-
-def even_layers(layers: int, placement: Placement, fixed: Mapping[int, int], extra: Mapping[int, int]) -> list[int]:
-    """Layers of every stage, in the model's order, as evenly as they can be spread.
-
-    Those left over go to the ranks that have the fewest, and there to the stages in the middle.
-
-    Args:
-        fixed: layers of the stages whose number is given.
-        extra: what else a stage has that counts as layers.
-
-    Raises:
-        ValueError: there are fewer layers than stages that need one, or some are left.
-    """
-    count = placement.last_stage + 1
-    free = [stage for stage in range(count) if stage not in fixed]
-    left = layers - sum(fixed.values()) + sum(extra.values())
-    each, over = divmod(left, len(free)) if free else (0, 0)
-    if left < len(free) or (not free and left):
-        raise ValueError(
-            f"--num-layers {layers} cannot be split over {placement.ranks} pipeline ranks x "
-            f"{counted(placement.chunks, 'chunk')} = {count} stages"
-            + (f" of which {len(fixed)} have {sum(fixed.values())} layers" if fixed else "")
-            + f": {left} are left for {len(free)} stages; change --num-layers or --pipeline-model-parallel-size"
-        )
-    numbers = {**fixed, **dict.fromkeys(free, each)}
-    roomy = sorted(free, key=lambda stage: -min(stage, count - 1 - stage))
-    for _ in range(over):
-        lightest = min(roomy, key=lambda stage: sum(numbers[other] for other in placement.stages[placement.home(stage)[0]]))
-        numbers[lightest] += 1
-        roomy.remove(lightest)
-    return [numbers[stage] - extra.get(stage, 0) for stage in range(count)]
 
 
 def balanced_layers(layers: int, placement: Placement, extra: Mapping[int, float]) -> list[int]:

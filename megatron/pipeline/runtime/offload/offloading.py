@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.lower.program import Copy, Program
+from megatron.pipeline.planner import Kind, Pass, ops
 from megatron.pipeline.runtime.offload.activations import Store
 from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, copy_streams_for
 from megatron.pipeline.runtime.offload.host_memory import HostPool
@@ -57,10 +56,10 @@ class InFlight:
         staying: tensors that stay on the device, such as parameters and buffers.
     """
 
-    def __init__(self, offloading: Offloading, program: Program, staying: Iterable[torch.Tensor]) -> None:
+    def __init__(self, offloading: Offloading, program: ops.Program, staying: Iterable[torch.Tensor]) -> None:
         self._offloading = offloading
         self._staying = frozenset(one.untyped_storage().data_ptr() for one in staying)
-        self._moved = {one.work[1:3] for one in program if isinstance(one, Copy)}
+        self._moved = {one.work[1:3] for one in program if isinstance(one, ops.Copy)}
         self._stores: dict[tuple[int, int], Store] = {}
         self._ended: dict[tuple[int, int], Store] = {}
 

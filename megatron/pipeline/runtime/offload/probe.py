@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.pipeline.distributed.groups import barrier
-from megatron.pipeline.planner.schedule.core.costs import CopyCosts
+from megatron.pipeline.planner import CopyCosts
 from megatron.pipeline.runtime.offload.copy_streams import Ticket
 from megatron.pipeline.runtime.offload.host_memory import Arena
 from megatron.pipeline.runtime.offload.offloading import Offloading

@@ -24,8 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from megatron.pipeline.distributed.groups import new_group
 from megatron.pipeline.monitor.clock import undisturbed
 from megatron.pipeline.monitor.recorder import NullRecorder
-from megatron.pipeline.planner.schedule.core.passes import Pass
-from megatron.pipeline.planner.schedule.lower.program import Collective, Message
+from megatron.pipeline.planner import Pass, ops
 
 
 class DeviceLock:
@@ -179,7 +178,7 @@ class SerializedRecorder(NullRecorder):
         with self._turns.turn(), self._recorder.measure(work):
             yield
 
-    def wait(self, message: Message | Collective | Pass) -> AbstractContextManager[None]:
+    def wait(self, message: ops.Message | ops.Collective | Pass) -> AbstractContextManager[None]:
         return self._recorder.wait(message)
 
     def reach(self, copy: Pass) -> None:

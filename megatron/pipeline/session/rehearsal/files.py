@@ -16,15 +16,20 @@ from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.model.layout import decoder_layers
-from megatron.pipeline.planner.costmodel.activations import hidden_bytes
-from megatron.pipeline.planner.costmodel.origin import described
-from megatron.pipeline.planner.costmodel.replicas import between_seconds, with_replicas
-from megatron.pipeline.planner.planning.choose import stock_at_its_best
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
-from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, activation_profile, simulate
-from megatron.pipeline.planner.view.picture import draw
+from megatron.pipeline.planner import (
+    Costs,
+    Objective,
+    Problem,
+    Schedule,
+    activation_peaks,
+    activation_profile,
+    between_seconds,
+    choose,
+    origin,
+    simulate,
+    view,
+    with_replicas,
+)
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import ITERATIONS, TIMED, Steps, profiled
 from megatron.pipeline.session.atomic import write_text
@@ -64,7 +69,7 @@ def _rehearse(args: Settings, pipeline: Pipeline) -> Steps:
         timeline=timeline,
         step=max(of_all_ranks(sum(map(median, steps.values())))),
         replicas=_replicas(args, schedule, costs, timeline.makespan),
-        stock=stock_at_its_best(costs, schedule.ranks, schedule.microbatches, args.num_layers),
+        stock=choose.stock_at_its_best(costs, schedule.ranks, schedule.microbatches, args.num_layers),
         peaks=tuple(map(max, zip(*(one.peak_activation_bytes for one in timed), strict=True))),
         planned_peaks=tuple(activation_peaks(schedule, costs)),
         processes=of_all_ranks(process_bytes()),
@@ -78,7 +83,7 @@ def _exchange(args: Settings) -> float | None:
     links = args.rehearsal.links
     if links is None or args.vocabulary.spread is None:
         return None
-    return links.hop.all_gather(hidden_bytes(shape_of(args)), args.pipeline_model_parallel_size)
+    return links.hop.all_gather(shape_of(args).hidden_bytes, args.pipeline_model_parallel_size)
 
 
 def _replicas(args: Settings, schedule: Schedule, costs: Costs, alone: float) -> float | None:
@@ -112,7 +117,7 @@ def _write(args: Settings, found: Rehearsal) -> list[str]:
     if torch.distributed.get_rank() == 0:
         try:
             write_text(folder / RESULT, json.dumps(found.fields() | {"layers": layers}))
-            of = described(describe(args), "run", layers, gpu_name())
+            of = origin.described(describe(args), "run", layers, gpu_name())
             write_text(folder / COSTS, json.dumps(found.costs.fields() | {"of": of}))
             _draw(found, folder / PICTURE)
         except OSError as error:
@@ -131,6 +136,6 @@ def _draw(found: Rehearsal, path: Path) -> None:
         other: in_mib(activation_profile(stock.schedule, stock.timeline, stock.problem.costs)),
     }
     try:
-        draw({own: found.timeline, other: stock.timeline}, path, memory, "s", {own: schedule.splits}, "MiB")
+        view.draw({own: found.timeline, other: stock.timeline}, path, memory, "s", {own: schedule.splits}, "MiB")
     except ModuleNotFoundError as error:
         logger.warning(no_picture(path, error))

@@ -15,11 +15,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.pipeline.monitor.report import Report
-from megatron.pipeline.planner.planning.planned import Planned
-from megatron.pipeline.planner.schedule.core.costs import Costs
-from megatron.pipeline.planner.schedule.core.passes import Kind
-from megatron.pipeline.planner.schedule.core.timeline import Timeline
-from megatron.pipeline.planner.view.table import plain_table
+from megatron.pipeline.planner import Costs, Kind, Planned, Timeline, view
 
 _MIB = 2**20
 Number = TypeVar("Number", int, float)
@@ -124,8 +120,8 @@ class Rehearsal:
         ]
         return [
             f" rehearsed: {self.report.schedule.microbatches} microbatches, one pass at a time on the device",
-            plain_table(heads, rows),
-            plain_table(["rank", "MiB of activations", "as planned", "of the process"], memory),
+            view.plain_table(heads, rows),
+            view.plain_table(["rank", "MiB of activations", "as planned", "of the process"], memory),
             f" a device for every rank would take {ms(1e3 * self.seconds(own))} for an iteration, "
             f"{self.tokens / self.seconds(own):,.0f} tokens/s: {ms(1e3 * own.makespan)} for its passes, bubble "
             f"{own.bubble_rate:.1%} (hop {ms(1e3 * self.costs.hop)}, {source}), and {ms(1e3 * self.step)} for the "

@@ -1,4 +1,4 @@
-"""Costs of the same model that is cut, run or timed in another way: each function makes other ``Costs`` of some."""
+"""Costs of the same model that is cut, spread, run or timed in another way: each function makes other ``Costs`` of some."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
-from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.planner.schedule.core.costs import EQUAL_SHARDS, Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.planner.schedule.core.kinds import Vocabulary
 from megatron.pipeline.planner.schedule.core.stage_costs import ALL_TO_ALL, PARTS, combined
 
 
@@ -78,3 +79,50 @@ def with_equal_copies(costs: Costs) -> Costs:
     work, moved = (sum(values) for values in zip(*((stage.total, stage.moved()) for stage in costs.stages), strict=True))
     seconds = work / moved / 2 if moved else 0.0
     return replace(costs, copies=replace(costs.copies, to_host=seconds, to_device=seconds))
+
+
+def with_shards(costs: Costs, vocabulary: Vocabulary | None, ranks: int) -> Costs:
+    """Costs with the vocabulary where it is: on all ranks, by default with equal shares; or else on the ends."""
+    if vocabulary is None:
+        return with_whole_vocabulary(costs, ranks)
+    none = costs.vocabulary == VocabularyCosts()
+    return replace(costs, vocabulary=EQUAL_SHARDS if none else costs.vocabulary.over(ranks))
+
+
+def with_whole_vocabulary(costs: Costs, ranks: int) -> Costs:
+    """Costs with the embedding on the first stage and the output layer on the last, in place of a shard on each of the ranks."""
+    shards = costs.vocabulary.over(ranks)
+    if not shards.total:
+        return costs
+    first, *inner, last = costs.stages if len(costs.stages) > 1 else (costs.stages[0], StageCosts(0, 0, 0, 0, 0))
+    first = replace(first, forward=first.forward + ranks * shards.IF, weight=first.weight + ranks * shards.IB, fused=None)
+    kept = ranks * shards.activation
+    last = replace(
+        last,
+        forward=last.forward + ranks * shards.S,
+        # T makes the gradient by the weights; S made the one by the input, next to the logits.
+        weight=last.weight + ranks * shards.T,
+        activation=last.activation + kept,
+        retained=last.retained + kept,
+        fused=None,
+    )
+    return replace(costs, stages=(first, *inner, last), vocabulary=VocabularyCosts())
+
+
+# What layers of experts do where costs do not say: the shares of F and of B in which they dispatch, compute experts, and combine,
+# and the share of W that is of experts.
+_DISPATCH, _EXPERTS, _COMBINE, _EXPERT_WEIGHTS = 0.1, 0.4, 0.1, 0.5
+
+
+def with_parts(costs: Costs) -> Costs:
+    """Costs with assumed parts of layers, where no stage has any: a fifth of F and of B is all-to-alls."""
+    if any(stage.has_parts for stage in costs.stages):
+        return costs
+    shares = (_DISPATCH, _EXPERTS, _COMBINE)
+
+    def parted(stage: StageCosts) -> StageCosts:
+        forward, backward = ([share * stage.value(of) for share in shares] for of in ("forward", "backward"))
+        values = dict(zip(PARTS, (*forward, *reversed(backward), _EXPERT_WEIGHTS * stage.weight), strict=True))
+        return replace(stage, **values)  # type: ignore[arg-type]  # layers is not among them
+
+    return replace(costs, stages=tuple(map(parted, costs.stages)))

@@ -1,6 +1,7 @@
 """Words that stand for no schedule of ours: in the place of a schedule's name, and of a transformation's. Numbers of things."""
 
 STOCK = "stock"  # megatron-core's own schedule
+FILE = "file:"  # before the path of a schedule, in place of a family's name
 OFF = "off"  # neither --vocab-parallel nor --offload
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron.pipeline.planner.combinations.rows import SCHEDULES
-from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement
@@ -115,7 +115,7 @@ class Problem:
             raise ValueError(f"a limit of host memory {problem}")
         if self.vocabulary:
             sizes = {"pipeline_model_parallel_size": self.placement.ranks}
-            refuse(Facts(sizes, vocab_parallel=self.vocabulary, splits=self.splits), SCHEDULES)
+            Facts(sizes, vocab_parallel=self.vocabulary, splits=self.splits).refuse(SCHEDULES)
 
     @property
     def ranks(self) -> int:

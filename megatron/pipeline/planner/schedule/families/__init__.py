@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron.pipeline.planner.schedule.core.names import STOCK, counted
+from megatron.pipeline.planner.schedule.core.names import FILE, STOCK, counted
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit
 from megatron.pipeline.planner.schedule.families import (
@@ -50,6 +50,25 @@ def named(name: str) -> Family:
     if name not in FAMILIES:
         raise ValueError(f"unknown schedule {name!r}; known are {', '.join(FAMILIES)}{meant(name, [*FAMILIES, AUTO])}")
     return FAMILIES[name]
+
+
+def check(name: str, others: Sequence[str] = (AUTO, STOCK)) -> None:
+    """Refuse what is neither a family's name nor a file's.
+
+    Args:
+        others: names that stand for no family.
+
+    Raises:
+        ValueError: says which there are, and which of them may be meant.
+    """
+    known = (*FAMILIES, *others)
+    if name not in known and not name.startswith(FILE):
+        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(known)} and {FILE}PATH{meant(name, known)}")
+
+
+def trained(ranks: int) -> list[str]:
+    """The families that train on that many ranks."""
+    return [name for name in FAMILIES if ranks > 1 or FAMILIES[name].chunks == 1]
 
 
 def facts(name: str) -> dict[str, Any]:

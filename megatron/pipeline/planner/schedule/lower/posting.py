@@ -1,37 +1,16 @@
-"""When a message that has been posted starts: the rules that the executor follows, and that its proof replays."""
+"""Passes that a GPU's host launches ahead of it, and the messages whose memory that takes."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Operation, Program, Receive, Send, Wait
-
-# Where a device cannot say whether a send is over, only wait for it, a Send first waits until no more than these are unfinished
-# to the same peer. That holds few tensors.
-UNFINISHED_SENDS = 2
+from megatron.pipeline.planner.schedule.lower.program import Compute, Message, Program, Receive, Send, Wait
 
 # The most passes that a GPU's host has launched and the GPU has not ended, unless they are short: see ``leads``. The memory of a
 # message can be used again only once the device has come past it, so a host that ran ahead without end would need that of many.
 LEAD = 4
-
-
-class Posting(StrEnum):
-    """Way in which the sends and receives between two passes are started."""
-
-    SINGLE = "single"  # one by one, where they are posted: each can be waited for by itself
-    BATCHED = "batched"  # all of a direction together, as one NCCL launch, where ``starts_posted`` says so
-
-
-def starts_posted(operation: Operation) -> bool:
-    """Tell whether all that has been posted starts before an operation, where posting is batched.
-
-    It must before a pass, which may take long, and before all that may wait for other ranks: they may need these messages to get
-    there. A Send that has to wait for earlier ones starts them as well. At the end of a program everything starts.
-    """
-    return not isinstance(operation, (Send, Receive))
 
 
 def leads(program: Program, seconds: Mapping[Pass, float]) -> tuple[int, ...]:

@@ -1,14 +1,26 @@
-"""A program: one rank's schedule after lowering, as the operations an executor runs in order.
+"""A program: one rank's schedule after lowering, as the operations an executor runs in order, and when what they post starts.
 
 Tensors between stages are named by the pass that made them, so sender and receiver mean the same thing without counting.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 from megatron.pipeline.planner.schedule.core.kinds import Exchange, Flow
 from megatron.pipeline.planner.schedule.core.passes import Pass
+
+# Where a device cannot say whether a send is over, only wait for it, a Send first waits until no more than these are unfinished
+# to the same peer. That holds few tensors.
+UNFINISHED_SENDS = 2
+
+
+class Posting(StrEnum):
+    """Way in which the sends and receives between two passes are started."""
+
+    SINGLE = "single"  # one by one, where they are posted: each can be waited for by itself
+    BATCHED = "batched"  # all of a direction together, as one NCCL launch, where ``starts_posted`` says so
 
 
 class Message(NamedTuple):
@@ -100,6 +112,15 @@ def pass_of(operation: Operation) -> Pass | None:
 
 Operation: TypeAlias = Compute | Send | Receive | Join | Copy | Wait | Validate
 Program: TypeAlias = tuple[Operation, ...]
+
+
+def starts_posted(operation: Operation) -> bool:
+    """Tell whether all that has been posted starts before an operation, where posting is batched.
+
+    It must before a pass, which may take long, and before all that may wait for other ranks: they may need these messages to get
+    there. A Send that has to wait for earlier ones starts them as well. At the end of a program everything starts.
+    """
+    return not isinstance(operation, (Send, Receive))
 
 
 def describe(operation: Operation | None) -> str:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from megatron.pipeline.planner.combinations.needs import TORCH_CSV
-from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement, from_rows
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
@@ -37,7 +37,7 @@ def to_csv(schedule: Schedule) -> str:
     """
     others = sorted({str(work.kind) for row in schedule.passes for work in row if work.kind not in _LETTERS})
     known = {"splits": schedule.splits, "vocab_parallel": schedule.vocabulary}
-    refuse(Facts(known, torch_csv=True, pipeline_schedule=schedule.name, unwritten=" and ".join(others)), TORCH_CSV)
+    Facts(known, torch_csv=True, pipeline_schedule=schedule.name, unwritten=" and ".join(others)).refuse(TORCH_CSV)
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     for stages, passes in zip(schedule.placement.stages, schedule.passes, strict=True):

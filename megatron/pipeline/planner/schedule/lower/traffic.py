@@ -14,8 +14,16 @@ from typing import NamedTuple, TypeAlias
 from megatron.pipeline.planner.schedule.core.kinds import Flow
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
-from megatron.pipeline.planner.schedule.lower.posting import UNFINISHED_SENDS
-from megatron.pipeline.planner.schedule.lower.program import Compute, Join, Message, Operation, Program, Send, Wait
+from megatron.pipeline.planner.schedule.lower.program import (
+    UNFINISHED_SENDS,
+    Compute,
+    Join,
+    Message,
+    Operation,
+    Program,
+    Send,
+    Wait,
+)
 
 
 class Start(NamedTuple):

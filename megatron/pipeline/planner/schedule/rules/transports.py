@@ -43,7 +43,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.pipeline.planner.schedule.lower.posting import starts_posted
+from megatron.pipeline.planner.schedule.lower.program import starts_posted
 
 
 @dataclass(frozen=True)

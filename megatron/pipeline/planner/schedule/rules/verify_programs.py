@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.planner.schedule.lower.lower import gatherings, messages
-from megatron.pipeline.planner.schedule.lower.posting import Posting
 from megatron.pipeline.planner.schedule.lower.program import (
     Collective,
     Compute,
@@ -17,6 +16,7 @@ from megatron.pipeline.planner.schedule.lower.program import (
     Join,
     Message,
     Operation,
+    Posting,
     Program,
     Receive,
     Send,

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.pipeline.planner.combinations.rows import SCHEDULES
-from megatron.pipeline.planner.combinations.table import Facts, refuse
+from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import needed_on_own_rank
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass
@@ -61,7 +61,7 @@ def offload(
     """
     if schedule.has_copies:
         raise ValueError(f"{schedule.name} has copies to host memory already: offload the schedule without them")
-    refuse(Facts(offload=mode, splits=schedule.splits), SCHEDULES)
+    Facts(offload=mode, splits=schedule.splits).refuse(SCHEDULES)
     ranks = [Rank(schedule, costs, rank, row) for rank, row in enumerate(simulate(schedule, costs).ranks)]
     sizes = [size for rank in ranks for size in rank.sizes.tolist()]
     if host_limit is not None and sizes and host_limit < min(sizes) * (1 - SLACK):

@@ -1,8 +1,8 @@
 """Stands for Megatron-LM's ``megatron.training``: the functions that our patches look for, called in its order, and no more.
 
 ``initialize`` validates flags before there are process groups, ``training`` builds the model, trains, and looks for losses on
-the last pipeline rank; names are imported from one module into another as upstream does. tests/launch/test_launch.py runs the
-same checks with a real checkout where MEGATRON_LM names one.
+the last pipeline rank; names are imported from one module into another as upstream does. tests/launch/test_front_door.py runs the
+real one of newer releases.
 """
 
 from megatron.training.global_vars import get_args, get_tokenizer

@@ -11,7 +11,7 @@ from megatron.pipeline.planner.schedule.transforms.transform import without_copi
 _MIB = 2**20
 
 
-def in_words(schedule: Schedule, costs: Costs, in_bytes: bool, limited: bool) -> str:
+def copies_in_words(schedule: Schedule, costs: Costs, in_bytes: bool, limited: bool) -> str:
     """Say how much goes to host memory, and how much stays on the device: the most on any rank, and the rank that saves most.
 
     Args:
