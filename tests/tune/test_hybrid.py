@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from command import refusal
@@ -130,7 +131,7 @@ def test_patterns_of_all_releases() -> None:
         ("--moe-load-factor 0.5", "--moe-load-factor: expected a number of at least 1, got 0.5"),
         ("--hybrid-layer-pattern MM*-D", "MM*-D has attention of 2 kinds, * and D: give one of them"),
         ("--hybrid-layer-pattern MM+-D", "MM+-D has attention of 2 kinds, + and D: give one of them"),
-        ("--hybrid-layer-pattern MM+-", "--multi-latent-attention needs --kv-lora-rank"),
+        ("--hybrid-layer-pattern MM+-", "--multi-latent-attention has keys and values for every head"),
         (
             "--hybrid-layer-pattern MM|*-|M-|M- --pipeline-schedule zb-v",
             "zb-v has 2 chunks per rank, got 1 by --hybrid-layer-pattern MM|*-|M-|M-: leave | out of it",
@@ -250,7 +251,7 @@ def test_the_search_balances_a_pattern_for_every_schedule() -> None:
     for one in found:
         pattern = Pattern.of(one.args.hybrid_layer_pattern)
         assert pattern.counts == one.layers and len(one.layers) == one.placement.depth
-        assert pattern.letters == PATTERN
+        assert pattern.letters == PATTERN and one.args.num_virtual_stages_per_pipeline_rank is None  # which upstream refuses
         assert one.args.vocabulary.spread or one.layers[-1] < max(one.layers)  # where the output layer is
 
 
@@ -278,3 +279,22 @@ def test_tables_by_letter(capsys: pytest.CaptureFixture[str]) -> None:
         first = next(index for index, line in enumerate(lines) if line.startswith("letter  layers  parameters"))
         assert [head for head in ("F ms", "B ms", "W ms") if head in lines[first]] == more
         assert [line.split()[:2] for line in lines[first + 1 : first + 4]] == [["M", "24"], ["-", "24"], ["*", "4"]]
+
+
+def test_commands_split_a_pattern(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Costs by layer go to the planner, which says the pattern's own split beside the even one."""
+    file = str(tmp_path / "layers.json")
+    text = Pattern.of(PATTERN).cut([10, 10, 12, 20])
+    assert main(["costs", "--gpu", "H100-80GB", "--by-layer", "-o", file, *NEMOTRON.split(), "--hybrid-layer-pattern", text]) == 0
+    capsys.readouterr()
+    plan = ["plan", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--costs", file]
+    assert main([*plan, "--balance", text, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    split = data["balance"]
+    assert data["makespan"] < split["even"] < split["written"] and Pattern.of(split["layout"]).counts == tuple(split["layers"])
+    assert main([*plan, "--balance", text]) == 0
+    said = capsys.readouterr().out
+    assert f"--hybrid-layer-pattern '{split['layout']}'" in said and "makespan of the split as written" in said
+    assert "needs what each letter takes: give --costs of mpipe costs --by-layer" in refusal(
+        capsys, *plan[:-2], "--balance", text
+    )

@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
         print()
         for path in (*written.values(), *picture, *more):
             wrote(str(path))
-        print(f"\n{_how_to_run(cluster, directory)}")
+        print(f"\n{_how_to_run(cluster, directory, base.hybrid_layer_pattern is not None)}")
     if options.verify and not found.interrupted:
         _verify(options, written, [*found.best(_TRIED), *stock.best(1)])
     return 130 if found.interrupted else 0  # as after SIGINT
@@ -396,16 +396,21 @@ def _table(results: list[Result]) -> str:
     return view.plain_table(heads, cells, words=2)
 
 
-def _how_to_run(cluster: Cluster, directory: Path) -> str:
-    """One line for each way to start the best: this repository's script, by torchrun or SLURM, and Megatron-LM's own."""
+def _how_to_run(cluster: Cluster, directory: Path, hybrid: bool = False) -> str:
+    """One line for each way to start the best: this repository's script, by torchrun or SLURM, and Megatron-LM's own, which alone
+    has hybrid models."""
     nodes, best, data = -(-cluster.gpus // cluster.per_host), directory / "best.yaml", "--data-path ..."
     ranks, lines = f"--nproc-per-node {cluster.per_host}", []
     if nodes > 1:
         ranks = f"--nnodes {nodes} {ranks} --rdzv-backend c10d --rdzv-endpoint NODE:29500"
         size = f"--nodes {nodes} --gpus-per-node {cluster.per_host}"
-        lines = [f"CONFIG={best} sbatch {size} scripts/slurm/pretrain_gpt.sbatch {data}", "or on every node"]
-    lines += [f"torchrun {ranks} pretrain_gpt.py --config {best} {data}"]
-    lines += [f"mpipe launch {ranks} Megatron-LM/pretrain_gpt.py --config {best} {data}"]
+        lines = (
+            ["on every node"]
+            if hybrid
+            else [f"CONFIG={best} sbatch {size} scripts/slurm/pretrain_gpt.sbatch {data}", "or on every node"]
+        )
+    lines += [] if hybrid else [f"torchrun {ranks} pretrain_gpt.py --config {best} {data}"]
+    lines += [f"mpipe launch {ranks} Megatron-LM/pretrain_{'hybrid' if hybrid else 'gpt'}.py --config {best} {data}"]
     return "\n".join(lines)
 
 

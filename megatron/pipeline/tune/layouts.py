@@ -193,7 +193,8 @@ class Layouts:
         placement = families.placement(variant.name, args.pipeline_model_parallel_size, variant.chunks)
         if self.base.hybrid_layer_pattern and placement.depth > 1:
             counts = balanced_by_cost(args, placement, self.cluster.device, self.cluster.per_node)
-            changes = {**changes, "hybrid_layer_pattern": hybrid.Pattern.of(self.base.hybrid_layer_pattern).cut(counts)}
+            pattern = hybrid.Pattern.of(self.base.hybrid_layer_pattern).cut(counts)
+            changes = {**changes, "hybrid_layer_pattern": pattern, "num_virtual_stages_per_pipeline_rank": None}  # as | says
             args = self.changed(changes)
         layers = tuple(decoder_layers(args, placement))
         family = families.named(variant.name)

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron.pipeline.flags.flags import actions
 from megatron.pipeline.flags.settings import Flags
+from megatron.pipeline.planner import hybrid
 
 _MARK = "upstream:"  # before the names of such flags in a namespace
 _LEFT_OUT = object()  # the value of a flag that no release has
@@ -120,7 +121,8 @@ def settle(args: Flags) -> tuple[Flags, list[str]]:
         args |= {name: getattr(args, name) and getattr(args, name).replace("\\", "")}
     # Upstream has these, and reads them for multi-latent attention alone.
     latent = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-    args |= ({name: getattr(args, name) or usual for name, usual in latent.items()} if args.multi_latent_attention
+    is_latent = args.multi_latent_attention or {hybrid.LATENT, hybrid.INDEXED}.intersection(args.hybrid_layer_pattern or "")
+    args |= ({name: getattr(args, name) or usual for name, usual in latent.items()} if is_latent
              else dict.fromkeys((*latent, "q_lora_rank")))  # fmt: skip
     effects = table("effects")
     for name, value in given.items():
