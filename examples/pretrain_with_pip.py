@@ -147,9 +147,10 @@ if __name__ == "__main__":
         from megatron.training import argument_utils
 
         args = arguments.parse_and_validate_args()
-        # From 0.19 on the model is a configuration, too, and one of letters from 0.18 on.
+        # From 0.19 on the model is a configuration, too, and may be one of letters.
         kind = "hybrid" if args.hybrid_layer_pattern else "gpt"
-        model = getattr(argument_utils, f"{kind}_config_from_args", None)
+        configured = hasattr(argument_utils, "gpt_config_from_args")
+        model = getattr(argument_utils, f"{kind}_config_from_args") if configured else None
         settings = argument_utils.pretrain_cfg_container_from_args(args, *([model(args)] if model else []))
         if model:
             pretrain(settings, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -49,7 +49,7 @@ LETTERS = (
     "--linear-conv-kernel-dim 4"
 )
 needs_upstream = pytest.mark.skipif(find_spec("megatron.training") is None, reason="this megatron-core has no megatron.training")
-needs_patterns = pytest.mark.skipif(CORE < (0, 18), reason="this megatron-core has no HybridModel, or no loop for it")
+needs_patterns = pytest.mark.skipif(CORE < (0, 19), reason="this megatron-core has no loop for HybridModel from a configuration")
 
 
 def validated(output: Path) -> None:

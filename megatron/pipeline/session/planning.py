@@ -80,8 +80,8 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
         raise refusals.HOST_MIB.no_room(f"--offload-host-memory {limit}", error.least) from None
     except families.ChunksDoNotFit as error:
         name = next((name for name in CHUNK_FLAGS if getattr(args, name)), "hybrid_layer_pattern")
-        leave = "that flag" if name in CHUNK_FLAGS else "its |"
-        raise ValueError(f"{error} by {flag_of(name)} {getattr(args, name)}: leave {leave} out") from None
+        leave = "leave that flag out" if name in CHUNK_FLAGS else "leave | out of it"
+        raise ValueError(f"{error} by {flag_of(name)} {getattr(args, name)}: {leave}") from None
     except LimitTooLow as error:
         text, name = args.pipeline.memory_limit, args.pipeline.schedule
         if text is None:

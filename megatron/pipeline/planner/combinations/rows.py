@@ -281,8 +281,8 @@ _ahead = partial(Row, other="post_validation", instead="leave it out, or leave -
 _MASKS = "with {other}: Megatron-LM's models would draw other"
 # Megatron-LM's own scripts, under mpipe launch.
 LAUNCHED = (
-    Row("hybrid_layer_pattern", "launch", "lists the layers of a class that our schedules place from megatron-core 0.18 on",
-        "install it, or take --pipeline-schedule stock", lambda to: to.ours and not to.is_from("0.18")),
+    Row("hybrid_layer_pattern", "launch", "lists the layers of a class that our schedules place from megatron-core 0.19 on",
+        "install it, or take --pipeline-schedule stock", lambda to: to.ours and not to.is_from("0.19")),
     _trainer("rehearse", reason="with more ranks than GPUs has process groups of its own, and the script makes its own here",
              instead="use the pretrain_gpt.py of megatron.pipeline, or start as many ranks as there are GPUs",
              when=lambda to: to.crowded),
