@@ -211,6 +211,11 @@ def test_letters_that_differ_gain_over_even_numbers() -> None:
     assert split and split.layers[0] < 4 < split.layers[-1]
 
 
+def test_a_written_stage_without_a_letter_is_planned() -> None:
+    split = Request("zb-v", 3, 6, layers=by_letter("EE||*MM|M*|-|-"), objective="makespan").plan().split
+    assert split and split.written
+
+
 def test_a_pattern_of_other_stages_is_refused() -> None:
     with pytest.raises(ValueError, match=r"EM\|\*M has 2 stages, and the schedule has 3: write \| 2 times, or never"):
         Request("1f1b", 3, 6, layers=by_letter("EM|*M")).plan()

@@ -298,3 +298,4 @@ def test_commands_split_a_pattern(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "needs what each letter takes: give --costs of mpipe costs --by-layer" in refusal(
         capsys, *plan[:-2], "--balance", text
     )
+    assert "*-x with x: known are M" in refusal(capsys, *plan, "--balance", "*-x")

@@ -322,7 +322,7 @@ def whole_numbers(text: str) -> list[int]:
 
 def layers_or_pattern(text: str) -> int | hybrid.Pattern:
     """An argument type for the layers of a model: their number, or a letter for each."""
-    if not text or not set(text) <= {*hybrid.LETTERS, *"|/"}:
+    if not text.strip() or any(map(str.isdecimal, text)):
         return int(positive_int(text))
     try:
         return hybrid.Pattern.of(text)

@@ -28,6 +28,7 @@ _PASSES, _LEAST, _MOST = 200_000, 8, 60  # to plan in a descent: passes, but no 
 _TRIES = 12  # of moves of one layer that promise most, before the descent ends
 _PAIRS = 8  # stages up to which a layer is moved between any two of them
 _ENDS = 3  # above: how many of the heaviest ranks give a layer, and how many of the lightest take one
+_EMPTY = StageCosts(0.0, 0.0, 0.0, 0.0, 0.0)  # a stage without a layer
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Model:
         stages = []
         for stage, numbers in enumerate(numbers_of_layers(counts)):
             ends = [self.first] * (stage == 0) + [self.last] * (stage == len(counts) - 1)
-            stages.append(combined(sum, [*(self.layers[number] for number in numbers), *ends]))
+            stages.append(combined(sum, [*(self.layers[number] for number in numbers), *ends] or [_EMPTY]))
         return replace(self.costs, stages=tuple(stages))
 
     def extra(self, placement: Placement) -> dict[int, float]:
