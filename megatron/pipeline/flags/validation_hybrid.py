@@ -28,8 +28,6 @@ def of_hybrid(args: Settings) -> Settings:
         raise ValueError(
             f"--num-layers {args.num_layers}: --hybrid-layer-pattern {pattern} has {layers} layers: leave --num-layers out"
         )
-    if hybrid.EXPERTS in pattern and not args.num_experts:
-        raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts ({hybrid.EXPERTS}): give --num-experts")
     args |= {"hybrid_layer_pattern": pattern, "num_layers": layers, "mtp_num_layers": predicting}
     if hybrid.LATENT in pattern or hybrid.INDEXED in pattern:
         args |= {"multi_latent_attention": True}

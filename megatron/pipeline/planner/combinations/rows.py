@@ -105,6 +105,9 @@ GROUPS = (
 )  # fmt: skip
 # Our features, and what a schedule is or has.
 SCHEDULES = (
+    Row("hybrid_layer_pattern", "no num_experts", "has layers of experts (E)", "give --num-experts",
+        when=lambda to: "E" in str(to.hybrid_layer_pattern)),
+    Row("hybrid_layer_pattern", "pipeline_model_parallel_layout", "says with | where every layer goes, and {other} would, too"),
     Row("hybrid_layer_pattern", "ours", "with D uses the weight of a linear without its forward, and W would never compute that "
         "weight's gradient", "take --pipeline-schedule stock", lambda to: "D" in str(to.hybrid_layer_pattern)),
     Row("post_validation", "no ours", "needs a schedule that says where a step must stand, and megatron-core's own does not",
