@@ -80,8 +80,10 @@ _DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-s
 _DUTIES = "tests/patches/test_duties.py"
 # Upstream's own parser, validation and loop, which its wheels bring from 0.17 on.
 _FRONT_DOOR = "tests/launch/test_front_door.py"
-# Schedules of each placement train as stock does, evaluations in between, and resume where buckets end in padding.
+# Schedules of each placement train as stock does, evaluations in between, and resume where buckets end in padding; and W has the
+# linears of every letter.
 _QUICK = (
+    "tests/model/test_letters.py",
     "tests/runtime/test_numerics.py::test_evaluation",
     "tests/runtime/test_forward_backward.py::test_given_groups_and_non_loss_data",
     "tests/training/test_checkpoint_layouts.py::test_sizes_at_which_buckets_end_in_padding",
