@@ -14,8 +14,8 @@ from typing import Any
 __all__ = ["install"]
 
 _CORE = (
-    "cpu torch_gloo tensor_parallel_layers moe_experts moe_utils transformer_block hybrid_model rerun_state_machine "
-    "distrib_optimizer distributed_data_parallel fully_parallel filesystem_async torch_checkpoint schedules"
+    "cpu torch_gloo tensor_parallel_layers moe_experts moe_utils multi_token_prediction transformer_block hybrid_model "
+    "rerun_state_machine distrib_optimizer distributed_data_parallel fully_parallel filesystem_async torch_checkpoint schedules"
 ).split()
 _TRAINING = (
     "training_arguments training_utils training_initialize training_models training_checkpointing training_training"

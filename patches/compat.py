@@ -39,7 +39,7 @@ class Name(NamedTuple):
 
     Attributes:
         purpose: what this package uses it for.
-        releases: the first and the last minor release that has it, of 0.16 to 0.19.
+        releases: the first and the last minor release that has it, of 0.16 to 0.19; 0.20 is upstream's main branch.
         required: whether ``check`` refuses a release without it, from the first to the last that has it.
     """
 
@@ -111,6 +111,8 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.transformer.moe.token_dispatcher": {"maybe_move_tensor_to_cpu": Name("CPU backend: replaced")},
     "megatron.core.transformer.multi_token_prediction": {
         "MTPLossLoggingHelper.tracker": Name("losses of multi-token prediction, for logs"),
+        "HAVE_TE": Name("whether Transformer Engine is there"),
+        "is_inference_column_parallel_linear": Name("replaced without Transformer Engine", "0.20-0.20", required=False),
     },
     "megatron.core.transformer.transformer_block": {
         "TransformerBlock.forward": Name("recomputation behind a frozen embedding: wrapped"),

@@ -28,7 +28,15 @@ _MODEL = (
 )
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 _SCHEDULES = ("zb-h1", "zb-v")
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # For local_letters.py.
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[1] / "examples"), os.environ.get("PYTHONPATH")))),
+}
 _SPREAD = "vocabulary spread over all stages, and the distributed optimizer"
+_PATTERN = "HybridModel: attention, experts, Mamba-2 and others by pattern"
 # By the feature's title: ranks for each of the 4 stages, and the flags that switch it on.
 _FLAGS = {
     "bfloat16": (1, "--bf16"),
@@ -54,6 +62,11 @@ _FLAGS = {
         "--use-distributed-optimizer --overlap-grad-reduce --dist-ckpt-optim-fully-reshardable "
         "--untie-embeddings-and-output-weights",
     ),
+    # A letter is a layer.
+    _PATTERN: (
+        1,
+        "--hybrid-layer-pattern *-*E*-*E --spec local_letters STACK --num-experts 4 --moe-router-topk 2 --disable-bias-linear",
+    ),
 }
 # The same, under our schedules alone: megatron-core's own would need another placement for it.
 _OURS = {
@@ -64,6 +77,8 @@ _OURS = {
 _ON_A_LINE = {"dropout"}
 # From its own checkpoint, too, Megatron-LM goes on with other masks, and without the optimizer's state at another learning rate.
 _ONE_WAY = {"dropout", "optimizers: Adam, SGD"}
+# By another script beside the one that is given.
+_SCRIPTS = {_PATTERN: "pretrain_hybrid.py"}
 # Sums over the vocabulary are in another order (docs/numerics.md): the largest relative difference of two losses.
 _CLOSE = {_SPREAD: 1e-5}
 
@@ -79,8 +94,9 @@ def main(argv: Sequence[str]) -> int:
     wrong = 0
     for title, (replicas, flags) in _FLAGS.items():
         if args.only in title:
+            script = Path(args.script).with_name(_SCRIPTS.get(title, Path(args.script).name))
             with tempfile.TemporaryDirectory() as folder:
-                runs = _compared(title, partial(_train, args.script, 4 * replicas, folder=Path(folder)), flags, Path(folder))
+                runs = _compared(title, partial(_train, script, 4 * replicas, folder=Path(folder)), flags, Path(folder))
             stock, *others = runs.values()
             close = _CLOSE.get(title, 0.0)
             # From the checkpoint half-way on there is only the end of the losses.
@@ -111,7 +127,7 @@ def _ends_as(run: list[float] | str, stock: list[float], close: float) -> bool:
     return all(abs(loss - other) <= close * abs(other) for loss, other in zip(run, stock[-len(run) :], strict=True))
 
 
-def _train(script: str, ranks: int, schedule: str, flags: str, folder: Path) -> list[float] | str:
+def _train(script: Path, ranks: int, schedule: str, flags: str, folder: Path) -> list[float] | str:
     """The losses of a training; or the end of what it said."""
     metrics = folder / f"{schedule}{len(list(folder.glob('*.jsonl')))}.jsonl"
     dropout = "" if "dropout" in flags else _NO_DROPOUT
@@ -119,8 +135,8 @@ def _train(script: str, ranks: int, schedule: str, flags: str, folder: Path) -> 
     length = "" if "--train-samples" in flags else "--train-iters 4"
     ours = ["--pipeline-schedule", schedule, "--metrics", str(metrics), "--data-cache-path", str(folder)]
     ended = subprocess.run(
-        [sys.executable, *launch, script, *f"{_MODEL} {length} {dropout} {flags}".split(), *ours],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        [sys.executable, *launch, str(script), *f"{_MODEL} {length} {dropout} {flags}".split(), *ours],
+        env=os.environ | _ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -76,6 +77,23 @@ def test_a_checkouts_helpers_are_compiled_for_this_python(tmp_path: Path, monkey
     utils.compile_helpers()
     assert found == [str(Path(sys.prefix) / "bin" / "python3")]
     assert os.environ["PATH"] == "/usr/bin:/bin"
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_without_transformer_engine_no_linear_is_of_its_classes(monkeypatch: pytest.MonkeyPatch, engine: bool) -> None:
+    """megatron-core after 0.19 then asks ``isinstance`` for what are no classes."""
+    from megatron.core.transformer import multi_token_prediction as upstream
+    from megatron.pipeline.patches import multi_token_prediction
+
+    name = "is_inference_column_parallel_linear"
+
+    def asked(linear: Any) -> bool:
+        return isinstance(linear, int if engine else MagicMock())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(upstream, name, asked, raising=False)
+    monkeypatch.setattr(upstream, "HAVE_TE", engine)
+    multi_token_prediction.install()
+    assert getattr(upstream, name)(1) is engine
 
 
 def missing_symbol() -> str:
