@@ -68,12 +68,11 @@ def _built(schedule: str, flags: str, tp: int, pp: int, fp8: Weights | None, mea
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from megatron.pipeline.flags import validation
     from megatron.pipeline.flags.settings import Settings
     from megatron.pipeline.model import build, layer_spec, te_linear
     from megatron.pipeline.trainer import state
 
-    validate, replacements, ddp_config = validation.validate, layer_spec._replacements, build._ddp_config
+    validate, replacements, ddp_config = tiny_gpt.validate, layer_spec._replacements, build._ddp_config
     configured = state.transformer_config
 
     def validated(args: Namespace, world: int) -> Settings:
@@ -96,7 +95,7 @@ def _built(schedule: str, flags: str, tp: int, pp: int, fp8: Weights | None, mea
 
     with ExitStack() as patched:
         patched.enter_context(patch.object(state, "transformer_config", as_on_a_gpu))
-        patched.enter_context(patch.object(validation, "validate", validated))
+        patched.enter_context(patch.object(tiny_gpt, "validate", validated))
         patched.enter_context(patch.object(layer_spec, "_replacements", replaced))
         patched.enter_context(patch.object(build, "_ddp_config", of_ddp))
         run = tiny_gpt.Run(schedule, pp=pp, tp=tp, flags=tuple(flags.split()), measure=measure)

@@ -226,7 +226,7 @@ def test_models_that_place_their_own_layers_are_refused(tmp_path: Path) -> None:
     codes, output, _ = run(tmp_path, other, f"{SIZES} --train-iters 3 --pipeline-schedule zb-h1", ranks=2)
     assert codes == [2, 2], output
     [line] = {line for line in output.splitlines() if line.startswith("mpipe launch: ")}
-    assert "megatron-core's GPTModel and its subclasses, and this script builds OtherModel" in line
+    assert "megatron-core's GPTModel and HybridModel and their subclasses, and this script builds OtherModel" in line
 
 
 def test_a_config_file_supplies_flags_of_both_kinds(tmp_path: Path, stock: Steps) -> None:
