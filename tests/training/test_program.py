@@ -54,7 +54,7 @@ def test_costs_file_and_memory_limit_in_bytes(tmp_path: Path) -> None:
         program.prepare([*flags, "1MiB"], world_size=2)
 
 
-@pytest.mark.parametrize(("unit", "activation", "refused"), [("bytes", 2**10, "zb-h1"), ("microbatches", 2**20, "not count bytes")])
+@pytest.mark.parametrize(("unit", "activation", "refused"), [("bytes", 2**10, "zb-h1"), ("microbatches", 2**20, "bytes: give")])
 def test_a_costs_file_says_its_unit_of_memory(tmp_path: Path, unit: str, activation: float, refused: str) -> None:
     """Bytes may be few, and microbatches many: nothing is guessed where the file says it."""
     stage = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "activation": activation}
