@@ -65,10 +65,9 @@ def run(options: argparse.Namespace) -> None:
     gpu = measured_gpu(gpu, options, args)
     model = describe(args)
     links = Links.of(gpu, options.gpus_per_node or gpu.node(model.gpus), model.ranks)
-    alone = estimate.by_layer(model, gpu, placement.depth, links)
-    letters = by_letter(model, alone, timed=True)
+    letters = by_letter(model, gpu, placement.depth, links, timed=True)
     if options.by_layer:
-        costs = alone
+        costs = estimate.by_layer(model, gpu, placement.depth, links)
         placement, layers = interleaved(len(costs.stages), 1), [0, *[1] * args.num_layers, 0]
     else:
         costs = estimate.remade(model, estimate.costs_of_training(model, placement, layers, gpu, links))
@@ -92,7 +91,7 @@ def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device
     if costs.has_boundary:
         heads += ["RS ms", "OPT ms", "AG ms"]
         for row, stage in zip(cells, costs.stages, strict=True):
-            row += [f"{1e3 * stage.value(name):.4g}" for name in ("reduce", "step", "gather")]
+            row += [f"{1e3 * seconds:.4g}" for seconds in stage.between]
     spread = costs.vocabulary
     shards = f"; S takes {1e3 * spread.S:.4g} ms and T {1e3 * spread.T:.4g} ms on every rank" if spread.total else ""
     sure = ranges.learnt("throughput", shape, gpu)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from megatron.pipeline.planner import Costs, ModelDescription, Shape, hybrid, parameters, refusals, view
+from megatron.pipeline.planner import Device, Links, ModelDescription, Shape, estimate, hybrid, parameters, refusals, view
 
 
-def by_letter(model: ModelDescription, costs: Costs, timed: bool) -> str:
+def by_letter(model: ModelDescription, gpu: Device, depth: int, links: Links, timed: bool) -> str:
     """A table with a row for each letter, of one layer; empty for a GPT.
 
     Args:
-        costs: of every layer, as ``costmodel.estimate.by_layer`` makes them.
+        gpu, depth, links: see ``costmodel.estimate.by_layer``.
         timed: whether seconds count, which are of a GPU, beside bytes.
     """
     if not model.hybrid_layer_pattern:
         return ""
     shape, letters = Shape.of(model), hybrid.Pattern.of(model.hybrid_layer_pattern).letters
+    costs = estimate.by_layer(model, gpu, depth, links)
     heads = ["letter", "layers", "parameters", "F ms", "B ms", "W ms", "activations, MiB", "held until W, MiB"]
     rows = []
     for letter in dict.fromkeys(letters):

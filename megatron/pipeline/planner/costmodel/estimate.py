@@ -82,6 +82,7 @@ def estimate(
     else:
         forward, backward = map(device.moving, traffic.embedding_traffic(shape))
         ends = [(0, StageCosts(forward, backward, 0.0, 0.0, 0.0)), (placement.last_stage, output_costs(shape, device))]
+        # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
         ends += shape.mtp_layers * [
             (placement.last_stage, stage(shape.predictor, shape.predictor.layers)),
             (placement.last_stage, output_costs(shape, device)),

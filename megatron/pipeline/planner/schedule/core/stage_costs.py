@@ -264,6 +264,11 @@ class StageCosts:
         """Tell whether it is known what it does between two iterations."""
         return any(getattr(self, name) is not None for name in BETWEEN)
 
+    @property
+    def between(self) -> tuple[float, ...]:
+        """Seconds of RS, OPT and AG, which it has once an iteration."""
+        return tuple(self.value(name) for name in BETWEEN)
+
     def sliced(self, parts: int) -> StageCosts:
         """The costs of one slice of a microbatch, where each is cut into several: what runs once an iteration stays."""
         return replace(self.share(parts), **{name: getattr(self, name) for name in BETWEEN})
