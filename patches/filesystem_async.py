@@ -41,7 +41,11 @@ class _Results:
 
 
 @cache
-def _results_queue(mp_mode: str = "spawn") -> _Results:
+def _manager(mp_mode: str) -> SyncManager:
     manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
     manager.start(initializer=end_with_parent, initargs=(signal.SIGTERM,))
-    return _Results(manager.Queue())
+    return manager
+
+
+def _results_queue(mp_mode: str = "spawn") -> _Results:
+    return _Results(_manager(mp_mode).Queue())

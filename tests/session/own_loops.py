@@ -466,16 +466,16 @@ def built_too_early(schedule: str, installed: str = "stock") -> str:
 
 
 def checkpoints(folder: str) -> list[str]:
-    """What a loop under ``install`` meets at two checkpoints: the second one's disk is full, then the first one is damaged."""
+    """What a loop under ``install`` meets at checkpoints: the second one's disk is full, the third is whole, the first is damaged."""
     install("zb-h1")
     own, root = example("own_training_loop"), Path(folder)
     parallel_state.initialize_model_parallel(1, 2)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     [chunk] = own.wrap(own.build())
-    first, second = root / "iter_0000001", root / "iter_0000002"
+    first, second, third = (root / f"iter_000000{number}" for number in (1, 2, 3))
     if torch.distributed.get_rank() == 0:
-        first.mkdir(parents=True)
-        second.mkdir()
+        for path in (first, second, third):
+            path.mkdir(parents=True)
     torch.distributed.barrier()
     dist_checkpointing.save(chunk.sharded_state_dict(), str(first))
     prepare = FileSystemWriterAsync.prepare_write_data
@@ -488,6 +488,8 @@ def checkpoints(folder: str) -> list[str]:
     said = []
     with patch.object(FileSystemWriterAsync, "prepare_write_data", full):
         said.append(refused(lambda: dist_checkpointing.save(chunk.sharded_state_dict(), str(second))))
+    dist_checkpointing.save(chunk.sharded_state_dict(prefix="again."), str(third))
+    dist_checkpointing.load(chunk.sharded_state_dict(prefix="again."), str(third))
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         next(first.glob("*.distcp")).unlink()
