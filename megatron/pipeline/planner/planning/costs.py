@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypeAlias
 
-from megatron.pipeline.planner.schedule.core import cutting
+from megatron.pipeline.planner.schedule.core import cutting, link_costs
 from megatron.pipeline.planner.schedule.core.costs import (
     EQUAL_SHARDS,
     CopyCosts,
@@ -74,13 +74,20 @@ def checked(given: object, names: tuple[str, ...]) -> Numbers:
     if not isinstance(given, dict):
         raise ValueError(f"expected costs by name, got {given!r}; {allowed}")
     for name, value in given.items():
-        if name not in names:
+        if "comm" in names and (link := _link(name)):
+            link_costs.read(link, 0.0)
+        elif name not in names:
             whole, _, part = name.partition(".") if isinstance(name, str) else (name, "", "")
             rest = f" (attention is what the other parts leave of {whole}: give {whole})" if part == "attention" else ""
             raise ValueError(f"unknown cost {name!r}{rest}; {allowed}")
         if not is_cost(value):
             raise ValueError(f"{name}={value}; {allowed}")
     return {name: float(value) for name, value in given.items()}
+
+
+def _link(name: object) -> str:
+    """The link that a cost is of, such as 2-3 for ``comm[2-3]``; empty where it is of none."""
+    return name[5:-1] if isinstance(name, str) and name.startswith("comm[") and name.endswith("]") else ""
 
 
 def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | None = None, copies: bool = False) -> Costs:
@@ -166,6 +173,7 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
         for field in COST_FIELDS
         if _is_written(field, costs)
     }
+    times |= {f"comm[{name}]": sum(seconds) for name, seconds in link_costs.written(costs.links).items()}
     held = {"B": share("activation"), "W": share("retained")}
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")
@@ -229,6 +237,9 @@ def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers 
             raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which R remains before R")
         named |= {"activation": 1 / parts, "retained": retained / held / parts, "checkpoint": kept / held / parts}
     shared: dict[str, Any] = {field.name: cost[field.flag] for field in rows if field.of is CostOf.ALL}
+    links = [link_costs.read(link, seconds) for name, seconds in cost.items() if (link := _link(name))]
+    shared["links"] = link_costs.joined(costs.links, chain.from_iterable(links))
+    link_costs.check(shared["links"], placement.ranks)
     costs = replace(costs, stages=tuple(replace(stage, **named) for stage in costs.stages), **shared)
     if not any(name in cost for name in COPIES):
         return costs

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from megatron.pipeline.planner.schedule.core import costs_fields
+from megatron.pipeline.planner.schedule.core import costs_fields, link_costs
 from megatron.pipeline.planner.schedule.core.braids import braid_seconds
+from megatron.pipeline.planner.schedule.core.link_costs import LinkCosts
 from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.placement import Placement
@@ -39,6 +40,7 @@ class Costs:
         unit: of memory; where it is not said, as in files of earlier releases, bytes if a stage has ``_FEWEST_BYTES`` or more.
         beside_communication: how many times as long a braid computes while its layers communicate.
         latency: seconds that RS and AG of a bucket take beside those of its bytes.
+        links: where a message takes another time than ``hop``.
         norm: seconds of the gradients' norm over all ranks, for which steps wait where iterations do not interlock.
         at_once: whether all OPT of a rank come before its first AG, as of an optimizer that steps all weights in one piece.
         loads: of every microbatch, where these are of unequal lengths: all else is then of a microbatch whose load is 1. Empty
@@ -58,14 +60,17 @@ class Costs:
     latency: float = 0.0
     norm: float = 0.0
     at_once: bool = False
+    links: tuple[LinkCosts, ...] = ()
 
     def __post_init__(self) -> None:
         if self.unit is None:
             are_bytes = max((stage.activation for stage in self.stages), default=0.0) >= _FEWEST_BYTES
             object.__setattr__(self, "unit", MemoryUnit.BYTES if are_bytes else MemoryUnit.MICROBATCHES)
-        for name in ("hop", "latency", "norm"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"the {name} must take 0 seconds or more, got {getattr(self, name)}")
+        times = [(name, getattr(self, name)) for name in ("hop", "latency", "norm")]
+        times += [(f"link {link.sender}-{link.receiver}", each) for link in self.links for each in link[2:]]
+        for name, seconds in times:
+            if not 0 <= seconds < float("inf"):
+                raise ValueError(f"the {name} must take 0 seconds or more, got {seconds}")
         if not 1 <= self.beside_communication < float("inf"):
             raise ValueError(f"beside_communication must be a number of at least 1, got {self.beside_communication:g}")
         named: list[tuple[str, StageCosts | VocabularyCosts]] = [("the vocabulary", self.vocabulary)]
@@ -90,8 +95,9 @@ class Costs:
 
     def check_placement(self, placement: Placement) -> None:
         """Raises:
-        ValueError: the costs are for another number of stages than the placement has.
+        ValueError: the costs are for another number of stages than the placement has, or of a link that it has not.
         """
+        link_costs.check(self.links, placement.ranks)
         stages = placement.depth
         if len(self.stages) != stages:
             raise ValueError(
@@ -113,6 +119,10 @@ class Costs:
     def each(self, value: Callable[[Costs], float], count: int) -> list[float]:
         """A value of the costs of every microbatch (or slice), of which there are ``count``."""
         return [value(one) for one in self._each[:count]] if self.loads else [value(self)] * count
+
+    def different(self, count: int) -> list[Costs]:
+        """The costs of every microbatch (or slice), of which there are ``count``; these alone where all are alike."""
+        return self._each[:count] if self.loads else [self]
 
     def seconds_of_each(self, kind: Kind, stage: int, count: int) -> list[float]:
         """``seconds`` of a pass of every microbatch (or slice): a list to read, made once."""
@@ -147,7 +157,8 @@ class Costs:
         """The costs of a load."""
         made = {stage: stage.times(load) for stage in dict.fromkeys(self.stages)}  # most are alike
         stages, vocabulary = tuple(made[stage] for stage in self.stages), self.vocabulary.times(load)
-        self._of[load] = replace(self, stages=stages, hop=self.hop * load.tokens, vocabulary=vocabulary, loads=())
+        links = tuple(link._replace(seconds=link.seconds * load.tokens) for link in self.links)
+        self._of[load] = replace(self, stages=stages, hop=self.hop * load.tokens, vocabulary=vocabulary, loads=(), links=links)
         return self._of[load]
 
     @property
@@ -211,20 +222,30 @@ class Costs:
 
     @property
     def exchange(self) -> float:
-        """Seconds of a collective of the vocabulary."""
-        return self.hop if self.vocabulary.exchange is None else self.vocabulary.exchange
+        """Seconds of a collective of the vocabulary; where it is not said, those of a message over the slowest link."""
+        given = self.vocabulary.exchange
+        return max(self.hop, *self._messages.values(), 0.0) if given is None else given
+
+    def message(self, sender: int, receiver: int) -> float:
+        """Seconds from the end of a pass on a rank until another, or the same, has its result."""
+        return 0.0 if sender == receiver else self._messages.get((sender, receiver), self.hop)
+
+    @cached_property
+    def _messages(self) -> dict[tuple[int, int], float]:
+        return {(link.sender, link.receiver): link.seconds + link.latency for link in self.links}
 
     def fields(self) -> dict[str, Any]:
         """Fields that ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary, copies,
         ``latency``, ``norm`` and ``beside_communication`` where they cost something, ``at_once`` where it is so, ``loads`` where
-        microbatches are unequal."""
+        microbatches are unequal, ``links`` where some differ."""
         rows = [by_name(stage) for stage in self.stages]
         spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}
         copies = {} if self.copies == CopyCosts() else {"copies": asdict(self.copies)}
         beside = {} if self.beside_communication == 1 else {"beside_communication": self.beside_communication}
         loads = {"loads": [list(load) for load in self.loads]} if self.loads else {}
+        links = {"links": link_costs.as_fields(self.links)} if self.links else {}
         between = {name: getattr(self, name) for name in ("latency", "norm", "at_once") if getattr(self, name)}
-        return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies | beside | loads | between
+        return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies | beside | loads | links | between
 
     def to_json(self) -> str:
         """One JSON object, ``{"hop": .., "unit": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
@@ -238,8 +259,8 @@ class Costs:
         where ``retained`` is left out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
         ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
         with its defaults; ``beside_communication`` is 1 where it is left out, ``latency`` and ``norm`` are 0, and
-        ``at_once`` is false; ``loads`` has the numbers of a ``Load`` for every microbatch. ``of`` may say of which training they
-        are; nothing here reads it.
+        ``at_once`` is false; ``loads`` has the numbers of a ``Load`` for every microbatch; ``links`` has seconds, or seconds and
+        latency, by names as ``link_costs.read`` reads. ``of`` may say of which training they are; nothing here reads it.
 
         Raises:
             ValueError: not JSON, or as ``costs_fields.read``.

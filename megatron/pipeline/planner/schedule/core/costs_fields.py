@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from megatron.pipeline.planner.schedule.core import link_costs
+from megatron.pipeline.planner.schedule.core.link_costs import LinkCosts
 from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.stage_costs import (
     COST_FIELDS,
@@ -34,7 +36,17 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
     """
     rows = data.get("stages") if isinstance(data, dict) else None
-    known = {"unit", "stages", "vocabulary", "copies", *_SHARED, "at_once", "loads", "of"}  # of: of which training; no cost
+    known = {
+        "unit",
+        "stages",
+        "vocabulary",
+        "copies",
+        *_SHARED,
+        "at_once",
+        "loads",
+        "links",
+        "of",
+    }  # of: of which training; no cost
     if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
         raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
     stages = []
@@ -52,7 +64,8 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         raise ValueError(f"at_once: expected true or false, whether ranks step all weights in one piece, got {at_once!r}")
     numbers = {name: float(value) for name, value in shared.items()} | {"at_once": bool(at_once)}
     loads = _loads(data.get("loads", []))
-    return {"stages": tuple(stages), "unit": unit and MemoryUnit(unit), "loads": loads} | numbers | _shared(data)
+    lists = {"stages": tuple(stages), "loads": loads, "links": _links(data.get("links", {}))}
+    return lists | {"unit": unit and MemoryUnit(unit)} | numbers | _shared(data)
 
 
 def is_cost(value: object) -> bool:
@@ -93,6 +106,20 @@ def _loads(rows: object) -> tuple[Load, ...]:
     for value in (value for row in rows for value in row):
         _check_number("loads", value)
     return tuple(Load(*map(float, row)) for row in rows)
+
+
+def _links(data: object) -> tuple[LinkCosts, ...]:
+    if not isinstance(data, dict):
+        raise ValueError(f'links: expected seconds by link, such as {{"2-3": 0.06}}, got {data!r:.40}')
+    found: tuple[LinkCosts, ...] = ()
+    for name, value in data.items():
+        given = value if isinstance(value, list) else [value]
+        if not 1 <= len(given) <= 2:
+            raise ValueError(f"link {name}: expected seconds, or [seconds, latency], got {value!r:.40}")
+        for number in given:
+            _check_number(f"link {name}", number)
+        found = link_costs.joined(found, link_costs.read(name, *given))
+    return found
 
 
 def _shared(data: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -127,13 +127,20 @@ def _bound_of_braids(problem: Problem) -> float:
 def _ways(problem: Problem, stage: int) -> tuple[float, float]:
     """The least seconds from the start of the first forward to its arrival at a stage, and from the end of the stage's last
     backward to that of the first stage. Nothing runs beside either: no backward is there yet, or no forward is left."""
-    placement, costs = problem.placement, problem.costs
+    costs = problem.costs
     before = range(stage)
-    hops = costs.hop * sum(placement.home(one)[0] != placement.home(one + 1)[0] for one in before)
+    hops, returns = (sum(messages[:stage]) for messages in _messages(problem))
     back = [min(costs.seconds(kind, one) for kind in BRAIDED if one not in problem.fused or kind is Kind.BW) for one in before]
     if back:
         back[0] = _backward_seconds(problem, 0)
-    return sum(costs.seconds(Kind.F, one) for one in before) + hops, sum(back) + hops
+    return sum(costs.seconds(Kind.F, one) for one in before) + hops, sum(back) + returns
+
+
+def _messages(problem: Problem) -> tuple[list[float], list[float]]:
+    """Seconds of the message from each stage to the next, and of that back."""
+    homes = [problem.placement.home(stage)[0] for stage in range(problem.placement.depth)]
+    message = problem.costs.message
+    return [message(one, other) for one, other in pairwise(homes)], [message(other, one) for one, other in pairwise(homes)]
 
 
 def _backward_seconds(problem: Problem, stage: int) -> float:
@@ -148,10 +155,10 @@ def _with_forwards_alone(problem: Problem, rank: int) -> tuple[float, float]:
     placement, costs = problem.placement, problem.costs
     stages, last, limit = placement.stages[rank], placement.last_stage, usable(problem, rank)
     first, deepest = min(stages), max(stages)
-    hops = [placement.home(stage)[0] != placement.home(stage + 1)[0] for stage in range(last)]
+    hops, returns = _messages(problem)
     until_backward = sum(costs.seconds(Kind.F, stage) for stage in range(first, last + 1))
     until_backward += sum(min(costs.seconds(kind, stage) for kind in BRAIDED) for stage in range(deepest + 1, last + 1))
-    until_backward += costs.hop * (sum(hops[first:]) + sum(hops[deepest:]))
+    until_backward += sum(hops[first:]) + sum(returns[deepest:])
     forwards = [costs.seconds(Kind.F, stage) for stage in stages]
     backwards = [_backward_seconds(problem, stage) for stage in stages]
     together = min(forwards) + min(backwards)

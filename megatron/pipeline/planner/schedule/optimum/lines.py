@@ -107,9 +107,14 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
 
         before: list[tuple[int, float | Times]] = []
         for source in sources(placement, None)[kind, rank, chunk]:
-            its_stage = placement.stage(*source.homes[0])
+            home, its_chunk = source.homes[0]
+            its_stage = placement.stage(home, its_chunk)
+
+            def message(costs: Costs, home: int = home, rank: int = rank) -> float:
+                return costs.message(home, rank)
+
             needed = next(known[its_stage, other] for other in source.kinds if (its_stage, other) in known)
-            before.append((needed, source.hops * each(lambda costs: costs.hop)))
+            before.append((needed, each(message)))
         change = leanest(costs.stages[stage]).allocated(kind, stage in problem.recompute)
         own = Kind(kind.row.replaces[0]) if kind.row.replaces else kind
         known[stage, own] = len(made)

@@ -148,7 +148,7 @@ class TrafficNetwork(Network):
                     continue
                 sends = kind is Send
                 ends = self.ends(rank, ~step.peer) if sends else self.ends(~rank, step.peer)
-                hop = 0.0 if sends and not blocks else self.hop(step)
+                hop = 0.0 if sends and not blocks else self.hop(rank, step)
                 done = START if sends and not blocks else self.add(now if blocks else START, START, hop)
                 ends.append((now, done, (rank, place, False)))
                 if blocks:
@@ -172,9 +172,10 @@ class TrafficNetwork(Network):
             lines.start(now)
         self._row_ends.append(now)
 
-    def hop(self, step: Send | Receive) -> float:
-        """Seconds of a message."""
-        return self._costs.of(step.message.microbatch).hop if self._costs else 0.0
+    def hop(self, rank: int, step: Send | Receive) -> float:
+        """Seconds of a message that a rank sends or receives."""
+        ends = (rank, step.peer) if type(step) is Send else (step.peer, rank)
+        return self._costs.of(step.message.microbatch).message(*ends) if self._costs else 0.0
 
     def _gathering(self, collective: Collective) -> list[int]:
         """The event that all ranks have joined a collective, and those that have."""
@@ -280,7 +281,7 @@ class _Lines:
                 sender, receiver = self._way(place)
                 ends = network.ends(rank, ~receiver) if sender == rank else network.ends(~rank, sender)
                 ends.append((begun, done, (rank, place, False)))
-            network.seconds[done] = max(network.hop(self._row[place]) for place in places)
+            network.seconds[done] = max(network.hop(rank, self._row[place]) for place in places)
             self._last[communicator] = done
             for place in places:
                 self.over[self._row[place].message] = done

@@ -75,7 +75,7 @@ class Instance:
         placement, stages = problem.placement, range(problem.placement.depth)
         self.home = home = np.array([placement.home(stage)[0] for stage in stages])
         unequal, many = bool(problem.costs.loads), problem.microbatches
-        costs = [problem.costs.of(number) for number in range(many)] if unequal else [problem.costs]
+        costs = problem.costs.different(many)
         costs = costs[::-1] if backwards else costs
         self.seconds, self.allocated = np.zeros((2, *self.shape))
         self.before = np.full((KINDS, len(stages)), -2)
@@ -91,7 +91,7 @@ class Instance:
                 self.allocated[slot, stage] = np.array(allocated, float) * (-1 if backwards else 1)
                 self.before[slot, stage] = last
                 last = slot
-        self.hops = hops_of(placement, np.tile([cost.hop for cost in costs], (len(stages), many // len(costs))))
+        self.hops = hops_of(placement, costs, many, backwards)
         together = np.zeros((KINDS, len(stages), many + 1))
         if unequal:
             np.cumsum(self.allocated, axis=2, out=together[:, :, 1:])

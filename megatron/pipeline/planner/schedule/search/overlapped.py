@@ -238,7 +238,7 @@ class _PairingRun:
 
     def _send(self, arrivals: list[list[float]], rank: int, stage: int, number: int, end: float) -> None:
         peer = self.homes[stage][0]
-        arrivals[stage][number] = end + (self.problem.costs.hop if peer != rank else 0.0)
+        arrivals[stage][number] = end + self.problem.costs.message(rank, peer)
         heapq.heappush(self.waking, (arrivals[stage][number], peer))
 
     def _finish(self, rank: int, end: float) -> None:

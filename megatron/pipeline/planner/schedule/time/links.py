@@ -207,8 +207,10 @@ class _Table:
                 its_stage = None if source.need.where is Where.ALL else self._stages[home][its_chunk]
                 needed = self._number(source.kinds, its_stage, REMOTE[source.kinds[0]].ahead) - source.need.delay
                 if costs:
-                    hops, exchanges = source.hops, source.exchanges
-                    hop = costs.each(lambda costs: hops * costs.hop + exchanges * costs.exchange, self._slices)  # noqa: B023
+                    hop = [
+                        source.exchanges * each.exchange if source.exchanges else each.message(home, rank)
+                        for each in costs.different(self._slices)
+                    ] * (1 if costs.loads else self._slices)
         return PassLink(made, needed, hop, seconds, is_part=kind.row.shard and kind in REMOTE)
 
     def _number(self, name: Hashable, stage: int | None, ahead: int = 0) -> int:

@@ -12,6 +12,7 @@ that plans the start of an iteration also plans its end.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -46,16 +47,19 @@ def slots(backwards: bool = False) -> dict[Kind, int]:
     return {kind: POST - slot if backwards else slot for kind, slot in found.items()}
 
 
-def hops_of(placement: Placement, messages: Array) -> Array:
+def hops_of(placement: Placement, each: Sequence[Costs], count: int, backwards: bool = False) -> Array:
     """Seconds until a pass has what the stage before (DOWN) or behind (UP) made, ``float[5, S, M]``; -1 where it needs nothing.
 
     Args:
-        messages: float[S, M], seconds of a message of the M microbatches.
+        each: costs of every microbatch, or one where all are alike.
+        count: M.
+        backwards: whether time runs from the end to the start, so that messages go the other way.
     """
-    hops = np.full((KINDS, *messages.shape), -1.0)
+    hops = np.full((KINDS, placement.depth, count), -1.0)
     for stage in range(1, placement.depth):
-        far = placement.home(stage)[0] != placement.home(stage - 1)[0]
-        hops[DOWN, stage] = hops[UP, stage - 1] = messages[stage] if far else 0
+        there, here = (placement.home(one)[0] for one in ((stage, stage - 1) if backwards else (stage - 1, stage)))
+        hops[DOWN, stage] = [costs.message(there, here) for costs in each]
+        hops[UP, stage - 1] = [costs.message(here, there) for costs in each]
     return hops
 
 
@@ -77,9 +81,8 @@ class Orders:
             }
             for stages in schedule.placement.stages
         ]
-        shape, messages = (KINDS, len(costs.stages)), costs.each(lambda costs: costs.hop, schedule.slices)
-        self._hops = hops_of(schedule.placement, np.tile(np.array(messages, float), (shape[1], 1)))
-        self._before = np.full(shape, -1)  # what precedes a pass on its own rank is never late
+        self._hops = hops_of(schedule.placement, costs.different(schedule.slices), schedule.slices)
+        self._before = np.full(self._hops.shape[:2], -1)  # what precedes a pass on its own rank is never late
         self._ends, self._seconds = np.empty((2, *self._hops.shape))
         self._known: list[dict[int, tuple[_Row, Array, Array]]] = [{} for _ in schedule.passes]
 
@@ -132,7 +135,7 @@ class Reordered:
 
         self._seconds = np.array([[costs.seconds_of_each(kind, stage, count) for stage in stages] for kind in kinds], float)
         self._changes = np.array([[changes(kind, stage) for stage in stages] for kind in kinds], float)
-        self._hops = hops_of(placement, np.tile(costs.each(lambda each: each.hop, count), (len(stages), 1)))
+        self._hops = hops_of(placement, costs.different(count), count)
         self._before = np.full(self._hops.shape[:2], -1)
         self._lengths = np.array(list(map(len, schedule.passes)))
         self._order = np.zeros((len(self._lengths), self._lengths.max(), 3), np.int32)
