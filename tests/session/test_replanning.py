@@ -151,7 +151,7 @@ def test_limits_in_bytes(schedule: str, stages: int) -> None:
     )
     before = pipeline.plans.plan(8).schedule
     assert max(activation_peaks(before, costs)) > (needed + 0.5) * MIB, "it is not known before that this is too much"
-    limit = _memory_limit(f"{needed}.5MiB", Request(schedule, 2, 8), costs)
+    limit = _memory_limit(f"{needed}.5MiB", Request(schedule, 2, 8, costs))
     assert limit == (needed + 0.5) * MIB
     after = planned_again(pipeline.plans, costs, limit)[8].schedule
     assert max(activation_peaks(after, costs)) <= limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.parameters import layer_parameters, total_parameters
 from megatron.pipeline.planner.planning.balance import Model
 from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.shape import gated_delta
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
@@ -30,6 +32,7 @@ from megatron.pipeline.planner.shape.hybrid import Hybrid, Pattern
 from megatron.pipeline.planner.shape.latent import Indexer
 from megatron.pipeline.planner.shape.mamba import mixer
 from megatron.pipeline.planner.shape.stages import heaviest
+from megatron.pipeline.session.planning import plan_pipeline
 from megatron.pipeline.tune.candidate import Cluster
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
 
@@ -38,6 +41,7 @@ SIZES = ModelDescription(1, 4096, 16384, 32, 8192, 1, 128)
 MAMBA = mixer(replace(SIZES, mamba_num_heads=128, mamba_head_dim=64, mamba_num_groups=8, mamba_state_dim=128))
 # Nemotron-H-8B (arXiv 2504.03624), as Megatron-LM 0.16 has its flags.
 PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+OTHER = f"M{PATTERN[:-1]}"  # of as many letters
 NEMOTRON = (
     "--hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --ffn-hidden-size 21504 "
     "--kv-channels 128 --seq-length 8192 --micro-batch-size 1 --global-batch-size 8 --squared-relu --normalization RMSNorm "
@@ -299,3 +303,39 @@ def test_commands_split_a_pattern(capsys: pytest.CaptureFixture[str], tmp_path: 
         capsys, *plan[:-2], "--balance", text
     )
     assert "*-x with x: known are M" in refusal(capsys, *plan, "--balance", "*-x")
+    other = f"--balance {OTHER}: costs are of {PATTERN}: give those of this pattern, of mpipe costs --by-layer"
+    assert other in refusal(capsys, *plan, "--balance", OTHER)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_costs_of_letters_from_a_file_balance_a_training(
+    schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Here attention takes ten times as long as predicted."""
+    file, flags = tmp_path / "layers.json", f"{NEMOTRON} --pipeline-schedule {schedule} --pipeline-memory-limit 2"
+    assert (
+        main(["costs", "--gpu", "H100-80GB", "--by-layer", "-o", str(file), *NEMOTRON.split(), "--hybrid-layer-pattern", PATTERN])
+        == 0
+    )
+    data = json.loads(file.read_text())
+    for letter, stage in zip(PATTERN, data["stages"][1:-1], strict=True):
+        stage["forward"] *= 10 if letter == "*" else 1
+    file.write_text(json.dumps(data))
+    given, costs = ("--pipeline-costs", str(file)), Costs.from_json(file.read_text())
+    of_prediction, of_file = (of(flags, *more, "--hybrid-layer-pattern", PATTERN) for more in ((), given))
+    placement, model = of_file.schedule.placement, Model.by_layer(costs, Pattern.of(PATTERN))
+
+    def most(layers: list[int]) -> float:
+        return heaviest(layers, placement, model.extra(placement), [layer.total for layer in model.layers])
+
+    assert most(of_file.layers) < most(of_prediction.layers) * 0.95
+    settings = of_file.args
+    assert plan_pipeline(settings).plans.costs == model.cut(of_file.layers)
+    written = Pattern.of(PATTERN).cut([6] * 4 + [7] * 4 if schedule == "zb-v" else [13] * 4)
+    assert plan_pipeline(of(flags, *given, "--hybrid-layer-pattern", written).args).plans.costs == model.cut(
+        Pattern.of(written).counts
+    )
+    with pytest.raises(ValueError, match=re.escape(f"--hybrid-layer-pattern {OTHER}: costs are of {PATTERN}: give those of")):
+        of(flags, *given, "--hybrid-layer-pattern", OTHER)
+    with pytest.raises(ValueError, match=re.escape(f"{file} is of the letters {PATTERN}, and this model has none")):
+        of(flags, *given, "--num-layers", "52")

@@ -75,7 +75,10 @@ def requested(options: Namespace) -> Request:
     if isinstance(layers, hybrid.Pattern):
         if not options.costs:
             raise ValueError(f"--balance {layers} needs what each letter takes: give --costs of mpipe costs --by-layer")
-        layers = balance.Model.by_layer(cutting.with_shards(options.costs, vocabulary, options.pp), layers)
+        try:
+            layers = balance.Model.by_layer(cutting.with_shards(options.costs, vocabulary, options.pp), layers)
+        except ValueError as error:
+            raise ValueError(f"--balance {error}") from None
     return Request(
         name,
         options.pp,

@@ -15,7 +15,7 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation_experts import check_grouped_experts, of_experts
 from megatron.pipeline.flags.validation_files import check_outputs, of_data
-from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, of_hybrid, read_pattern
+from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, of_hybrid, of_letter_costs, read_pattern
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.planner import STOCK, flag_of, topics
@@ -63,7 +63,7 @@ def of_new_flags(args: Settings) -> Settings:
     of_flags(args).refuse(topics.GROUPS, topics.SCHEDULES, topics.FLAGS, topics.QUANTIZED, topics.DETAILS)
     steps = {"post_validation_when": args.steps.when or "measured", "post_validation_copy": args.steps.copy or "device"}
     costs = {"pipeline_costs": PROFILE} if args.offloading.profile else {}
-    settings = _of_timeouts(of_rehearsal(args | steps | costs))
+    settings = of_letter_costs(_of_timeouts(of_rehearsal(args | steps | costs)))
     check_outputs(settings)
     return settings
 

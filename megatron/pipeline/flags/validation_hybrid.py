@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron.pipeline.flags.flags import given
-from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.planner import flag_of, hybrid
+from megatron.pipeline.flags.settings import PROFILE, Settings
+from megatron.pipeline.planner import balance, document, flag_of, hybrid
 
 
 def of_hybrid(args: Settings) -> Settings:
@@ -44,6 +44,31 @@ def read_pattern(text: str) -> hybrid.Pattern:
         return hybrid.Pattern.of(text)
     except ValueError as error:
         raise ValueError(f"--hybrid-layer-pattern {error}") from None
+
+
+def of_letter_costs(args: Settings) -> Settings:
+    """Settings with costs of letters, if ``--pipeline-costs`` names a file of them; ``model/layout.py`` balances stages by these.
+
+    Raises:
+        ValueError: the file cannot be read, or is of another pattern; says what to change.
+    """
+    file, pattern = args.pipeline.costs, getattr(args, "hybrid_layer_pattern", None)
+    if file in (None, PROFILE):
+        return args
+    try:
+        costs = document.read_costs(file)
+    except ValueError as error:
+        raise ValueError(f"--pipeline-costs {error}") from None
+    if costs.pattern and not pattern:
+        raise ValueError(
+            f"--pipeline-costs {file} is of the letters {costs.pattern}, and this model has none: give costs of stages"
+        )
+    if costs.pattern and pattern:
+        try:
+            balance.Model.by_layer(costs, read_pattern(pattern))
+        except ValueError as error:
+            raise ValueError(f"--pipeline-costs {file} for --hybrid-layer-pattern {error}") from None
+    return args | {"letter_costs": costs if costs.pattern else None}
 
 
 def check_latent(args: Settings) -> None:

@@ -15,9 +15,11 @@ from megatron.pipeline.model.adapter import GPT, ModelAdapter
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner import (
     STOCK,
+    Costs,
     Device,
     Links,
     Placement,
+    balance,
     balanced_by_weight,
     counted,
     estimate,
@@ -161,16 +163,26 @@ def last_stage_in_layers(args: Namespace, placement: Placement, adapter: ModelAd
 def balanced_by_cost(args: Namespace, placement: Placement, gpu: Device | None = None, per_node: int | None = None) -> list[int]:
     """Layers of every stage under which the rank with most to do has as little as it can, by what each layer takes.
 
+    That is as ``letter_costs`` say, of a file (``of_letter_costs``), or as it is predicted.
+
     Args:
         gpu: that runs the model, on nodes of ``per_node``; by default any.
 
     Raises:
         ValueError: there are fewer layers than stages that need one.
     """
-    model, gpu = describe(args), gpu or rank_memory.any_device(shape_of(args))
-    links = Links.of(gpu, per_node or gpu.node(model.gpus), model.ranks)
-    first, *layers, last = (stage.total for stage in estimate.by_layer(model, gpu, placement.depth, links).stages)
-    return balanced_by_weight(layers, placement, {0: first} | {placement.last_stage: last + first * (placement.depth == 1)})
+    if (costs := getattr(args, "letter_costs", None)) is None:
+        described, gpu = describe(args), gpu or rank_memory.any_device(shape_of(args))
+        links = Links.of(gpu, per_node or gpu.node(described.gpus), described.ranks)
+        costs = estimate.by_layer(described, gpu, placement.depth, links)
+    model = balance.Model.by_layer(costs, hybrid.Pattern.of(args.hybrid_layer_pattern))
+    return balanced_by_weight([layer.total for layer in model.layers], placement, model.extra(placement))
+
+
+def costs_of_letters(args: Namespace, placement: Placement) -> Costs:
+    """Costs of a placement's stages, from those of letters; raises what ``stage_layers`` does."""
+    model = balance.Model.by_layer(args.letter_costs, hybrid.Pattern.of(args.hybrid_layer_pattern))
+    return model.cut(decoder_layers(args, placement))
 
 
 def _written(args: Namespace, pattern: hybrid.Pattern, placement: Placement) -> Sequence[int]:

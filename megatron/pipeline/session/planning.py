@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.settings import EVERY_BATCH, PROFILE, Settings
 from megatron.pipeline.model.description import describe, shape_of
-from megatron.pipeline.model.layout import decoder_layers, stage_layers
+from megatron.pipeline.model.layout import costs_of_letters, decoder_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.planner import (
     EQUAL_PASSES,
@@ -35,6 +35,7 @@ from megatron.pipeline.planner import (
     document,
     families,
     flag_of,
+    interleaved,
     ops,
     origin,
     peak_of_1f1b,
@@ -94,10 +95,14 @@ def plan_pipeline(args: Settings, measure: bool | None = None, evaluates: bool =
 def _request(args: Settings) -> Request:
     """The request that the flags are."""
     file, own = args.pipeline.costs, args.offloading
-    try:
-        costs = None if file in (None, PROFILE) else document.read_costs(file)
-    except ValueError as error:
-        raise ValueError(f"--pipeline-costs {error}") from None
+    costs: Costs | Callable[[Placement], Costs] | None = None
+    if getattr(args, "letter_costs", None):
+        costs = partial(costs_of_letters, args)
+    elif file not in (None, PROFILE):
+        try:
+            costs = document.read_costs(file)
+        except ValueError as error:
+            raise ValueError(f"--pipeline-costs {error}") from None
     request = Request(
         args.pipeline.schedule,
         args.pipeline_model_parallel_size,
@@ -114,7 +119,7 @@ def _request(args: Settings) -> Request:
         beside=partial(beside, args),
         keep=True,
     )
-    return replace(request, memory_limit=_memory_limit(args.pipeline.memory_limit, request, costs))
+    return replace(request, memory_limit=_memory_limit(args.pipeline.memory_limit, request))
 
 
 def _chosen(args: Settings, request: Request) -> tuple[Request, list[str]]:
@@ -162,9 +167,9 @@ def _check(args: Settings, request: Request, pipeline: Pipeline) -> None:
             args |= {"vocab_parallel": plans.vocabulary}
             of_flags(args).refuse(topics.VOCABULARY)
         of_flags(args, splits=plans.splits, copies=plans.offloads and args.offloading.mode is None).refuse(topics.SCHEDULES)
-    if not isinstance(request.costs, Costs) or plans.costs is None:
+    if plans.costs is None:
         return
-    if (count := len(request.costs.stages)) != placement.depth:
+    if isinstance(request.costs, Costs) and (count := len(request.costs.stages)) != placement.depth:
         given = f"--pipeline-costs {args.pipeline.costs} has the costs of {count} stages"
         plans.notes.append(f" {given}: for the {placement.depth} of this schedule they are cut evenly, or joined")
     _check_costs(args, plans, plans.costs)
@@ -194,11 +199,16 @@ def _every_batch(args: Settings) -> EveryBatch:
 
 def _peak_of_1f1b(request: Request) -> float:
     """In the unit of the costs that the request has, or that it has as long as nothing is measured."""
-    costs = request.costs
-    if not isinstance(costs, Costs):
-        family = request.schedule if request.schedule in families.FAMILIES else "1f1b"
-        costs = request.equal_costs(families.placement(family, request.ranks, request.chunks if family != "1f1b" else None))
-    return peak_of_1f1b(costs, request.ranks, request.microbatches)
+    return peak_of_1f1b(_costs(request), request.ranks, request.microbatches)
+
+
+def _costs(request: Request) -> Costs:
+    """The costs of a request: as they are given, or on its family's placement, which under others is as 1F1B's."""
+    name, ranks, chunks = request.schedule, request.ranks, request.chunks
+    if isinstance(request.costs, Costs):
+        return request.costs
+    own = name in families.FAMILIES and name != "1f1b"
+    return request.costs_on(families.placement(name, ranks, chunks) if own else interleaved(ranks, chunks or 1))
 
 
 def _equal_costs(args: Settings) -> StageCosts:
@@ -214,8 +224,8 @@ def _of_any_family(args: Settings, request: Request) -> Request:
 
     def costs_of(placement: Placement) -> Costs:
         stage_layers(args, placement)  # a ValueError: there are too few layers
-        if isinstance(costs, Costs):
-            return cutting.of_depth(costs, placement.depth)
+        if costs is not None:
+            return cutting.of_depth(request.costs_on(placement), placement.depth)
         return cutting.with_equal_copies(replace(request.equal_costs(placement), vocabulary=VocabularyCosts()))
 
     if limit is None and args.pipeline.memory_limit:  # an amount of bytes is taken to be 1F1B's peak until it is known
@@ -244,7 +254,11 @@ def replanning(args: Settings, pipeline: Pipeline) -> Steps | None:
     """The steps that profile and plan again, if ``--pipeline-costs profile`` asks for them."""
     if args.pipeline.costs != PROFILE:
         return None
-    limit = partial(_memory_limit, args.pipeline.memory_limit, _request(args))
+    asked = _request(args)
+
+    def limit(costs: Costs) -> float | None:
+        return _memory_limit(args.pipeline.memory_limit, replace(asked, costs=costs))
+
     write = partial(_write_costs, args, decoder_layers(args, pipeline.placement))
     steps = replan(pipeline, limit, write, uncounted_sizes(args, pipeline))
     next(steps)
@@ -315,8 +329,8 @@ def _holding_less(args: Settings, request: Request) -> list[str]:
     return [name for name in names if name != args.pipeline.schedule and fits(name)]
 
 
-def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> float | None:
-    """The limit in the costs' unit of memory; without costs that is a microbatch of a rank's activations, and bytes are None."""
+def _memory_limit(text: str | None, request: Request) -> float | None:
+    """The limit in the unit of the request's costs; without any that is a microbatch of a rank's activations; bytes are None."""
     if text is None:
         return None
     try:
@@ -325,9 +339,9 @@ def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> fl
         wanted = "a share of 1F1B's peak such as 0.5, or bytes such as 12GiB"
         raise ValueError(f"--pipeline-memory-limit {text}: expected {wanted}") from None
     if not isinstance(amount, refusals.Bytes):
-        return amount * _peak_of_1f1b(replace(request, costs=costs))
-    if costs is None:
+        return amount * _peak_of_1f1b(request)
+    if request.costs is None:
         return None
     instead = "--pipeline-costs FILE with bytes, or a share of 1F1B's peak"
-    refusals.check_limit(amount, refusals.unit_of(costs), "--pipeline-memory-limit", instead)
+    refusals.check_limit(amount, refusals.unit_of(_costs(request)), "--pipeline-memory-limit", instead)
     return float(amount)

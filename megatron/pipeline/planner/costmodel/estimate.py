@@ -26,7 +26,7 @@ from megatron.pipeline.planner.schedule.families import Family
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape, Work
-from megatron.pipeline.planner.shape.hybrid import MLP
+from megatron.pipeline.planner.shape.hybrid import MLP, Pattern
 from megatron.pipeline.planner.shape.shards import Shards
 from megatron.pipeline.planner.shape.stages import numbers_of_layers
 
@@ -143,7 +143,9 @@ def by_layer(model: ModelDescription, device: Device, depth: int, links: Links) 
     """
     layers = [0, *[1] * model.num_layers, 0]
     gpu = replace(device, latency=device.latency * depth / len(layers))
-    return remade(model, costs_of_training(model, linear(len(layers)), layers, gpu, links))
+    costs = remade(model, costs_of_training(model, linear(len(layers)), layers, gpu, links))
+    pattern = model.hybrid_layer_pattern
+    return replace(costs, pattern=Pattern.of(pattern).whole if pattern else "")
 
 
 def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:

@@ -66,13 +66,15 @@ class Model:
         """Layers of a pattern, from costs of which each is a stage, as ``costmodel.estimate.by_layer`` makes them.
 
         Raises:
-            ValueError: the costs are of another number of stages.
+            ValueError: the costs are of another pattern or number of stages.
         """
         if len(costs.stages) != len(pattern.letters) + 2:
             raise ValueError(
-                f"--balance {pattern} has {len(pattern.letters)} layers, and --costs is of {len(costs.stages)} stages: give "
+                f"{pattern} has {len(pattern.letters)} layers, and the costs are of {len(costs.stages)} stages: give "
                 f"{len(pattern.letters) + 2}, of each layer and of what is before and behind them, as mpipe costs --by-layer"
             )
+        if costs.pattern not in ("", pattern.whole):
+            raise ValueError(f"{pattern}: costs are of {costs.pattern}: give those of this pattern, of mpipe costs --by-layer")
         first, *layers, last = costs.stages
         return cls(tuple(layers), first, last, costs, pattern)
 
@@ -88,7 +90,7 @@ class Model:
         for stage, numbers in enumerate(numbers_of_layers(counts)):
             ends = [self.first] * (stage == 0) + [self.last] * (stage == len(counts) - 1)
             stages.append(combined(sum, [*(self.layers[number] for number in numbers), *ends] or [_EMPTY]))
-        return replace(self.costs, stages=tuple(stages))
+        return replace(self.costs, stages=tuple(stages), pattern="")
 
     def extra(self, placement: Placement) -> dict[int, float]:
         """Seconds of the ends, by stage."""

@@ -38,7 +38,7 @@ class PlanCache:
     Args:
         request: ``schedule`` is a family's name, ``file:PATH`` (what ``mpipe plan --json`` writes) or ``stock``. ``costs`` are in
             seconds and bytes, and decide orders and when receives are posted; without them passes are equal, and memory is
-            counted in microbatches; those of another number of stages are cut again (``Costs.of_depth``). Its number of
+            counted in microbatches; those of another number of stages are cut again (``cutting.of_depth``). Its number of
             microbatches does not matter.
         posting: how sends and receives are started.
         host_bytes: the most host memory that a rank may take. It counts as soon as costs are in bytes.
@@ -48,7 +48,6 @@ class PlanCache:
     """
 
     def __init__(self, request: Request, posting: Posting = Posting.SINGLE, host_bytes: float | None = None) -> None:
-        assert request.costs is None or isinstance(request.costs, Costs)
         self.name, self.vocabulary = request.schedule, request.vocabulary
         self.objective, self.offload = Objective(request.objective), request.offload
         self.notes: list[str] = []  # remarks of planning, for the log
@@ -61,7 +60,7 @@ class PlanCache:
             self._check_file(self._file)
             self.vocabulary = self._file.vocabulary or self.vocabulary
         self.placement: Placement = self._placement()
-        self.costs = request.costs and cutting.of_depth(request.costs, self.placement.depth)
+        self.costs: Costs | None = request.costs and cutting.of_depth(request.costs_on(self.placement), self.placement.depth)
         if request.chunks not in (None, self.placement.chunks):
             raise ChunksDoNotFit(f"{self.name} has {counted(self.placement.chunks, 'chunk')} per rank, got {request.chunks}")
 

@@ -58,6 +58,11 @@ class Pattern:
             raise ValueError(f"{text} has no layers: give some of {' '.join(LETTERS)} before the first /")
         return cls("".join(stages), tuple(map(len, stages)), tuple(further))
 
+    @property
+    def whole(self) -> str:
+        """Its text without ``|``."""
+        return self.cut([len(self.letters)])
+
     def __str__(self) -> str:
         return self.cut(self.counts)
 

@@ -43,6 +43,8 @@ class Costs:
         links: where a message takes another time than ``hop``.
         norm: seconds of the gradients' norm over all ranks, for which steps wait where iterations do not interlock.
         at_once: whether all OPT of a rank come before its first AG, as of an optimizer that steps all weights in one piece.
+        pattern: letters of a hybrid model's layers, and what predicts further behind ``/``, where each layer is a stage, between
+            two of what is before and behind them; empty where stages are no letters.
         loads: of every microbatch, where these are of unequal lengths: all else is then of a microbatch whose load is 1. Empty
             where all are equal.
 
@@ -61,6 +63,7 @@ class Costs:
     norm: float = 0.0
     at_once: bool = False
     links: tuple[LinkCosts, ...] = ()
+    pattern: str = ""
 
     def __post_init__(self) -> None:
         if self.unit is None:
@@ -236,15 +239,15 @@ class Costs:
 
     def fields(self) -> dict[str, Any]:
         """Fields that ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary, copies,
-        ``latency``, ``norm`` and ``beside_communication`` where they cost something, ``at_once`` where it is so, ``loads`` where
-        microbatches are unequal, ``links`` where some differ."""
+        ``latency``, ``norm`` and ``beside_communication`` where they cost something, ``at_once`` where it is so, ``pattern``
+        where stages are its letters, ``loads`` where microbatches are unequal, ``links`` where some differ."""
         rows = [by_name(stage) for stage in self.stages]
         spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}
         copies = {} if self.copies == CopyCosts() else {"copies": asdict(self.copies)}
         beside = {} if self.beside_communication == 1 else {"beside_communication": self.beside_communication}
         loads = {"loads": [list(load) for load in self.loads]} if self.loads else {}
         links = {"links": link_costs.as_fields(self.links)} if self.links else {}
-        between = {name: getattr(self, name) for name in ("latency", "norm", "at_once") if getattr(self, name)}
+        between = {name: getattr(self, name) for name in ("latency", "norm", "at_once", "pattern") if getattr(self, name)}
         return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies | beside | loads | links | between
 
     def to_json(self) -> str:
@@ -259,8 +262,9 @@ class Costs:
         where ``retained`` is left out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
         ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
         with its defaults; ``beside_communication`` is 1 where it is left out, ``latency`` and ``norm`` are 0, and
-        ``at_once`` is false; ``loads`` has the numbers of a ``Load`` for every microbatch; ``links`` has seconds, or seconds and
-        latency, by names as ``link_costs.read`` reads. ``of`` may say of which training they are; nothing here reads it.
+        ``at_once`` is false; ``pattern`` is as in the class; ``loads`` has the numbers of a ``Load`` for every microbatch;
+        ``links`` has seconds, or seconds and latency, by names as ``link_costs.read`` reads. ``of`` may say of which training
+        they are; nothing here reads it.
 
         Raises:
             ValueError: not JSON, or as ``costs_fields.read``.

@@ -39,14 +39,15 @@ def read(data: object, cut: bool) -> dict[str, Any]:
     known = {
         "unit",
         "stages",
+        "loads",
+        "links",
         "vocabulary",
         "copies",
         *_SHARED,
         "at_once",
-        "loads",
-        "links",
+        "pattern",
         "of",
-    }  # of: of which training; no cost
+    }  # of: which training
     if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
         raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
     stages = []
@@ -62,7 +63,10 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         raise ValueError(f"unit: expected {' or '.join(MemoryUnit)}, what memory is counted in, got {unit!r}")
     if (at_once := data.get("at_once", False)) not in (False, True):
         raise ValueError(f"at_once: expected true or false, whether ranks step all weights in one piece, got {at_once!r}")
-    numbers = {name: float(value) for name, value in shared.items()} | {"at_once": bool(at_once)}
+    pattern = data.get("pattern", "")
+    if not isinstance(pattern, str) or (pattern and len(pattern.split("/")[0]) + 2 != len(stages)):
+        raise ValueError(f"pattern: expected a letter for each of {len(stages)} stages but the ends, got {pattern!r}")
+    numbers = {name: float(value) for name, value in shared.items()} | {"at_once": bool(at_once), "pattern": pattern}
     loads = _loads(data.get("loads", []))
     lists = {"stages": tuple(stages), "loads": loads, "links": _links(data.get("links", {}))}
     return lists | {"unit": unit and MemoryUnit(unit)} | numbers | _shared(data)

@@ -23,7 +23,8 @@ def of_depth(costs: Costs, stages: int) -> Costs:
     common = lcm(stages, len(costs.stages))
     parts, joined = common // len(costs.stages), common // stages
     pieces = [piece for place in range(len(costs.stages)) for piece in _parts(costs, place, parts)]
-    return replace(costs, stages=tuple(combined(sum, pieces[start : start + joined]) for start in range(0, common, joined)))
+    cut = tuple(combined(sum, pieces[start : start + joined]) for start in range(0, common, joined))
+    return replace(costs, stages=cut, pattern="")
 
 
 def _parts(costs: Costs, place: int, parts: int) -> list[StageCosts]:
