@@ -147,7 +147,7 @@ def test_patterns_of_all_releases() -> None:
         ),
         (
             "--hybrid-layer-pattern MMD- --pipeline-schedule zb-h1",
-            "--hybrid-layer-pattern MMD- with D uses the weight of a linear without its forward",
+            "MMD- with D uses the weight of a linear without its forward",
         ),
         (
             "--hybrid-layer-pattern MM*- --overlap-moe-expert-parallel-comm",
