@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,9 @@ from launch.launched import SIZES, STAND_IN, Steps, launch, rank, run
 from marked import rest
 from torch.distributed.checkpoint.api import _wrap_exception
 
+from megatron.pipeline.flags.settings import Settings
+from megatron.pipeline.launch import checkpoint
+from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.session.checkpoints import TRACKER
 
 FLAGS = f"{SIZES} --train-iters 3 --untie-embeddings-and-output-weights --pipeline-schedule"
@@ -155,3 +159,23 @@ def test_chunks_of_the_same_placement_are_loaded(tmp_path: Path, saved: Saved, w
     same = launch(tmp_path / "same", STAND_IN, f"{FLAGS} {wrote} --ckpt-format {form} --load {path}")
     found = launch(tmp_path / "found", STAND_IN, f"{FLAGS} {loads} --ckpt-format {form} --load {path}")
     assert [loss for loss, _ in found] == [loss for loss, _ in same] and found[0] != before[0]
+
+
+@pytest.mark.parametrize(
+    ("letters", "words"),
+    [("M-*", "--hybrid-layer-pattern M-*: load one"), (None, "a GPT: load one"), ("M*-/*", ""), ("M|*|-", "")],
+)
+def test_a_checkpoint_of_other_letters_is_refused(
+    letters: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / TRACKER).write_text("2")
+    (tmp_path / "iter_0000002").mkdir()
+    for name in (".metadata", "metadata.json"):
+        (tmp_path / "iter_0000002" / name).touch()
+    monkeypatch.setattr(checkpoint, "load_common_state_dict", lambda _: {"args": Namespace(hybrid_layer_pattern="M*|-")})
+    args = Settings.of(Namespace(load=str(tmp_path), use_distributed_optimizer=True, finetune=False, no_load_optim=False))
+    if words:
+        with pytest.raises(ValueError, match=re.escape(f"of --hybrid-layer-pattern M*|-, and this model of {words}")):
+            checkpoint.check_placement(args | {"hybrid_layer_pattern": letters}, linear(2))
+    else:
+        checkpoint.check_placement(args | {"hybrid_layer_pattern": letters}, linear(2))

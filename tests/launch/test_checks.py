@@ -317,12 +317,26 @@ def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: st
         (
             "0.19.2",
             {"hybrid_override_pattern": "M*"},
-            "--hybrid-override-pattern M* is what releases before 0.18 call --hybr",
+            "--hybrid-override-pattern M* is what releases before 0.18 call --hybrid-layer-pattern, whose layers our",
         ),
         ("0.19.2", {"mtp_hybrid_override_pattern": "*-"}, "--mtp-hybrid-override-pattern *- is what older releases have for"),
         ("0.19.2", {"hybrid_layer_pattern": "MD"}, "--hybrid-layer-pattern MD with D uses the weight of a linear without its"),
         ("0.19.2", {"hybrid_layer_pattern": "MX"}, "--hybrid-layer-pattern MX with X: known are"),
-        ("0.19.2", {"hybrid_layer_pattern": "M|*|-"}, "--hybrid-layer-pattern M|*|- has 3 stages, which 2 pipeline ranks cannot"),
+        (
+            "0.19.2",
+            {"hybrid_layer_pattern": "M|*|-"},
+            "--hybrid-layer-pattern M|*|- has 3 stages, and the schedule has 2: leave | out, or write it 1 time",
+        ),
+        (
+            "0.19.2",
+            {"hybrid_layer_pattern": "M|*", "account_for_embedding_in_pipeline_split": True},
+            "--hybrid-layer-pattern M|* says where every layer goes, by | or by what letters take, and --account-for-embedding",
+        ),
+        (
+            "0.19.2",
+            {"hybrid_layer_pattern": "M*", "overlap_moe_expert_parallel_comm": True},
+            "--overlap-moe-expert-parallel-comm runs megatron-core's plans of layers, which it has for GPTModel alone",
+        ),
     ],
 )
 def test_patterns_that_do_not_train_are_refused(

@@ -78,6 +78,11 @@ def test_no_script(arguments: list[str], words: str, capsys: pytest.CaptureFixtu
         ("--save runs/x --save-interval=5", "pipeline_schedule: zb-w", "unknown schedule 'zb-w'"),
         ("--save=runs/x", "", "--save runs/x without --save-interval: Megatron-LM's scripts need both: give --save-interval N"),
         ("--pipeline-schedule zb-v", "save: runs/x", "--save runs/x without --save-interval"),
+        (
+            "--pipeline-schedule zb-v",
+            "{hybrid_layer_pattern: M|*, pipeline_model_parallel_size: 2}",
+            "--hybrid-layer-pattern M|* has 2 stages, and the schedule has 4: leave | out, or write it 3 times",
+        ),
     ],
 )
 def test_what_every_rank_would_refuse_starts_none(
@@ -88,7 +93,10 @@ def test_what_every_rank_would_refuse_starts_none(
     (tmp_path / "flags.yaml").write_text(config)
     flags += f" --config {tmp_path}/flags.yaml"
     assert words in refusal(capsys, "launch --nproc-per-node 2", str(STAND_IN), flags)
-    script._refuse_early([*flags.replace("zb-w", "zb-v").split(), "--save-interval", "5", "--pipeline-schedule", "v-half"])
+    whole = ("--hybrid-layer-pattern", "M*")
+    script._refuse_early(
+        [*flags.replace("zb-w", "zb-v").split(), "--save-interval", "5", "--pipeline-schedule", "v-half", *whole]
+    )
 
 
 def test_a_state_that_was_saved_wrong_is_told_in_one_line(

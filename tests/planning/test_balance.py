@@ -217,7 +217,7 @@ def test_a_written_stage_without_a_letter_is_planned() -> None:
 
 
 def test_a_pattern_of_other_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"EM\|\*M has 2 stages, and the schedule has 3: write \| 2 times, or never"):
+    with pytest.raises(ValueError, match=r"EM\|\*M has 2 stages, and the schedule has 3: leave \| out, or write it 2 times"):
         Request("1f1b", 3, 6, layers=by_letter("EM|*M")).plan()
     with pytest.raises(ValueError, match=r"EM has 2 layers, and the costs are of 3 stages: give 4, .* mpipe costs --by-layer"):
         Model.by_layer(Costs((StageCosts(1.0, 1.0, 1.0),) * 3), Pattern.of("EM"))

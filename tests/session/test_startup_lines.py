@@ -8,7 +8,9 @@ import pytest
 from releases import EXTRA_TOKENS
 from session.test_planning import LARGE_VOCABULARY, MODEL, SEVERAL_TOKENS
 
+from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.session import startup_lines
+from megatron.pipeline.session.planning import plan_pipeline
 from megatron.pipeline.session.startup_lines import plan_in_words
 from megatron.pipeline.trainer import program
 
@@ -130,3 +132,13 @@ def test_the_bubble_of_the_plan_is_that_of_the_makespan(flags: str, words: str) 
     args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-v {flags}".split(), world_size=2)
     rate = pipeline.plans.plan(4).timeline.bubble_rate
     assert re.search(rf"microbatches: bubble {100 * rate:.1f}{words}", plan_in_words(args, pipeline)[0])
+
+
+def test_the_log_says_by_what_letters_are_balanced() -> None:
+    """Stages that are not equal by their numbers of layers take equally long."""
+    flags = f"{MODEL.replace('--num-layers 8', '--hybrid-layer-pattern *-*-*---')} --global-batch-size 12"
+    args = predicted([*flags.split(), "--pipeline-schedule", "zb-h1"]).args
+    lines = [plan_in_words(each, plan_pipeline(each))[0] for each in (args, args | {"hybrid_layer_pattern": "*-*-|*---"})]
+    assert lines[0].startswith(" layers of the model's 2 stages, balanced by what letters are predicted to take: ")
+    assert "; planned at equal costs, as stages are balanced, for " in lines[0]
+    assert lines[1].startswith(" layers of the model's 2 stages: 4 4; planned at equal costs for ")

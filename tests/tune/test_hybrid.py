@@ -136,16 +136,31 @@ def test_patterns_of_all_releases() -> None:
         ("--hybrid-layer-pattern MM*-D", "MM*-D has attention of 2 kinds, * and D: give one of them"),
         ("--hybrid-layer-pattern MM+-D", "MM+-D has attention of 2 kinds, + and D: give one of them"),
         ("--hybrid-layer-pattern MM+-", "--multi-latent-attention has keys and values for every head"),
-        (
-            "--hybrid-layer-pattern MM|*-|M-|M- --pipeline-schedule zb-v",
-            "zb-v has 2 chunks per rank, got 1 by --hybrid-layer-pattern MM|*-|M-|M-: leave | out of it",
-        ),
-        ("--hybrid-layer-pattern MM|*-|M-", "MM|*-|M- has 3 stages, which 4 pipeline ranks cannot share evenly"),
+        ("--hybrid-layer-pattern MM|*-|M-", "MM|*-|M- has 3 stages, and the schedule has 4: leave | out, or write it 3 times"),
         (
             "--hybrid-layer-pattern MM|*-|M-|M- --decoder-first-pipeline-num-layers 2",
             "says where every layer goes: leave out --num-layers-in-first-pipeline-stage",
         ),
-        ("--hybrid-layer-pattern MM*- --pipeline-schedule zb-v", "--num-layers 4 cannot be split over 4 pipeline ranks with 8"),
+        (
+            "--hybrid-layer-pattern MM*- --pipeline-schedule zb-v",
+            "--hybrid-layer-pattern MM*- cannot be split over 4 pipeline ranks",
+        ),
+        (
+            "--hybrid-layer-pattern MMD- --pipeline-schedule zb-h1",
+            "MMD- with D uses the weight of a linear without its forward",
+        ),
+        (
+            "--hybrid-layer-pattern MM*- --overlap-moe-expert-parallel-comm",
+            "--overlap-moe-expert-parallel-comm runs megatron-core's plans of layers, which it has for GPTModel alone",
+        ),
+        (
+            "--hybrid-layer-pattern MM|*-|M-|M- --account-for-loss-in-pipeline-split",
+            "says where every layer goes, by | or by what letters take, and --account-for-loss-in-pipeline-split would, too",
+        ),
+        (
+            "--hybrid-layer-pattern MM|*-|M-|M- --pipeline-schedule zb-v",
+            "MM|*-|M-|M- has 4 stages, and the schedule has 8: leave | out, or write it 7 times",
+        ),
     ],
 )
 def test_refusals(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import CHUNK_FLAGS
-from megatron.pipeline.flags.settings import PROFILE, Settings
+from megatron.pipeline.flags.settings import PROFILE, Settings, flat
 from megatron.pipeline.flags.validation_experts import check_grouped_experts, of_experts
 from megatron.pipeline.flags.validation_files import check_outputs, of_data
-from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, of_hybrid, of_letter_costs, read_pattern
+from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, chunks_of_pattern, of_hybrid, of_letter_costs
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.planner import STOCK, flag_of, topics
@@ -156,12 +156,11 @@ def chunks_per_rank(args: Namespace) -> int | None:
     """
     layers, chunks, layout = (getattr(args, name) for name in CHUNK_FLAGS)
     ranks, pattern = args.pipeline_model_parallel_size, getattr(args, "hybrid_layer_pattern", None)
-    stages = len(read_pattern(pattern).counts) if pattern else 0
     said = [
         None if layers is None else _chunks_of_layers(args, layers, ranks),
         int(chunks) if chunks else None,
         _chunks_of_layout(layout, ranks) if layout else None,
-        _chunks(stages, ranks, f"--hybrid-layer-pattern {pattern}") if stages > 1 else None,
+        chunks_of_pattern(pattern, flat(args)["pipeline_schedule"], ranks) if pattern else None,
     ]
     names = (*CHUNK_FLAGS, "hybrid_layer_pattern")
     numbers = {flag_of(name): number for name, number in zip(names, said, strict=True) if number is not None}

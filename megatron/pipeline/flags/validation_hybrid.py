@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import PROFILE, Settings
-from megatron.pipeline.planner import balance, document, flag_of, hybrid
+from megatron.pipeline.planner import balance, document, flag_of, hybrid, topics
 
 
 def of_hybrid(args: Settings) -> Settings:
@@ -20,6 +21,7 @@ def of_hybrid(args: Settings) -> Settings:
     pattern = pattern_of(args)
     if pattern is None:
         return args
+    of_flags(args).refuse(topics.LETTERS)
     found = read_pattern(pattern)
     layers, predicting = len(found.letters), len(found.predictors) or args.mtp_num_layers
     if "M" in pattern:
@@ -42,6 +44,15 @@ def read_pattern(text: str) -> hybrid.Pattern:
     """
     try:
         return hybrid.Pattern.of(text)
+    except ValueError as error:
+        raise ValueError(f"--hybrid-layer-pattern {error}") from None
+
+
+def chunks_of_pattern(text: str, schedule: str, ranks: int) -> int | None:
+    """Chunks per rank that a ``--hybrid-layer-pattern`` asks for; raises what ``read_pattern`` and ``Pattern.chunks`` do."""
+    pattern = read_pattern(text)
+    try:
+        return pattern.chunks(schedule, ranks)
     except ValueError as error:
         raise ValueError(f"--hybrid-layer-pattern {error}") from None
 

@@ -34,7 +34,7 @@ def check_flags(args: Namespace) -> None:
     if args.pipeline_schedule != STOCK:
         excluded = exclusions(args)
         wrong = [
-            *facts.sentences(topics.WRONG, topics.QUANTIZED, topics.SCHEDULES),
+            *facts.sentences(topics.LETTERS, topics.WRONG, topics.QUANTIZED, topics.SCHEDULES),
             *([refusal(excluded)] if excluded else []),
             *wrong,
         ]

@@ -47,7 +47,7 @@ def save_by_parameter(args: Namespace) -> bool:
 
 
 def check_placement(args: Settings, placement: Placement) -> None:
-    """Refuse a checkpoint whose optimizer state is by bucket, and of other layers or buckets on the ranks.
+    """Refuse a checkpoint of other letters, or whose optimizer state is by bucket, and of other layers or buckets on the ranks.
 
     Args:
         args: as our own program has them.
@@ -56,7 +56,9 @@ def check_placement(args: Settings, placement: Placement) -> None:
     Raises:
         ValueError: says what to do.
     """
-    if not (args.load and args.use_distributed_optimizer) or args.finetune or args.no_load_optim:
+    pattern, by_bucket = getattr(args, "hybrid_layer_pattern", None), args.use_distributed_optimizer
+    by_bucket = by_bucket and not (args.finetune or args.no_load_optim)
+    if not (args.load and (pattern or by_bucket)):
         return
     path = latest(args)
     if path is None or not ((path / ".metadata").is_file() and (path / "metadata.json").is_file()):
@@ -65,7 +67,12 @@ def check_placement(args: Settings, placement: Placement) -> None:
         saved = load_common_state_dict(str(path))
     kind = (saved.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     there = saved.get("args")
-    if kind is None or kind in _BY_PARAMETER or there is None or getattr(there, "no_save_optim", False):
+    if (other := getattr(there, "hybrid_layer_pattern", None)) and _letters(other) != _letters(pattern):
+        ours = f"--hybrid-layer-pattern {pattern}" if pattern else "a GPT"
+        raise ValueError(
+            f"the checkpoint {path} is of --hybrid-layer-pattern {other}, and this model of {ours}: load one of these layers"
+        )
+    if not by_bucket or kind is None or kind in _BY_PARAMETER or there is None or getattr(there, "no_save_optim", False):
         return
     schedule = getattr(there, "pipeline_schedule", STOCK)
     if schedule == args.pipeline.schedule or _held(there) == _held(args, placement):
@@ -75,6 +82,10 @@ def check_placement(args: Settings, placement: Placement) -> None:
         f"--pipeline-schedule {schedule}, and {args.pipeline.schedule} places them or cuts buckets otherwise: run one iteration "
         f"as before with {_FLAG} and --save, and load what it saves; or give --no-load-optim, which starts the optimizer anew"
     )
+
+
+def _letters(pattern: str | None) -> str:
+    return (pattern or "").partition("/")[0].replace("|", "")
 
 
 def check_chunks(args: Settings, placement: Placement, state: dict[str, Any], path: str) -> None:

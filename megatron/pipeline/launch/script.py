@@ -19,7 +19,7 @@ import yaml
 from megatron.pipeline.distributed.processes import free_port
 from megatron.pipeline.flags.packages import refuse_without_torch
 from megatron.pipeline.launch import install
-from megatron.pipeline.planner import STOCK, Facts, families, reading, topics
+from megatron.pipeline.planner import STOCK, Facts, families, hybrid, reading, topics
 
 PIP, CHECKOUT = "pip", "checkout"
 _REFUSED = 2  # exit code of what has said in one line what is wrong
@@ -132,10 +132,18 @@ def _refuse_early(flags: Sequence[str]) -> None:
             content = yaml.safe_load(reading.content_of(file))
             for name, value in content.items() if isinstance(content, dict) else ():
                 values[str(name).replace("_", "-")] = value
-    for name in ("pipeline-schedule", "save", "save-interval"):
+    for name in ("pipeline-schedule", "save", "save-interval", "hybrid-layer-pattern", "pipeline-model-parallel-size"):
         if given := _given(flags, f"--{name}"):
             values[name] = given[-1]
-    families.check(str(values.get("pipeline-schedule", STOCK)))
+    schedule, ranks = (
+        str(values.get(f"pipeline-{name}", other)) for name, other in (("schedule", STOCK), ("model-parallel-size", 1))
+    )
+    families.check(schedule)
+    if schedule != STOCK and ranks.isdecimal() and (pattern := values.get("hybrid-layer-pattern")):
+        try:
+            hybrid.Pattern.of(str(pattern)).chunks(schedule, int(ranks))
+        except ValueError as error:
+            raise ValueError(f"--hybrid-layer-pattern {error}") from None
     Facts(save=values.get("save"), save_interval=values.get("save-interval")).refuse(topics.STARTED)
 
 

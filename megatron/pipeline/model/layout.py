@@ -111,16 +111,27 @@ def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = 
         )
     pattern = hybrid.Pattern.of(args.hybrid_layer_pattern) if getattr(args, "hybrid_layer_pattern", None) else None
     if pattern and len(pattern.counts) > 1:
-        numbers = _written(args, pattern, placement)
-    elif pattern and not fixed and not any(accounts) and args.pipeline.schedule != STOCK:
-        numbers = balanced_by_cost(args, placement)
-    elif args.vocabulary.redistributes:
-        numbers = balanced_by_weight([1.0] * args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
-    else:
-        embedding, loss = map(int, accounts)
-        extra = {0: embedding} if placement.last_stage == 0 else {0: embedding, placement.last_stage: loss}
-        numbers = _even_layers(args.num_layers, placement, fixed, extra)
+        return tuple(map(tuple, adapter.layers(args, _written(args, pattern, placement))))
+    try:
+        if balances_letters(args):
+            numbers = balanced_by_cost(args, placement)
+        elif args.vocabulary.redistributes:
+            numbers = balanced_by_weight([1.0] * args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
+        else:
+            embedding, loss = map(int, accounts)
+            extra = {0: embedding} if placement.last_stage == 0 else {0: embedding, placement.last_stage: loss}
+            numbers = _even_layers(args.num_layers, placement, fixed, extra)
+    except ValueError as error:
+        given = f"--hybrid-layer-pattern {pattern}" if pattern else f"--num-layers {args.num_layers}"
+        raise ValueError(f"{given} {error}") from None
     return tuple(map(tuple, adapter.layers(args, numbers)))
+
+
+def balances_letters(args: Namespace) -> bool:
+    """Tell whether stages of letters are balanced by what these take: nothing else says where they end."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    said = [getattr(args, name) for name in _OF_STAGES]
+    return bool(pattern and "|" not in pattern and not any(said) and args.pipeline.schedule != STOCK)
 
 
 def _even_layers(layers: int, placement: Placement, fixed: Mapping[int, int], extra: Mapping[int, int]) -> list[int]:
@@ -141,10 +152,10 @@ def _even_layers(layers: int, placement: Placement, fixed: Mapping[int, int], ex
     each, over = divmod(left, len(free)) if free else (0, 0)
     if left < len(free) or (not free and left):
         raise ValueError(
-            f"--num-layers {layers} cannot be split over {placement.ranks} pipeline ranks x "
+            f"cannot be split over {placement.ranks} pipeline ranks x "
             f"{counted(placement.chunks, 'chunk')} = {count} stages"
             + (f" of which {len(fixed)} have {sum(fixed.values())} layers" if fixed else "")
-            + f": {left} are left for {len(free)} stages; change --num-layers or --pipeline-model-parallel-size"
+            + f": {left} are left for {len(free)} stages; change their number or --pipeline-model-parallel-size"
         )
     numbers = {**fixed, **dict.fromkeys(free, each)}
     roomy = sorted(free, key=lambda stage: -min(stage, count - 1 - stage))

@@ -14,7 +14,7 @@ from megatron.pipeline.flags.facts import cautions, of_flags
 from megatron.pipeline.flags.settings import PROFILE, Settings
 from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.description import shape_of
-from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
+from megatron.pipeline.model.layout import balances_letters, decoder_layers, last_stage_in_layers
 from megatron.pipeline.planner import (
     Objective,
     Placement,
@@ -98,7 +98,13 @@ _BRAIDED = "dualpipe-v, interleaved, zb-v or v-half"  # schedules in which braid
 
 def _plan(args: Settings, pipeline: Pipeline, knows_memory: bool) -> str:
     layers = decoder_layers(args, pipeline.placement)
-    words = f" layers of the model's {counted(len(layers), 'stage')}: {' '.join(map(str, layers))}"
+    balanced = not pipeline.is_stock and balances_letters(args)
+    how = (
+        f", balanced by {'costs of letters' if getattr(args, 'letter_costs', None) else 'what letters are predicted to take'}"
+        if balanced
+        else ""
+    )
+    words = f" layers of the model's {counted(len(layers), 'stage')}{how}: {' '.join(map(str, layers))}"
     if args.vocabulary.spread:
         words += f"; {_shards(args)}"
     if args.vocabulary.redistributes:
@@ -111,7 +117,8 @@ def _plan(args: Settings, pipeline: Pipeline, knows_memory: bool) -> str:
     length = f"{objective} {1e3 * objective.length(planned.timeline):.4g} ms, " if plans.costs else ""
     count = max(activation_peaks(planned.schedule, uniform(pipeline.placement)))
     held = f"{planned.peak / 2**20:.4g} MiB" if plans.costs else counted(count, "microbatch")
-    at = "these costs" if plans.costs else "equal costs" if knows_memory else "equal costs, as if stages were equal,"
+    equal = "equal costs, as stages are balanced," if balanced else "equal costs"
+    at = "these costs" if plans.costs else equal if knows_memory else "equal costs, as if stages were equal,"
     of_span = f" ({planned.timeline.span_bubble_rate:.1%} of the span)" if objective is Objective.SPAN else ""
     words += (
         f"; planned at {at} for {counted(planned.schedule.microbatches, 'microbatch')}: {length}bubble "

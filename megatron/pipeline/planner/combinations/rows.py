@@ -28,7 +28,8 @@ _excluded = partial(Row, other="ours", instead="leave it out, or take --pipeline
 YAML = (_excluded("yaml_cfg", reason="replaces all flags, ours too", instead="give flags, or a --config file of flags"),)
 # Models whose layers are letters, as older releases have them.
 HYBRID = (
-    _excluded("hybrid_override_pattern", reason="is what releases before 0.18 call --hybrid-layer-pattern"),
+    _excluded("hybrid_override_pattern", reason="is what releases before 0.18 call --hybrid-layer-pattern, whose "
+        "layers our schedules place from 0.19 on"),
     _excluded("mtp_hybrid_override_pattern",
         reason="is what older releases have for the letters behind each / of --hybrid-layer-pattern"),
 )  # fmt: skip
@@ -93,6 +94,7 @@ CHUNKS = (
         price="layers are spread evenly over the {stages_there} stages of {pipeline_schedule}"),
 )  # fmt: skip
 
+_COUNTED = "account_for_embedding_in_pipeline_split | account_for_loss_in_pipeline_split"
 _ALONE = "and --pipeline-model-parallel-size is 1"
 _1F1B = "take 1f1b, which otherwise runs the same passes, or another one, or leave {flag} out"
 _ANOTHER = "take another schedule, or leave {flag} out"
@@ -103,13 +105,18 @@ GROUPS = (
         price="none, {pipeline_schedule} orders microbatches itself"),
     Row("asked_splits>1", "splits=1", "cuts microbatches into slices, and {pipeline_schedule} does not", "leave it out"),
 )  # fmt: skip
+# Patterns of layers, before it is asked what their letters need.
+LETTERS = (
+    Row("hybrid_layer_pattern", "ours", "with D uses the weight of a linear without its forward, and W would never compute that "
+        "weight's gradient", "take --pipeline-schedule stock", lambda to: "D" in str(to.hybrid_layer_pattern)),
+    Row("hybrid_layer_pattern", f"pipeline_model_parallel_layout | {_COUNTED}",
+        "says where every layer goes, by | or by what letters take, and {other} would, too"),
+    Row(_EXPERTS, "hybrid_layer_pattern", "runs megatron-core's plans of layers, which it has for GPTModel alone"),
+)  # fmt: skip
 # Our features, and what a schedule is or has.
 SCHEDULES = (
     Row("hybrid_layer_pattern", "no num_experts", "has layers of experts (E)", "give --num-experts",
         when=lambda to: "E" in str(to.hybrid_layer_pattern)),
-    Row("hybrid_layer_pattern", "pipeline_model_parallel_layout", "says with | where every layer goes, and {other} would, too"),
-    Row("hybrid_layer_pattern", "ours", "with D uses the weight of a linear without its forward, and W would never compute that "
-        "weight's gradient", "take --pipeline-schedule stock", lambda to: "D" in str(to.hybrid_layer_pattern)),
     Row("post_validation", "no ours", "needs a schedule that says where a step must stand, and megatron-core's own does not",
         "take 1f1b, which runs the same passes, or another one, or leave {flag} out"),
     Row("vocab_parallel", "pipeline_model_parallel_size=1", f"spreads the vocabulary over pipeline ranks, {_ALONE}",
@@ -165,7 +172,6 @@ SLICES = (
 )
 
 _ENDS = "decoder_first_pipeline_num_layers | decoder_last_pipeline_num_layers"
-_COUNTED = "account_for_embedding_in_pipeline_split | account_for_loss_in_pipeline_split"
 VOCABULARY = (
     Row("vocab_logits_limit | vocab_mask_padding | label_smoothing | z_loss", "no vocab_parallel",
         ": only the output layer of --vocab-parallel can do that, megatron-core's own cannot",
@@ -234,7 +240,6 @@ MODELS = (
     _overlap("fp4", "runs megatron-core's plans of layers, which do not enter FP4 and would train in --bf16",
              "give --fp8-format, or leave --fp4-format out"),
     _overlap("sft | dataloader_inter_document_masking", "does not hand packed sequences on", "leave {other} out"),
-    _overlap("hybrid_layer_pattern", "runs megatron-core's plans of layers, which it has for GPTModel alone"),
     _overlap("no ours", "under --pipeline-schedule stock needs several chunks per rank",
              "give --num-virtual-stages-per-pipeline-rank, or take another schedule",
              lambda to: to.pipeline_model_parallel_size > 1 and not to.chunks),
@@ -410,4 +415,4 @@ CAUTIONS = (
 )  # fmt: skip
 
 # Those of docs/support.md; the table of features has the others.
-OF_FEATURES = (*SCHEDULES, *GROUPS, *FLAGS, *CALLS, *SLICES, *MODELS, *QUANTIZED, *LAUNCHED, *WRONG, *NEEDS)
+OF_FEATURES = (*LETTERS, *SCHEDULES, *GROUPS, *FLAGS, *CALLS, *SLICES, *MODELS, *QUANTIZED, *LAUNCHED, *WRONG, *NEEDS)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.pipeline.planner.schedule import families
+from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.shape import gated_delta, mamba
 from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.mixer import Mixer
@@ -66,6 +68,19 @@ class Pattern:
     def __str__(self) -> str:
         return self.cut(self.counts)
 
+    def chunks(self, schedule: str, ranks: int) -> int | None:
+        """Chunks per rank that ``|`` asks for; None without any.
+
+        Raises:
+            ValueError: the family has other numbers of stages, or ranks cannot share these evenly; says what to change.
+        """
+        if len(self.counts) == 1:
+            return None
+        (chunks, over), family = divmod(len(self.counts), ranks), families.FAMILIES.get(schedule)
+        if over or (family and chunks != family.chunks and not (family.any_chunks and chunks >= family.least_chunks)):
+            self.on(ranks * (family.chunks if family else 1))
+        return chunks
+
     def on(self, stages: int) -> tuple[int, ...]:
         """Layers of every stage, where ``|`` ends each.
 
@@ -74,8 +89,8 @@ class Pattern:
         """
         if len(self.counts) != stages:
             raise ValueError(
-                f"{self} has {len(self.counts)} stages, and the schedule has {stages}: write | {stages - 1} times, or never, and "
-                "stages are balanced by what layers take"
+                f"{self} has {len(self.counts)} stages, and the schedule has {stages}: leave | out, or write it "
+                f"{counted(stages - 1, 'time')}"
             )
         return self.counts
 

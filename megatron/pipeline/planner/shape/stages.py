@@ -50,13 +50,13 @@ def balanced_layers(layers: int, placement: Placement, extra: Mapping[int, float
         extra: what else a stage has to do, in layers: the output layer, and what hangs on it.
 
     Raises:
-        ValueError: there are fewer layers than stages that need one.
+        ValueError: there are fewer layers than stages that need one; the caller's words of these layers go before its own.
     """
     middle = range(1, placement.last_stage)
     if layers < len(middle):
         raise ValueError(
-            f"--num-layers {layers} cannot be split over {placement.ranks} pipeline ranks with {placement.last_stage + 1} "
-            f"stages: only the first and the last can do without any, so give at least {len(middle)}, "
+            f"cannot be split over {placement.ranks} pipeline ranks with {placement.last_stage + 1} "
+            f"stages: only the first and the last can do without any, so give at least {len(middle)} layers, "
             "or lower --pipeline-model-parallel-size"
         )
     counts = [int(stage in middle) for stage in range(placement.last_stage + 1)]
