@@ -1,7 +1,7 @@
 """The letters of ``HybridModel`` without Transformer Engine, as on a CPU: ``--spec local_letters STACK``.
 
-megatron-core's own specification has modules of Transformer Engine. This one has its local ones: attention (``*``), MLP (``-``)
-and experts (``E``), which are halves of a GPT's layer; Mamba-2 (``M``) and gated delta net (``G``), which need packages with GPU
+megatron-core's own specification has modules of Transformer Engine. This one has its local ones: attention (``*``, ``+``), MLP
+(``-``) and experts (``E``), which are halves of a GPT's layer; Mamba-2 (``M``) and gated delta net (``G``), which need packages with GPU
 kernels, as upstream; and layers behind ``/``. In checkpoints names are those that Transformer Engine's modules have.
 """
 
@@ -17,6 +17,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -27,6 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
+from megatron.pipeline.model.context_parallel import ContextParallelAttention
 from megatron.pipeline.model.layer_spec import SequenceParallelTorchNorm
 
 
@@ -37,6 +39,19 @@ class Norm:
         kind: Any = SequenceParallelTorchNorm if config.sequence_parallel else WrappedTorchNorm
         norm: torch.nn.Module = kind(config, hidden_size, eps)
         return norm
+
+
+class Core:
+    """megatron-core's local attention, also over a shared sequence, and of values as narrow as latent attention has them."""
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, k_channels: int | None = None, v_channels: int | None = None, **options: Any
+    ) -> torch.nn.Module:
+        kind = ContextParallelAttention if config.context_parallel_size > 1 else DotProductAttention
+        core = kind(config, **options)
+        if v_channels:
+            core.hidden_size_per_partition = v_channels * core.num_attention_heads_per_partition
+        return core
 
 
 class LocalStack(HybridStack):
@@ -54,6 +69,8 @@ def _half(kind: type[TransformerLayer], *parts: str, **options: Any) -> ModuleSp
     layer = get_gpt_layer_local_spec(**options).submodules
     taken = {part: getattr(layer, part) for part in (*parts, "sharded_state_dict_keys_map")}
     norm = "input_layernorm" if "self_attention" in parts else "pre_mlp_layernorm"
+    if "self_attention" in parts:
+        layer.self_attention.submodules.core_attention = Core
     return ModuleSpec(kind, submodules=TransformerLayerSubmodules(**taken, **{norm: Norm}))
 
 
@@ -69,6 +86,7 @@ STACK = ModuleSpec(
     LocalStack,
     submodules=HybridStackSubmodules(
         attention_layer=_half(TransformerLayer, "self_attention", "self_attn_bda"),
+        mla_layer=_half(TransformerLayer, "self_attention", "self_attn_bda", multi_latent_attention=True),
         mlp_layer=_half(MLPLayer, "mlp", "mlp_bda"),
         moe_layer=_half(MoETransformerLayer, "mlp", "mlp_bda", num_experts=8),  # any number: the flags say it
         mamba_layer=ModuleSpec(

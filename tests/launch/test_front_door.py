@@ -152,3 +152,22 @@ def test_a_pattern_trains_as_under_upstreams_own_schedule_and_its_checkpoints_go
     # Of a V two stages are on a rank, one of them here without a layer.
     assert losses("v", "zb-v", "M|*|-|E|G||E|M*-/*-", f"{half} --save {tmp_path}/3 --save-interval 3") == stock[2:]
     assert losses("back", "stock", "M*|-E|GE|M*-/*-", f"--load {tmp_path}/3 --ckpt-step 3") == stock[3:]
+
+
+@needs_patterns
+@pytest.mark.slow
+def test_a_gpts_checkpoint_goes_on_as_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and the optimizer's state, which upstream translates: another state would give other losses from the second on."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(SCRIPT.parent)])
+    flags = f"{TRAINING} --pipeline-model-parallel-size 4 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
+    flags += f"--data-cache-path {tmp_path}/cache"
+
+    def losses(name: str, schedule: str, more: str) -> list[float]:
+        steps = launch(tmp_path / name, SCRIPT, f"{flags} --pipeline-schedule {schedule} {more}", ranks=4)
+        return [loss for loss, _ in steps]
+
+    gpt = losses("gpt", "zb-v", f"--save {tmp_path}/1 --save-interval 1")
+    flags = flags.replace("--num-layers 8", f"--spec local_letters STACK --load {tmp_path}/1 --ckpt-step 1")
+    assert len(gpt) == 4
+    for schedule, pattern in (("zb-h1", "*-" * 8), ("zb-v", "*-|" * 7 + "*-")):
+        assert losses(schedule, schedule, f"--hybrid-layer-pattern {pattern}") == gpt[1:]

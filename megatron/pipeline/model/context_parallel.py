@@ -41,15 +41,15 @@ class ContextParallelAttention(DotProductAttention):
         """Attention of this rank's queries.
 
         Args:
-            query, key, value: (tokens of this rank, batch, heads or groups, channels).
+            query, key, value: (tokens of this rank, batch, heads or groups, channels); a value may have fewer.
             attention_mask: (batch or 1, 1, tokens of this rank, tokens of the sequence), true where there is no attention;
                 the causal mask when None. Other arguments and the result are upstream's.
         """
         group = parallel_state.get_context_parallel_group()
-        whole = _GatherSequence.apply(torch.stack((key, value), dim=1), group)
+        whole = _GatherSequence.apply(torch.cat((key, value), dim=-1), group)
         if attention_mask is None:
             attention_mask = causal_mask(query.size(0), group.rank(), group.size(), query.device)
-        return super().forward(query, *whole.unbind(dim=1), attention_mask, *args, **kwargs)
+        return super().forward(query, *whole.split((key.size(-1), value.size(-1)), dim=-1), attention_mask, *args, **kwargs)
 
 
 def causal_mask(tokens: int, rank: int, ranks: int, device: torch.device) -> torch.Tensor:
