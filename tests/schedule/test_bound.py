@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from schedule_strategies import exact, links_of, placements
 
 from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core import link_costs
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement, linear, v
@@ -111,6 +112,12 @@ def test_zb_h1_is_the_best_there_is_at_its_memory(ranks: int, microbatches: int,
         costs = uniform(linear(ranks), exact(f), exact(b), exact(w), hop, exact(1), exact(1))
         span = simulate(planning.plan("zb-h1", ranks, microbatches), costs).span
         assert lower_bound(linear(ranks), microbatches, costs, memory_limit=ranks) == span
+
+
+@pytest.mark.parametrize(("link", "seconds"), [("1to2", 5), ("2to1", 5), ("1-2", 10)])
+def test_one_microbatch_at_a_time_takes_its_way_there_and_back(link: str, seconds: int) -> None:
+    costs = replace(uniform(linear(4)), links=tuple(link_costs.read(link, 5)))
+    assert lower_bound(linear(4), 8, costs, memory_limit=1) == 8 * (9 + seconds)
 
 
 def test_zb_h2_needs_no_more_than_the_work_where_nothing_is_lost_on_hops() -> None:

@@ -68,7 +68,7 @@ def read_traffic(path: str, flags: CostFlags) -> TrafficSource:
 
 
 def megatrons(flags: CostFlags, sizes: tuple[int, int], chunks: int | None, overlap: bool, shapes: bool) -> TrafficSource:
-    """The traffic of megatron-core's own interleaved schedule on ranks with microbatches; with one chunk 1F1B, which never overlaps."""
+    """The traffic of megatron-core's own interleaved schedule on ranks with microbatches; of one chunk 1F1B, never overlapped."""
     one = chunks == 1
     schedule = plan("1f1b", *sizes) if one else plan("interleaved", *sizes, chunks=chunks)
     traffic = megatron_1f1b(schedule, shapes) if one else megatron_interleaved(schedule, overlap, shapes)
