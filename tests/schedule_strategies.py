@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts
 from megatron.pipeline.planner.schedule.core.kinds import BRAIDED
+from megatron.pipeline.planner.schedule.core.link_costs import LinkCosts
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement, from_rows, interleaved, linear, wave
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
@@ -43,7 +44,16 @@ def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
         stages.append(
             StageCosts(draw(numbers), draw(numbers), draw(numbers), activation, activation * draw(st.sampled_from([0, 1])))
         )
-    return Costs(tuple(stages), draw(st.sampled_from([exact(0), exact(0), exact(1, 2), exact(1), exact(4)])))
+    seconds = st.sampled_from([exact(0), exact(0), exact(1, 2), exact(1), exact(4)])
+    return Costs(tuple(stages), draw(seconds), links=draw(links_of(placement.ranks, seconds)))
+
+
+@st.composite
+def links_of(draw: st.DrawFn, ranks: int, seconds: st.SearchStrategy[Any]) -> tuple[LinkCosts, ...]:
+    """Some ways between neighbours in the ring with seconds of their own; often none."""
+    ways = sorted({(rank, other % ranks) for rank in range(ranks) for other in (rank - 1, rank + 1)} if ranks > 1 else ())
+    some = draw(st.lists(st.sampled_from(ways), max_size=3, unique=True)) if ways else []
+    return tuple(LinkCosts(*way, draw(seconds), draw(seconds)) for way in sorted(some))
 
 
 @st.composite

@@ -55,7 +55,8 @@ def test_a_hang_is_exit_code_1_with_its_circle(capsys: pytest.CaptureFixture[str
     assert "pair               HANGS" in out
     assert "direction          does not hang; makespan 10" in out
     assert re.search(
-        r"the hang over rendezvous, shared, pair, batched:\n  rank .*\n  waits for rank .*\n  waits for rank \d, as above", out
+        r"the hang over rendezvous, shared, pair, batched, queue:\n  rank .*\n  waits for rank .*\n  waits for rank \d, as above",
+        out,
     )
     run(capsys, head_on, "--transport", "direction,batched-direction")
     run(capsys, head_on, "--transport", "direction,pair", code=1)
@@ -117,7 +118,6 @@ def test_public_hangs_can_be_asked(
     [
         (["interleaved", "--pp", "4"], "interleaved needs --pp and --microbatches"),
         (["interleaved", "--pp", "4", "--microbatches", "6"], "needs a multiple of 4 microbatches, the ranks; got 6"),
-        (["interleaved", "--pp", "4", "--microbatches", "4", "--chunks", "1"], "chunks"),
         (["interleaved", "--pp", "1", "--microbatches", "4"], "--pp 1: one rank sends no messages"),
         (["interleaved", "--pp", "4", "--microbatches", "8", "--chunks", "100000"], "--chunks 100000, --microbatches 8 are over"),
         (["FILE", "--pp", "4"], "are for interleaved: leave them out"),
@@ -158,3 +158,11 @@ def test_a_wrong_file_is_one_line_with_the_place(
 def test_a_wrong_boundary_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, planned: str) -> None:
     (path := tmp_path / "wrong.json").write_text(json.dumps(json.loads(Path(planned).read_text()) | {"boundary": [[]] * 4}))
     assert "wrong.json: rank 0: RS0.0 is missing in the boundary; add it" in refusal(capsys, "certify", str(path))
+
+
+def test_a_slow_link_holds_up_megatrons_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its messages are groups, and it waits for each: over any order of posts that needs no group, both ends send first."""
+    own = ("interleaved", "--chunks", "1", "--pp", "4", "--microbatches", "8", "--transport", "batched", "--cost")
+    assert "makespan 33" in run(capsys, *own, "F=1,B=1,W=1")
+    assert "makespan 36.5, 1.4% above 36, where" in run(capsys, *own, "comm[0-1]=0.5")
+    assert "HANGS" in run(capsys, *own[:-3], "--transport", "queue", code=1)

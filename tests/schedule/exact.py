@@ -103,7 +103,7 @@ class Model:
         self._ends: dict[tuple[int, Pass], LinearExprT] = {}
         self._fused: dict[tuple[int, Pass], IntVar] = {}  # by B: whether it is a BW, so that its W takes no time
         seconds = sum(self._length(rank, work) for rank, works in enumerate(self._passes) for work in works)
-        self._horizon = seconds + 2 * len(self._costs.stages) * sum(int(costs.hop) for costs in self._of)
+        self._horizon = seconds + 2 * len(self._costs.stages) * sum(int(_slowest(costs)) for costs in self._of)
         for rank, works in enumerate(self._passes):
             self._add_passes(rank, works)
             self._add_order(rank)
@@ -165,7 +165,7 @@ class Model:
         for rank, works in enumerate(self._passes):
             for work in works:
                 for other, before in schedule.predecessors(rank, work):
-                    hop = int(self._of[work.microbatch].hop) if other != rank else 0
+                    hop = int(self._of[work.microbatch].message(other, rank))
                     self._model.add(self._ends[other, before] + hop <= self._starts[rank, work])
 
     def _add_limit(self, rank: int, limit: float) -> None:
@@ -239,7 +239,7 @@ class Model:
                 return None
             if stage:
                 before = placement.home(stage - 1)[0]
-                time += int(self._costs.stages[stage - 1].forward) + (int(self._costs.hop) if before != home else 0)
+                time += int(self._costs.stages[stage - 1].forward) + int(self._costs.message(before, home))
         return time
 
     def start_from(self, hint: Schedule) -> None:
@@ -289,6 +289,7 @@ def _whole_seconds(each: list[Costs]) -> tuple[Fraction, list[Costs]]:
     given = list(chain(*(by_name.values() for by_name in times.values())))
     coarse = Fraction(max(filter(None, given), default=1)) / 20000
     given += [costs.hop for costs in each]
+    given += [link.seconds + link.latency for costs in each for link in costs.links]
     unit, whole = _whole(given, coarse)
     counts = dict(zip(given, whole, strict=True))
     without: dict[str, Any] = dict.fromkeys(PARTS)
@@ -296,7 +297,17 @@ def _whole_seconds(each: list[Costs]) -> tuple[Fraction, list[Costs]]:
         stage: replace(stage, **({name: counts[time] for name, time in by_name.items()} | without))
         for stage, by_name in times.items()
     }
-    return unit, [Costs(tuple(made[stage] for stage in costs.stages), counts[costs.hop]) for costs in each]
+    links = [
+        tuple(link._replace(seconds=counts[link.seconds + link.latency], latency=0) for link in costs.links) for costs in each
+    ]
+    return unit, [
+        Costs(tuple(made[stage] for stage in costs.stages), counts[costs.hop], links=own)
+        for costs, own in zip(each, links, strict=True)
+    ]
+
+
+def _slowest(costs: Costs) -> float:
+    return max([costs.hop, *(link.seconds for link in costs.links)])
 
 
 def _whole(values: Iterable[float], coarse: Fraction) -> tuple[Fraction, list[int]]:

@@ -8,9 +8,10 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_strategies import exact, placements
+from schedule_strategies import exact, links_of, placements
 
 from megatron.pipeline.planner import planning
+from megatron.pipeline.planner.schedule.core import link_costs
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement, linear, v
@@ -38,11 +39,11 @@ def problems(draw: st.DrawFn) -> Problem:
         parts = [size * draw(st.sampled_from([0, exact(1, 2), 1])) for _ in range(2)]
         fused = draw(st.one_of(st.none(), times))
         stages.append(StageCosts(draw(times), draw(times), draw(times), exact(size), parts[0], fused, draw(times), parts[1]))
-    some = st.frozensets(st.integers(0, count - 1))
+    some, hops = st.frozensets(st.integers(0, count - 1)), st.sampled_from([exact(0), exact(0), exact(1, 2), exact(2)])
     return Problem(
         placement,
         draw(st.integers(1, 6)),
-        Costs(tuple(stages), draw(st.sampled_from([exact(0), exact(0), exact(1, 2), exact(2)]))),
+        Costs(tuple(stages), draw(hops), links=draw(links_of(placement.ranks, hops))),
         objective=draw(st.sampled_from(Objective)),
         recompute=draw(st.one_of(st.just(frozenset()), some)),
         fused=draw(st.one_of(st.just(frozenset()), some)),
@@ -98,7 +99,10 @@ def test_no_random_schedule_of_any_problem_is_below_the_bound(problem: Problem, 
     value = problem.value(simulate(schedule, problem.costs))
     assert bound.lower_bound(problem) <= value * (1 + 1e-9)
     peaks = tuple(activation_peaks(schedule, problem.costs))
-    assert bound.lower_bound(replace(problem, limits=peaks)) <= value * (1 + 1e-9)
+    limited = replace(problem, limits=peaks)
+    assert bound.lower_bound(limited) <= value * (1 + 1e-9)
+    slower = tuple(link._replace(latency=link.latency + 1) for link in problem.costs.links)
+    assert bound.lower_bound(limited) <= bound.lower_bound(replace(limited, costs=replace(problem.costs, links=slower))) + 1e-9
 
 
 @pytest.mark.parametrize("hop", [0, exact(1, 4), exact(1, 2)])
@@ -108,6 +112,12 @@ def test_zb_h1_is_the_best_there_is_at_its_memory(ranks: int, microbatches: int,
         costs = uniform(linear(ranks), exact(f), exact(b), exact(w), hop, exact(1), exact(1))
         span = simulate(planning.plan("zb-h1", ranks, microbatches), costs).span
         assert lower_bound(linear(ranks), microbatches, costs, memory_limit=ranks) == span
+
+
+@pytest.mark.parametrize(("link", "seconds"), [("1to2", 5), ("2to1", 5), ("1-2", 10)])
+def test_one_microbatch_at_a_time_takes_its_way_there_and_back(link: str, seconds: int) -> None:
+    costs = replace(uniform(linear(4)), links=tuple(link_costs.read(link, 5)))
+    assert lower_bound(linear(4), 8, costs, memory_limit=1) == 8 * (9 + seconds)
 
 
 def test_zb_h2_needs_no_more_than_the_work_where_nothing_is_lost_on_hops() -> None:

@@ -26,7 +26,7 @@ from megatron.pipeline.planner.schedule.rules.deadlock import Blocked, End, Traf
 from megatron.pipeline.planner.schedule.rules.transports import TRANSPORTS, TransportModel
 from megatron.pipeline.planner.schedule.time.simulate import simulate
 
-IN_ORDER = ("rendezvous", "shared", "pair", "direction")
+IN_ORDER = ("rendezvous", "shared", "pair", "direction", "queue")
 
 
 def message(number: int, stage: int = 0, flow: Flow = Flow.ACTIVATION) -> Message:
@@ -88,9 +88,9 @@ UP, DOWN = message(0, 0), message(0, 1, Flow.GRADIENT)
 
 def test_two_ranks_that_both_send_first_hang_where_one_line_has_both_directions() -> None:
     head_on = traffic([forward(), Send(UP, 1), Receive(DOWN, 1)], [forward(), Send(DOWN, 0), Receive(UP, 0)], batches=False)
-    assert hanging(head_on) == {"rendezvous", "shared", "pair", "batched"}
+    assert hanging(head_on) == {"rendezvous", "shared", "pair", "batched", "queue"}
     in_groups = traffic([forward(), Send(UP, 1), Receive(DOWN, 1)], [forward(), Send(DOWN, 0), Receive(UP, 0)])
-    assert hanging(in_groups) == {"rendezvous", "shared", "pair"}
+    assert hanging(in_groups) == {"rendezvous", "shared", "pair", "queue"}
     chain = outcomes(head_on)["pair"].hang
     assert chain is not None
     assert [str(blocked) for blocked in chain.chain] == [
@@ -147,6 +147,7 @@ def test_a_receive_holds_up_the_send_behind_it_on_the_same_communicator_alone() 
         "direction": 4.5,
         "batched": 4.5,
         "batched-direction": 4.5,
+        "queue": 6.0,  # and rank 0 computes once that is out
     }
 
 

@@ -35,11 +35,15 @@ def test_every_pass_starts_as_soon_as_it_can(data: st.DataObject) -> None:
     costs = data.draw(costs_of(schedule.placement))
     timeline = simulate(schedule, costs)
     ends = {(rank, timed.work): timed.end for rank, row in enumerate(timeline.ranks) for timed in row}
+    ways = {(link.sender, link.receiver): link.seconds + link.latency for link in costs.links}
     for rank, row in enumerate(timeline.ranks):
         assert tuple(timed.work for timed in row) == schedule.passes[rank]
         free = 0.0
         for work, start, end in row:
-            inputs = [ends[home, other] + (costs.hop if home != rank else 0) for home, other in schedule.predecessors(rank, work)]
+            inputs = [
+                ends[home, other] + (ways.get((home, rank), costs.hop) if home != rank else 0)
+                for home, other in schedule.predecessors(rank, work)
+            ]
             assert start == max([free, *inputs])
             assert end == start + costs.stages[schedule.placement.stage(rank, work.chunk)].seconds(work.kind)
             free = end

@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
         help="what mpipe plan --json wrote; .csv of torch.distributed.pipelining, passes alone or with communication; or "
         f"{MEGATRON}: megatron-core's own, which alone takes sizes and Megatron-LM's two flags",
     )
-    parser.add_argument("--chunks", type=positive_int, metavar="V", help="chunks of a rank (default: 2)")
+    parser.add_argument("--chunks", type=positive_int, metavar="V", help="chunks of a rank (default: 2; 1 is 1F1B)")
     for flag in _ITS_FLAGS:
         parser.add_argument(flag, action="store_true", help=f"messages of {MEGATRON} as with this flag of Megatron-LM")
     parser.add_argument("--transport", type=names, metavar="NAME,..", help=f"only these (default: all). {listed}")

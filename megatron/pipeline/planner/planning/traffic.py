@@ -10,7 +10,7 @@ from megatron.pipeline.planner.planning import plan
 from megatron.pipeline.planner.planning.costs import CostFlags, costs_of
 from megatron.pipeline.planner.planning.document import is_csv, naming, schedule_of
 from megatron.pipeline.planner.schedule.certify.certificate import Certificate, TransportOutcome, certify
-from megatron.pipeline.planner.schedule.certify.megatron import megatron_interleaved
+from megatron.pipeline.planner.schedule.certify.megatron import megatron_1f1b, megatron_interleaved
 from megatron.pipeline.planner.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.cutting import with_shards
@@ -68,6 +68,8 @@ def read_traffic(path: str, flags: CostFlags) -> TrafficSource:
 
 
 def megatrons(flags: CostFlags, sizes: tuple[int, int], chunks: int | None, overlap: bool, shapes: bool) -> TrafficSource:
-    """The traffic of megatron-core's own interleaved schedule on ranks with microbatches; see ``megatron_interleaved``."""
-    traffic = megatron_interleaved(plan("interleaved", *sizes, chunks=chunks), overlap, shapes)
+    """The traffic of megatron-core's own interleaved schedule on ranks with microbatches; of one chunk 1F1B, never overlapped."""
+    one = chunks == 1
+    schedule = plan("1f1b", *sizes) if one else plan("interleaved", *sizes, chunks=chunks)
+    traffic = megatron_1f1b(schedule, shapes) if one else megatron_interleaved(schedule, overlap, shapes)
     return TrafficSource(traffic, costs_of(flags, traffic.placement), "messages where megatron-core has them")

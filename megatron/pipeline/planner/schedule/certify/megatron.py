@@ -1,9 +1,10 @@
-"""Traffic of megatron-core's interleaved 1F1B, ``forward_backward_pipelining_with_interleaving``: the planned order, with
-messages where ``P2PCommunicator._communicate`` of 0.16 posts them, and its waits.
+"""Traffic of megatron-core's 1F1B, ``forward_backward_pipelining_with_interleaving`` or ``without_interleaving``: the planned
+order, with messages where ``P2PCommunicator._communicate`` of 0.16 posts them, and its waits.
 
 With overlap each message is posted by itself, on odd ranks receives before sends. In the steady state a rank waits for a message
 where it needs it, and for a send after the next one; otherwise at once. Without overlap the messages of a step are one group, and
-the host waits for the device after it. With variable sequence lengths a group of their shapes goes before messages.
+the host waits for the device after it; so it is without interleaving, where a step has a message each way at most. With variable
+sequence lengths a group of their shapes goes before messages.
 """
 
 from __future__ import annotations
@@ -36,13 +37,22 @@ def megatron_interleaved(schedule: Schedule, overlap: bool = True, shapes: bool 
     ranks, microbatches = schedule.ranks, schedule.microbatches
     if microbatches % ranks:
         raise ValueError(f"megatron-core's interleaved needs a multiple of {ranks} microbatches, the ranks; got {microbatches}")
-    rows = (tuple(_row(schedule, rank, overlap, shapes)) for rank in range(ranks))
-    return Traffic(schedule.name, schedule.placement, microbatches, tuple(rows))
+    return _traffic(schedule, [_exchanges(schedule, rank, overlap) for rank in range(ranks)], overlap, shapes)
 
 
-def _row(schedule: Schedule, rank: int, overlap: bool, shapes: bool) -> Iterator[Step]:
+def megatron_1f1b(schedule: Schedule, shapes: bool = False) -> Traffic:
+    """Traffic of a 1F1B schedule with one chunk per rank."""
+    return _traffic(schedule, [list(_steps(schedule, rank)) for rank in range(schedule.ranks)], False, shapes)
+
+
+def _traffic(schedule: Schedule, exchanges: list[list[_Exchange]], overlap: bool, shapes: bool) -> Traffic:
+    rows = (tuple(_row(schedule, rank, each, overlap, shapes)) for rank, each in enumerate(exchanges))
+    return Traffic(schedule.name, schedule.placement, schedule.microbatches, tuple(rows))
+
+
+def _row(schedule: Schedule, rank: int, exchanges: list[_Exchange], overlap: bool, shapes: bool) -> Iterator[Step]:
     sent: dict[Kind | _Passes, list[Message]] = {}  # by the pass, what the rank has not waited for
-    for done, following, waits_later in _exchanges(schedule, rank, overlap):
+    for done, following, waits_later in exchanges:
         for work in done:  # what it has waited for before holds up nothing
             yield from (Wait(post.message) for post in _posts(schedule, rank, (), (work,)))
             yield Compute(work)
@@ -72,6 +82,16 @@ def _exchanges(schedule: Schedule, rank: int, overlap: bool) -> list[_Exchange]:
     alternating = chain.from_iterable(zip(first[warm_up + 1 :], last[1:], strict=False))
     phases = (first[rank == 0 : warm_up + 1], [last[0], *alternating], last[steady + 1 :])
     return [(*step, number == 1 and steady > 0) for number, phase in enumerate(phases) for step in phase]
+
+
+def _steps(schedule: Schedule, rank: int) -> Iterator[_Exchange]:
+    """Exchanges of 1F1B: a send goes with a receive of the other direction, and by itself in warm-up and at the end."""
+    row: list[_Passes] = [(work,) for work in schedule.passes[rank]]
+    for done, following in pairwise([(), *row, ()]):
+        if done and following and done[0].kind is not following[0].kind:
+            yield done, following, False
+        else:
+            yield from ((*step, False) for step in ((done, ()), ((), following)) if step != ((), ()))
 
 
 def _posts(schedule: Schedule, rank: int, done: _Passes, following: _Passes) -> Iterator[Send | Receive]:

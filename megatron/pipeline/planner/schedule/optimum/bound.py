@@ -305,11 +305,13 @@ def lifespans(problem: Problem) -> list[Any]:
 
     The word is that of Qi et al., "Pipeline Parallelism with Controllable Memory", section 3.
     """
-    placement = problem.placement
-    seconds = {(line.stage, line.kind): line.seconds for line in lines(problem)}
-    hops = {line.stage: line.before[0][1] for line in lines(problem) if line.kind is Kind.F and line.before}
+    placement, every = problem.placement, lines(problem)
+    seconds = {(line.stage, line.kind): line.seconds for line in every}
+    hops = {(every[other].stage, line.stage): hop for line in every for other, hop in line.before}
     spans: list[Any] = []
     for stage in reversed(range(placement.depth)):
-        inner = seconds.get((stage, Kind.R), 0.0) if placement.is_last(stage) else spans[-1] + 2 * hops[stage + 1]
+        after = stage + 1
+        last = placement.is_last(stage)
+        inner = seconds.get((stage, Kind.R), 0.0) if last else hops[stage, after] + spans[-1] + hops[after, stage]
         spans.append(seconds[stage, Kind.F] + inner + seconds[stage, Kind.B])
     return spans[::-1]

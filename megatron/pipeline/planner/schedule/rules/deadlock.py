@@ -141,7 +141,7 @@ class TrafficNetwork(Network):
             if kind in nothing:
                 continue
             if lines and lines.posted:
-                lines.start_before(step, now)
+                now = lines.start_before(step, now)
             if kind is Send or kind is Receive:
                 if lines:
                     lines.posted.append(place)
@@ -169,7 +169,7 @@ class TrafficNetwork(Network):
             elif kind is Sync and lines:
                 lines.host = self.add(lines.host, now)
         if lines:
-            lines.start(now)
+            now = lines.start(now)
         self._row_ends.append(now)
 
     def hop(self, rank: int, step: Send | Receive) -> float:
@@ -256,12 +256,11 @@ class _Lines:
         self._last: dict[Hashable, int] = {}  # by communicator
         self._made: set[Hashable] = set()
 
-    def start_before(self, step: Step, now: int) -> None:
-        """Start what has been posted, if what is posted next is in no group with it."""
-        if not self._transport.grouped or self._transport.starts(step):
-            self.start(now)
+    def start_before(self, step: Step, now: int) -> int:
+        """Start what has been posted, if what is posted next is in no group with it; returns when the row goes on."""
+        return self.start(now) if not self._transport.grouped or self._transport.starts(step) else now
 
-    def start(self, now: int) -> None:
+    def start(self, now: int) -> int:
         network, rank, line = self._network, self._rank, self._transport.line
         assert line
         groups: dict[Hashable, list[int]] = {}  # places by communicator
@@ -275,16 +274,21 @@ class _Lines:
                 self._connect({(communicator, self._way(place)): place for place in places})
             now = network.add(now, self.host)
         for communicator, places in groups.items():
+            hop = max(network.hop(rank, self._row[place]) for place in places)
             done = begun = network.add(self._last.get(communicator, START), now)
+            if self._transport.holds:  # one place, since nothing is grouped
+                done = begun = network.add(begun, seconds=hop if type(self._row[places[0]]) is Send else 0.0)
+                now, hop = network.add(now, begun), 0.0
             for place in places:
                 done = network.add(done)
                 sender, receiver = self._way(place)
                 ends = network.ends(rank, ~receiver) if sender == rank else network.ends(~rank, sender)
                 ends.append((begun, done, (rank, place, False)))
-            network.seconds[done] = max(network.hop(rank, self._row[place]) for place in places)
+            network.seconds[done] = hop
             self._last[communicator] = done
             for place in places:
                 self.over[self._row[place].message] = done
+        return now
 
     def _way(self, place: int) -> tuple[int, int]:
         """The sender and the receiver of a post."""

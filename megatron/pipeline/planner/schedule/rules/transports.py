@@ -29,6 +29,8 @@ Sources of each transport:
   group "can be seen as progressing independently"; the group ends when all its operations have, and the next one starts then.
 - ``batched-direction``: groups as well, on one communicator for messages to higher ranks and one to lower, as our runtime has
   with ``--pipeline-p2p batched``.
+- ``queue``: a device that starts what it is given in order, messages and passes (``CUDA_DEVICE_MAX_CONNECTIONS=1``), so that a
+  rank computes no further until its earlier messages are over and its own send is out, and until its receive is at the device.
 
 **A cold start** adds what the first message needs. A communicator of two ranks is made when both hosts reach their first
 operation on it, and the first message between two ranks in a direction has both hosts make a connection. Both block the *host*,
@@ -54,6 +56,8 @@ class TransportModel:
         meaning: in a few words.
         line: from the sender and the receiver of a message to the communicator that it takes; None if posts block their row.
         grouped: whether posts in one line that nothing has started are one group.
+        holds: whether the row goes on after a post only once that is first in its line and, if it sends, the message is out: its
+            seconds are then those of the sender.
         made_by_pair: whether the two ranks of a communicator make it, at a cold start; otherwise all ranks make it before.
         starts: before which steps what has been posted starts, where posts are grouped.
     """
@@ -62,6 +66,7 @@ class TransportModel:
     meaning: str
     line: Callable[[int, int], Hashable] | None
     grouped: bool = False
+    holds: bool = False
     made_by_pair: bool = False
     starts: Callable[[Any], bool] = starts_posted
 
@@ -73,5 +78,6 @@ _ALL = (
     TransportModel("direction", "one communicator for each sender and receiver", lambda a, b: (a, b), made_by_pair=True),
     TransportModel("batched", "groups on one communicator for all ranks", lambda sender, receiver: "all", grouped=True),
     TransportModel("batched-direction", "groups on one communicator for each direction", lambda a, b: a < b, grouped=True),
+    TransportModel("queue", "messages and passes of a rank start in order", lambda sender, receiver: "all", holds=True),
 )
 TRANSPORTS = {each.name: each for each in _ALL}

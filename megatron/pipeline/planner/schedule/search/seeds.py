@@ -87,7 +87,7 @@ def block(instance: Instance, steps: tuple[float, ...], pause: float, lag: float
         if instance.mean_hops[DOWN, stage] < 0:
             now = 0.0
         offsets[DOWN, stage] = now
-        step = instance.mean_seconds[DOWN, stage] + max(0.0, instance.mean_hops[UP, stage])
+        step = instance.mean_seconds[DOWN, stage] + max(0.0, instance.mean_hops[DOWN, (stage + 1) % stages])
         turn = stage + 1 == stages or instance.home[stage + 1] == instance.home[stage]
         now += step if turn else max(step, steps[0 if 2 * stage < stages else 1] * unit)
     for stage in reversed(range(stages)):
@@ -97,7 +97,7 @@ def block(instance: Instance, steps: tuple[float, ...], pause: float, lag: float
         offsets[UP, stage] = now
         offsets[MID, stage] = now - instance.mean_seconds[MID, stage]
         offsets[POST, stage] = now + instance.mean_seconds[UP, stage] + lag
-        step = instance.mean_seconds[UP, stage] + max(0.0, instance.mean_hops[DOWN, stage])
+        step = instance.mean_seconds[UP, stage] + max(0.0, instance.mean_hops[UP, stage - 1])
         turn = stage == 0 or instance.home[stage - 1] == instance.home[stage]
         now += step if turn else max(step, steps[2 if 2 * stage >= stages else 3] * unit)
     return offsets
