@@ -45,8 +45,8 @@ class Taken(NamedTuple):
     """What an iteration took.
 
     Attributes:
-        ranks: seconds of their passes over those that costs predict: a batch with long microbatches counts as its loads say, where
-            it was planned for them.
+        ranks: seconds of their passes over those that costs predict: a batch with long microbatches counts as its loads say,
+            where it was planned for them.
         ways: by sender and receiver, the least seconds from the end of a pass until a message with its result was there, by their
             two clocks; and whether that was there before it was waited for: it may then have come earlier.
     """
