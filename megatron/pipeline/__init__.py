@@ -56,7 +56,8 @@ def install(schedule: str | Request = "zb-h1", costs: str | Path | None = None, 
         schedule: its name, a ``planning.Request``, ``file:PATH``, or ``stock`` for megatron-core's own.
         costs: a file that ``mpipe costs -o`` has written. Without it F, B and W take the same time, and the W of frozen weights
             none.
-        options: ``watchdog``, of ``session.own_loop.OwnLoop``; and those of ``runtime.pipeline.Pipeline``, such as ``measure``.
+        options: ``watchdog`` and ``watch``, of ``session.own_loop.OwnLoop``; and those of ``runtime.pipeline.Pipeline``, such as
+            ``measure``.
 
     Raises:
         TypeError: ``schedule`` is neither, or ``Pipeline`` has no such option.

@@ -110,6 +110,10 @@ class PipelineSettings:
     plan: str = _schedule("--pipeline-plan",
         "once, for equal microbatches; or every-batch: for the lengths of each batch's sequences, while the batch before it "
         "computes", [ONCE, EVERY_BATCH], ONCE)
+    watch: str | None = _add("--pipeline-watch",
+        "ranks and links that become slow: off; report: name them, with what they cost; replan: also plan for them while "
+        "training goes on, and swap the plan in. If not given, report where iterations are measured anyway, as by --metrics or "
+        "--pipeline-trace", ["off", "report", "replan"])
     costs_cache: str | None = _files("--pipeline-costs-cache",
         "file for the costs that --pipeline-costs profile measures; pipeline_costs.json in the directory of --save, else "
         "of --pipeline-trace, if not given", str, metavar="FILE")

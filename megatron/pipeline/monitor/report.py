@@ -15,7 +15,7 @@ import torch
 
 from megatron.pipeline.distributed.device import side_stream, this_device
 from megatron.pipeline.monitor.recorder import Record, Waited
-from megatron.pipeline.planner import Kind, Pass, Placement, Schedule, Timed, Timeline, ops
+from megatron.pipeline.planner import Kind, Pass, Placement, Planned, Schedule, Timed, Timeline, every_batch, ops
 
 _NONE = -1.0  # in place of a message: no more waits
 
@@ -27,10 +27,12 @@ class Report:
     Attributes:
         ranks: their records.
         schedule: that they ran.
+        loads: of its microbatches, where it was planned for them.
     """
 
     ranks: tuple[Record, ...]
     schedule: Schedule
+    loads: tuple[every_batch.Load, ...] = ()
 
     @property
     def timeline(self) -> Timeline:
@@ -131,17 +133,17 @@ class RecordFormat:
 
 
 def start_gathering(
-    record: Record, schedule: Schedule, formats: Sequence[RecordFormat], group: torch.distributed.ProcessGroup
+    record: Record, planned: Planned, formats: Sequence[RecordFormat], group: torch.distributed.ProcessGroup
 ) -> PendingReport:
     """Send this rank's record and post receives for the others': a collective that does not block.
 
     Args:
         record: of this rank.
-        schedule: of the recorded iteration.
-        formats: of all ranks, for the programs of that schedule.
+        planned: the recorded iteration.
+        formats: of all ranks, for its programs.
         group: the pipeline's; all ranks start gathering at the same place among its collectives.
     """
-    length = max(one.length for one in formats)
+    length, loads = max(one.length for one in formats), planned.problem.costs.loads
     numbers = formats[group.rank()].encode(record, length)
     device = this_device() if torch.distributed.get_backend(group) == "nccl" else torch.device("cpu")
     with side_stream(device):
@@ -153,7 +155,7 @@ def start_gathering(
         with side_stream(device):
             request.wait()
             rows = [numbers.tolist() for numbers in everyone]
-        return Report(tuple(one.decode(row) for one, row in zip(formats, rows, strict=True)), schedule)
+        return Report(tuple(one.decode(row) for one, row in zip(formats, rows, strict=True)), planned.schedule, loads)
 
     return PendingReport(receive)
 

@@ -70,7 +70,7 @@ class BackgroundPlanner:
         self._searches: deque[tuple[int, Planned, Coming]] = deque()  # under way, with the quick plans
 
     @cached_property
-    def _world(self) -> torch.distributed.ProcessGroup | None:
+    def world(self) -> torch.distributed.ProcessGroup | None:
         return new_group(range(torch.distributed.get_world_size()), backend="gloo")
 
     def start(self, request: Request, any_order: bool = False, used: Schedule | None = None) -> Future[bytes]:
@@ -87,7 +87,7 @@ class BackgroundPlanner:
         asked = None
         if torch.distributed.get_rank() == 0:
             asked = {number: self.start(request, used=(used or {}).get(number)) for number, request in requests.items()}
-        return Coming(asked, self._world)
+        return Coming(asked, self.world)
 
     def again(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> Coming:
         """Start planning at other costs, and within another limit, for every number of microbatches that is planned by now.

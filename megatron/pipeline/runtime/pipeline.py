@@ -249,7 +249,7 @@ class Pipeline:
         (recorder, plan), group = self._measured, parallel_state.get_pipeline_model_parallel_group()
         if plan is None:
             return gather_objects(recorder.record(), self.name, self.placement, group)
-        return start_gathering(recorder.record(), plan.schedule, _record_formats(plan), group)
+        return start_gathering(recorder.record(), plan, _record_formats(plan), group)
 
     def slowdown(self, report: Report) -> float | None:
         """The measured span of a report over the one that is simulated at this pipeline's costs; None without costs."""

@@ -6,8 +6,9 @@ import json
 import math
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.pipeline.model.description import shape_of
 
@@ -46,12 +47,14 @@ class Measured:
         span_bubble_rate: that of the span; None where iterations do not interlock.
         slowdown: the span over the simulated one; None where costs are not known in seconds.
         peak_activation_bytes: per rank.
+        slow: see ``Slow.fields``.
     """
 
     bubble_rate: float
     span_bubble_rate: float | None
     slowdown: float | None
     peak_activation_bytes: list[int]
+    slow: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Metrics:
@@ -80,6 +83,7 @@ class Metrics:
             "measured_over_simulated": measured.slowdown if measured else None,
             "tokens_per_second": tokens_per_second(self._seq_length, step.batch, step.seconds),
             "peak_activation_bytes": measured.peak_activation_bytes if measured else None,
+            **({"slow": measured.slow} if measured and measured.slow else {}),
         }
         try:
             self._file.write(json.dumps(record) + "\n")  # json writes floats as repr does

@@ -52,6 +52,7 @@ from megatron.pipeline.planner import (
 )
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.watch import MODES, Mode, watching
 from megatron.pipeline.session import checkpoint_failures
 from megatron.pipeline.session.call_watch import CallWatch
 from megatron.pipeline.session.last_rank import LastRank
@@ -70,15 +71,22 @@ class OwnLoop:
         schedule: its name, or a request, whose numbers of ranks and microbatches do not matter.
         costs: a file of costs, as ``mpipe costs -o`` writes it. Without costs all passes of a rank's share take 1, and W as much
             of it as its weights train.
+        watch: "report" or "replan" for slow ranks and links (``runtime.watch``), where all ranks of the world train together.
         options: of ``Pipeline``.
 
     Raises:
-        ValueError: there is no such schedule, or none that trains; a file cannot be read; or it is none for ``every_batch``.
+        ValueError: there is no such schedule, or none that trains; a file cannot be read; or it is none for ``every_batch``, or
+            for ``watch``.
         TypeError: ``Pipeline`` has no such option.
     """
 
     def __init__(
-        self, schedule: str | Request, costs: str | Path | None = None, watchdog: float | None = None, **options: Any
+        self,
+        schedule: str | Request,
+        costs: str | Path | None = None,
+        watchdog: float | None = None,
+        watch: Mode = "off",
+        **options: Any,
     ) -> None:
         # Ranks and microbatches are known with the first iteration.
         request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
@@ -95,7 +103,11 @@ class OwnLoop:
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
             request.facts.refuse(topics.EVERY_BATCH)
+        _check_watch(watch, request, bool(options.get("every_batch")))
+        if watch != "off":
+            options["measure"] = True
         self._request, self._options, self._watch = request, options, CallWatch(watchdog)
+        self._slow_of = cache(lambda pipeline: watching(pipeline, watch))
         self._said: set[str] = set()
         self._pipelines: dict[int, Pipeline] = {}
         self._checked: WeakSet[torch.nn.Module] = WeakSet()  # the first chunks of models that can train so
@@ -296,6 +308,10 @@ class OwnLoop:
         with self._watch.during(f"planning {counted(call.num_microbatches, 'microbatch')}"):
             pipeline.plans.plan(call.num_microbatches, call.forward_only)
         with self._watch.during(pipeline):
+            slow = None if call.forward_only else self._slow_of(pipeline)
+            for line in slow.step(pipeline.start_report()) if slow else ():
+                if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                    logging.getLogger(__name__).warning("%s", line.strip())
             reports = pipeline.run(call)
             if placement is not None:
                 self._last_rank = self._last_rank or LastRank(placement)
@@ -335,6 +351,17 @@ class OwnLoop:
         if self._trained is None or len(self._trained) != placement.depth:
             return (stage,) * placement.depth
         return [replace(stage, weight=stage.weight * trained) for trained in self._trained]
+
+
+def _check_watch(watch: Mode, request: Request, every_batch: bool) -> None:
+    """Raises:
+    ValueError: there is no such mode, or it does not go with the rest.
+    """
+    if watch not in MODES:
+        raise ValueError(f"install(watch={watch!r}): give {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}")
+    plan = "every-batch" if every_batch else "once"
+    facts = Facts(pipeline_watch=watch, pipeline_plan=plan, pipeline_schedule=request.schedule)
+    Facts(facts, offload=request.offload, pipeline_costs=request.costs).refuse(topics.WATCH)
 
 
 def _stages(config: TransformerConfig, placement: Placement, pattern: str | None = None) -> Sequence[Sequence[LayerType]]:

@@ -20,12 +20,15 @@ from megatron.pipeline.session.atomic import write_text
 logger = logging.getLogger(__name__)
 
 
-def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Report) -> None:
+def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Report, slow: Sequence[str] = ()) -> None:
     """Write the timeline of one iteration, and the one that its schedule has on paper.
 
     The planned timeline uses the costs that the run knows. If it knows none, it uses the pass times of this iteration and hops
     that take no time. Its memory is always this iteration's. ``bubble_rate`` is what the log says at the start: at the
     known costs, or at equal ones.
+
+    Args:
+        slow: sentences on ranks and links that are slow.
     """
     schedule, measured = report.schedule, measured_costs([report], report)
     planned = simulate(schedule, pipeline.plans.costs or measured)
@@ -42,6 +45,7 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
         "timeline": json.loads(report.timeline.to_json()),
         "waits": waits,
         "memory": report.memory,
+        "slow": list(slow),
         "planned": {
             "costs": "of all iterations" if pipeline.plans.costs else "of this iteration",
             "bubble_rate": at_start.bubble_rate,
@@ -49,7 +53,8 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
             "memory": memory,
         },
     }
-    measured_trace = view.to_trace(report.timeline, schedule, memory=report.memory, waits=waits, name="measured")
+    name = "; ".join(["measured", *slow])
+    measured_trace = view.to_trace(report.timeline, schedule, memory=report.memory, waits=waits, name=name)
     planned_trace = view.to_trace(planned, schedule, memory=memory, name="planned", process=1)
     record |= measured_trace | {"traceEvents": measured_trace["traceEvents"] + planned_trace["traceEvents"]}
     path = trace_of(directory, iteration)
@@ -78,6 +83,7 @@ def draw_last_trace(directory: str) -> Path | None:
     record = json.loads(text)
     costs = "the run's costs" if record["planned"]["costs"] == "of all iterations" else "this iteration's pass times, free hops"
     planned, measured = f"{record['schedule']}, planned at {costs}", f"measured in iteration {record['iteration']}"
+    measured = "\n".join([measured, *record.get("slow", [])])
     try:
         view.draw(
             {planned: Timeline.from_json(json.dumps(record["planned"])), measured: Timeline.from_json(text)},

@@ -184,6 +184,20 @@ VOCABULARY = (
     Row("layer_redistribution", "vocab_parallel",
         "makes up for vocabulary layers on the first and the last stage, and {other} leaves none there"),
 )  # fmt: skip
+WATCH = (
+    Row("pipeline_watch=replan", "pipeline_plan=every-batch", "plans for what is slow, and {other} for lengths",
+        "take --pipeline-watch report"),
+    Row("pipeline_watch=replan", "post_validation",
+        "swaps plans between two iterations, and {other} begins one within the one before", "take --pipeline-watch report"),
+    Row("pipeline_watch=replan", "offload", "needs to know what copies take", "add --offload-profile, or --pipeline-costs FILE",
+        when=lambda to: not (to.pipeline_costs or to.offload_profile)),
+    Row("pipeline_watch=replan", "pipeline_schedule", "plans again, and {other} is one order",
+        "take a family's schedule, or --pipeline-watch report",
+        when=lambda to: to.pipeline_schedule == "stock" or str(to.pipeline_schedule).startswith("file:")),
+    Row("pipeline_watch=report | pipeline_watch=replan", "rehearse", "times ranks that run side by side, and {other} has them in "
+        "turns"),
+    Row("pipeline_watch=report", "pipeline_schedule=stock", "reads what schedules of ours record"),
+)  # fmt: skip
 FLAGS = (
     Row("recompute_fused_backward", "no recompute_granularity", "needs --recompute-granularity full or selective",
         "give one, or leave {flag} out"),
@@ -192,6 +206,7 @@ FLAGS = (
     Row("pipeline_plan=every-batch", "post_validation",
         "swaps plans between two iterations, and {other} begins one within the one before"),
     Row("pipeline_plan=every-batch", "rehearse", "swaps plans for lengths, and {other} has batches of equal ones"),
+    *WATCH,
     Row("pipeline_packing", "pipeline_schedule=stock", "packs for schedules of ours", "take one, or leave {flag} out"),
     Row("pipeline_packing", "no sft", "packs sequences of --sft, which is not given", "give it, or leave {flag} out",
         when=lambda to: not to.dataloader_inter_document_masking),

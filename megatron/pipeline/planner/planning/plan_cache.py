@@ -20,7 +20,7 @@ from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.boundary import buckets
-from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, Costs
+from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, Costs, MemoryUnit
 from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.names import FILE, STOCK, counted
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
@@ -96,6 +96,11 @@ class PlanCache:
     def made(self) -> dict[tuple[int, bool], Planned]:
         """Those that exist by now, by the number of microbatches and whether they are forwards alone."""
         return dict(self._made)
+
+    @property
+    def memory_limit(self) -> float | Sequence[float] | None:
+        """The most activation memory that a rank may hold, in the unit of ``planned_costs``; None for what the family keeps."""
+        return self._request.memory_limit
 
     @property
     def planned(self) -> dict[int, Schedule]:
@@ -224,6 +229,7 @@ class PlanCache:
     def _at(self, microbatches: int, costs: Costs | None, limit: float | Sequence[float] | None) -> Request:
         """The request for a number of microbatches, at other costs and another limit."""
         mode, host_limit, beside = self.offload, None, self._request.beside
+        in_bytes = costs and (self.costs or costs.unit is MemoryUnit.BYTES)
         if self._host_bytes is not None and mode:  # a limit in bytes cannot be kept before costs are in bytes
             mode, host_limit = (mode, self._host_bytes / ROUNDED_UP) if costs else (None, None)
         return replace(
@@ -234,7 +240,7 @@ class PlanCache:
             vocabulary=self.vocabulary,
             offload=mode,
             host_limit=host_limit,
-            beside=partial(beside, in_bytes=True) if costs and callable(beside) else beside,
+            beside=partial(beside, in_bytes=True) if in_bytes and callable(beside) else beside,
         )
 
     def _problem(self, microbatches: int, costs: Costs | None, limit: float | Sequence[float] | None) -> Problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -222,6 +222,21 @@ class Costs:
         work = sum(stage.total + stage.recompute * more for stage, more in zip(self.stages, again, strict=True))
         moved = sum(stage.moved(more) for stage, more in zip(self.stages, again, strict=True))
         return moved * (self.copies.to_host + self.copies.to_device) / work if work else 0.0
+
+    def slowed(self, placement: Placement, ranks: Mapping[int, float], links: Mapping[tuple[int, int], float]) -> Costs:
+        """The costs where some ranks and links are slow.
+
+        Args:
+            ranks: how many times as long passes of their stages take.
+            links: by sender and receiver, seconds that a message takes longer.
+        """
+        homes = [placement.home(stage)[0] for stage in range(placement.depth)]
+        times = [ranks.get(home, 1.0) for home in homes]
+        stages = [stage.times(Load(more, more, more)) for stage, more in zip(self.stages, times, strict=True)]
+        before = {(link.sender, link.receiver): link for link in self.links}
+        slow = [before.get(way, LinkCosts(*way, self.hop)) for way in links]
+        slow = [link._replace(latency=link.latency + more) for link, more in zip(slow, links.values(), strict=True)]
+        return replace(self, stages=tuple(stages), links=link_costs.joined(self.links, slow))
 
     @property
     def exchange(self) -> float:

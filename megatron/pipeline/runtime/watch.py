@@ -1,0 +1,212 @@
+"""Slow ranks and links of a training, found from what it records anyway, and planned for while it goes on.
+
+The first rank of each pipeline measures. One small sum over all ranks an iteration, for which no host waits, has the largest of
+what pipelines measure: every rank comes to the same verdict, one iteration later. With ``replan`` the schedules are planned
+again, beside training, for what is slow, and those of before come back with it. Orders of microbatches, and so the training's
+numbers, stay; so do costs and limits.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.pipeline.monitor import slow
+from megatron.pipeline.monitor.cost_profile import measured_costs, with_sizes
+from megatron.pipeline.monitor.report import PendingReport, Report
+from megatron.pipeline.planner import Costs, Planned, Schedule, simulate
+from megatron.pipeline.runtime.background import Coming
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.profiling import TIMED
+
+Mode: TypeAlias = Literal["off", "report", "replan"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+_UNKNOWN = -1.0
+
+
+class Slow(NamedTuple):
+    """A rank or a link that is slow.
+
+    Attributes:
+        ranks: of the world: the rank, or both of the link.
+        hosts: theirs.
+        seconds: of an iteration as usual.
+        verdict: how slow it is.
+    """
+
+    thing: slow.Thing
+    ranks: list[int]
+    hosts: list[str]
+    seconds: float
+    verdict: slow.Verdict
+
+    @property
+    def name(self) -> str:
+        return _name(self.thing)
+
+    def fields(self) -> dict[str, Any]:
+        """As metrics have it."""
+        there, back = self.verdict.excess
+        much = {"times": 1 + there} if isinstance(self.thing, int) else {"message_ms": [1e3 * there, 1e3 * back]}
+        cost = {"iteration_ms": 1e3 * self.seconds * self.verdict.share, "share": self.verdict.share}
+        return {"what": self.name, "ranks": self.ranks, "hosts": self.hosts} | much | cost
+
+    def __str__(self) -> str:
+        there, back = self.verdict.excess
+        whose = " and ".join(f"global rank {rank} on {host}" for rank, host in zip(self.ranks, self.hosts, strict=True))
+        how = f"a message takes {1e3 * there:.3g} ms more there and {1e3 * back:.3g} ms more back"
+        how = f"its passes take {1 + there:.3g} times as long" if isinstance(self.thing, int) else how
+        cost = f"{1e3 * self.seconds * self.verdict.share:.3g} ms of an iteration ({self.verdict.share:.1%})"
+        return f"{self.name} is slow ({whose}): {how}, which costs {cost}"
+
+
+class Watch:
+    """Finds what is slow in the pipelines of a training. All ranks of the world make and ask it together.
+
+    Args:
+        pipeline: one that measures.
+        replans: whether schedules are planned again for what is slow.
+
+    Attributes:
+        slow: the same on all ranks.
+    """
+
+    def __init__(self, pipeline: Pipeline, replans: bool) -> None:
+        self._pipeline, self._replans = pipeline, replans
+        self._things = slow.things(pipeline.placement.ranks)
+        self._measures = parallel_state.get_pipeline_model_parallel_rank() == 0 or torch.distributed.get_rank() == 0
+        self._summed: tuple[torch.Tensor, list[float], Any] | None = None  # of the iteration before
+        self._usual: dict[int, Planned] = {}  # by number of microbatches, while others are in their place
+        self._coming: Coming | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """Nothing is known, as before the first iteration."""
+        self._known, self._assumed = self._pipeline.plans.costs, self._pipeline.plans.planned_costs
+        self._gauge = slow.Gauge(self._pipeline.placement.ranks)
+        self._verdicts = {thing: slow.Verdict() for thing in self._things}
+        self._reports: list[Report] = []  # for costs, where none are known
+        self._costs = self._known
+        self._asks = False  # whether what is slow is other than what was planned for
+        self.slow: dict[slow.Thing, Slow] = {}
+
+    def step(self, pending: PendingReport | None) -> list[str]:
+        """Take the report of an iteration, and between two of them swap plans; returns lines for the log, on all ranks.
+
+        Args:
+            pending: waited for on the first rank of the pipeline; None counts for nothing.
+        """
+        if self._pipeline.plans.costs is not self._known:  # measured and planned again meanwhile
+            self._start()
+        mine = self._measured(pending.wait()) if pending and self._measures else [_UNKNOWN] * (1 + 3 * len(self._things))
+        largest = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        world, largest_of = self._pipeline.background.world, torch.distributed.ReduceOp.MAX
+        before, work = self._summed, torch.distributed.all_reduce(largest, largest_of, group=world, async_op=True)
+        self._summed = largest, mine, work
+        lines = self._judged(*before) if before else []
+        return lines + (self._planned() if self._replans else [])
+
+    def _measured(self, report: Report) -> list[float]:
+        """Seconds of an iteration as usual, and of every thing its share of them and ``Excess``."""
+        taken = slow.taken(report, self._assumed)
+        found = self._gauge.excess(taken, {thing: one.verdict.excess for thing, one in self.slow.items()})
+        if self._costs is None and found:
+            measured = with_sizes(measured_costs(self._reports, report), self._assumed)
+            self._costs = replace(measured, hop=self._gauge.hop)
+        elif not found:
+            self._reports = [*self._reports, report][-TIMED:]
+        seconds, shares = slow.added(self._costs, self._schedule(report), found) if self._costs and found else (_UNKNOWN, {})
+        self._gauge.learn(taken, {*self.slow, *(thing for thing, share in shares.items() if share > slow.LEAVE)})
+        numbers = [(shares[thing], *found[thing]) if thing in shares else [_UNKNOWN] * 3 for thing in self._things]
+        return [seconds, *(each for row in numbers for each in row)]
+
+    def _schedule(self, report: Report) -> Schedule:
+        """What an iteration would have run as usual."""
+        count = report.schedule.microbatches
+        planned = {number: plan.schedule for number, plan in self._usual.items()} or self._pipeline.plans.planned
+        return planned.get(count, report.schedule)
+
+    def _judged(self, largest: torch.Tensor, mine: list[float], work: Any) -> list[str]:
+        """What has changed, in words."""
+        work.wait()
+        seconds, *numbers = largest.tolist()
+        changed = []
+        for place, thing in enumerate(self._things):
+            share, *excess = numbers[3 * place : 3 * place + 3]
+            if share != _UNKNOWN and self._verdicts[thing].take(share, slow.Excess(*excess)):
+                changed.append(place)
+        if not changed:
+            return []
+        pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        self._asks, own = True, (socket.gethostname(), pipeline, mine[1:])
+        everyone = [own] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, own, group=self._pipeline.background.world)
+        return [self._line(place, everyone, seconds) for place in changed]
+
+    def _line(self, place: int, everyone: list[Any], seconds: float) -> str:
+        thing = self._things[place]
+        if not self._verdicts[thing].share:
+            del self.slow[thing]
+            return f" {_name(thing)} is as usual again"
+        pipeline = max(everyone, key=lambda one: one[2][3 * place])[1]  # where it costs most
+        ranks = [pipeline[rank] for rank in ([thing] if isinstance(thing, int) else thing)]
+        self.slow[thing] = Slow(thing, ranks, [everyone[rank][0] for rank in ranks], seconds, self._verdicts[thing])
+        return f" WARNING: {self.slow[thing]}"
+
+    def _planned(self) -> list[str]:
+        """Ask for plans, or adopt those that are there; the same on all ranks."""
+        plans, found = self._pipeline.plans, self._coming.take() if self._coming else None
+        if found is not None:
+            self._coming = None
+            return [] if self._asks else self._adopted(found)  # if something else is slow by now, they are not for that
+        if self._coming or not self._asks:
+            return []
+        self._asks = False
+        if self.slow:
+            self._coming = self._pipeline.background.again(self._slow_costs(), plans.memory_limit)
+            return []
+        usual, self._usual = self._usual, {}
+        plans.adopt(usual)
+        return [f" {self._pipeline.name} runs in its usual order again"] if usual else []
+
+    def _slow_costs(self) -> Costs:
+        """With what is slow. Those of rank 0 of the world count, which plans."""
+        [schedule, *_] = self._pipeline.plans.planned.values()
+        found = {thing: one.verdict.excess for thing, one in self.slow.items()}
+        return slow.slowed(self._costs or self._assumed, schedule, found)
+
+    def _adopted(self, found: dict[int, Planned] | Exception) -> list[str]:
+        plans = self._pipeline.plans
+        before = {number: plan for (number, forward_only), plan in plans.made.items() if not forward_only}
+        try:
+            if isinstance(found, Exception):
+                raise found
+            plans.adopt(found)
+        except Exception as wrong:  # the training goes on, and says so
+            return [f" WARNING: {self._pipeline.name} keeps its plans: {wrong}"]
+        self._pipeline.agree()
+        before = {number: before[number] for number in found}
+        self._usual = before | self._usual
+        return [
+            f" {self._pipeline.name} planned for what is slow in {plan.seconds or 0:.2g} s for {number} microbatches: "
+            f"{1e3 * simulate(before[number].schedule, plan.problem.costs).makespan:.4g} -> {1e3 * plan.timeline.makespan:.4g} ms"
+            for number, plan in found.items()
+        ]
+
+
+def _name(thing: slow.Thing) -> str:
+    return f"rank {thing}" if isinstance(thing, int) else f"link {thing[0]}-{thing[1]}"
+
+
+def watching(pipeline: Pipeline, mode: str | None) -> Watch | None:
+    """A watch, if there is something to watch.
+
+    Args:
+        mode: None for ``report`` where the pipeline measures anyway: what it reads then costs nothing more.
+    """
+    watches = pipeline.measures if mode is None else mode != "off"
+    return Watch(pipeline, mode == "replan") if watches and not pipeline.is_stock and pipeline.placement.ranks > 1 else None

@@ -1,0 +1,102 @@
+"""What tests/runtime/test_watch.py runs on the pool: trainings over a link that is slow for a while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import tiny_gpt
+from runtime.batches import on_time
+
+from megatron.pipeline.planner.planning.aside import PlanningProcess
+from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.p2p import Channels
+from megatron.pipeline.session.reports import Reports
+
+
+class Trained(NamedTuple):
+    """Of a rank.
+
+    Attributes:
+        steps: losses and norms.
+        lines: for the log.
+        slow: of every iteration, the fields that metrics have.
+        orders: of every iteration, a number for the order of passes.
+    """
+
+    steps: list[tuple[float | None, float]]
+    lines: list[str]
+    slow: list[list[dict[str, Any]]]
+    orders: list[int]
+
+
+class SlowGroup:
+    """A process group whose messages leave later; the sender goes on."""
+
+    def __init__(self, group: Any, seconds: float, thread: ThreadPoolExecutor) -> None:
+        self._group, self._seconds, self._thread = group, seconds, thread
+
+    def send(self, *given: Any) -> Any:
+        due, numbers = time.monotonic() + self._seconds, given
+
+        def later() -> Any:
+            time.sleep(max(0.0, due - time.monotonic()))
+            self._group.send(*numbers).wait()
+
+        sent = self._thread.submit(later)
+        return type("Work", (), {"wait": lambda _: sent.result(), "is_completed": lambda _: sent.done()})()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+@contextmanager
+def slow_link(link: tuple[int, int], seconds: list[float]) -> Iterator[None]:
+    """Messages between two ranks take so many seconds more, both ways.
+
+    Args:
+        seconds: one number, which may change.
+    """
+    group = Channels.group
+
+    def slow(channels: Channels, sender: int, receiver: int) -> Any:
+        real = group(channels, sender, receiver)
+        if seconds[0] and {sender, receiver} == set(link) and channels.rank == sender:
+            return SlowGroup(real, seconds[0], threads[receiver > sender])
+        return real
+
+    with ThreadPoolExecutor(1) as up, ThreadPoolExecutor(1) as down, patch.object(Channels, "group", slow):
+        threads = (down, up)
+        yield
+
+
+def train(
+    schedule: str, mode: str, periods: tuple[int, int, int] = (9, 9, 15), seconds: float = 0.03, flags: str = ""
+) -> Trained:
+    """Train as usual, then with a slow link 1-2, then as usual again: so many iterations of each."""
+    run = tiny_gpt.Run(schedule, pp=4, microbatches=8, flags=("--num-layers", "8", "--pipeline-watch", mode, *flags.split()))
+    reports = Reports(run.args, run.pipeline)
+    more, found = [0.0], Trained([], [], [], [])
+    orders: list[Any] = []
+    compute = Executor._compute
+
+    def computing(*given: Any) -> None:
+        time.sleep(0.004)  # longer than what other processes take from a pass
+        compute(*given)
+
+    computing_longer = patch.object(Executor, "_compute", computing)
+    with slow_link((1, 2), more), patch.object(PlanningProcess, "plan", on_time), computing_longer:
+        for iteration in range(sum(periods)):
+            more[0] = seconds if periods[0] <= iteration < periods[0] + periods[1] else 0.0
+            order = run.pipeline.plans.plan(8).schedule.passes
+            orders += [] if order in orders else [order]
+            found.orders.append(orders.index(order))
+            found.steps.append(run.step(iteration))
+            measured = reports.measured(iteration + 1, run.pipeline.start_report(), wanted=True)
+            found.slow.append(measured.slow if measured else [])
+            found.lines.extend(reports.use(iteration + 1))
+    return found
