@@ -86,9 +86,11 @@ class Megatron:
 
     Attributes:
         split: costs of the stages of a placement, where they are not equal shares; and what this split is called.
+        expected: the costs that ours plans with, of those that a placement's stages have; the same by default.
     """
 
     split: tuple[Callable[[Placement], Costs], str] | None = None
+    expected: Callable[[Costs, Placement], Costs] = staticmethod(lambda costs, _: costs)
 
     def __init__(self, seconds: Sequence[float], microbatches: int, sleeper: Sleeper) -> None:
         self.microbatches, self.sleeper, self._seconds = microbatches, sleeper, seconds
@@ -175,7 +177,9 @@ class Megatron:
         """
         wanted, _, posting = name.partition("/")
         family, _, memory = wanted.partition("@")
-        costs, limit = self.costs(families.placement(family, self.ranks)), float(memory) * self.ranks if memory else None
+        placement = families.placement(family, self.ranks)
+        costs = self.expected(self.costs(placement), placement)
+        limit = float(memory) * self.ranks if memory else None
         goal = Objective.MAKESPAN
         # Every rank plans: a plan depends on nothing but its request.
         request = planning.Request(family, self.ranks, self.microbatches, costs, memory_limit=limit, objective=goal)

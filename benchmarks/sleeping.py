@@ -46,17 +46,21 @@ class Sleeper:
     What a runtime calls to run a pass is wrapped in ``step``. Within a step stages ``occupy`` the device; the step returns
     without waiting for that. A pass begins with its step, so the host's work within it is part of the pass, as it is in every
     measured cost, or when the pass before it ends. What others get has been computed: see ``precede_communication``.
+
+    Attributes:
+        slower: how many times as long as planned its passes take.
     """
 
     def __init__(self) -> None:
         self.passes: list[Interval] = []
+        self.slower = 1.0
         self._steps = False  # whether a step runs now
         self._free = 0.0  # when the passes so far end
 
     def occupy(self, seconds: float) -> None:
         """Take a pass's time; outside of a step now."""
         start = self._free if self._steps else self.free
-        self._free = start + seconds
+        self._free = start + seconds * self.slower
         if not self._steps:
             self.passes.append(Interval(start, self._free))
 
@@ -99,6 +103,71 @@ class Sleeper:
                 return call(group, *args)
 
             setattr(torch.distributed.ProcessGroup, name, call_with_what_is_there)
+
+
+class _Late:
+    """Requests of a message that is late, and of the time at which it is there.
+
+    Args:
+        due: says when, of the clock of ``Interval``, once the requests are over.
+    """
+
+    def __init__(self, requests: Sequence[Any], due: Callable[[], float]) -> None:
+        self._requests, self._due = requests, due
+
+    def wait(self) -> bool:
+        for request in self._requests:
+            request.wait()
+        time.sleep(max(0.0, self._due() - time.monotonic()))
+        return True
+
+
+class SlowLinks:
+    """Links whose messages are there later than they are; what else ranks do goes on.
+
+    A message goes with another one that says when it is there. Process groups number ranks as the world does.
+
+    Args:
+        pairs: the two ranks of each link.
+        holds: what a message on its way holds. ``nothing``; ``sender``: its send is over when it is there, as NCCL's are, which a
+            runtime may wait for or not; ``link``: also, of messages in one direction each has to be there before the next one
+            leaves.
+
+    Attributes:
+        delay: seconds of every message.
+    """
+
+    HOLDS = ("nothing", "sender", "link")
+
+    def __init__(self, pairs: Sequence[Sequence[int]], holds: str, sleeper: Sleeper) -> None:
+        self.delay = 0.0
+        self._pairs, self._holds, self._sleeper = {frozenset(pair) for pair in pairs}, holds, sleeper
+        self._due: dict[int, float] = {}  # of the last message to a rank
+        for name, late in (("send", self._send), ("recv", self._receive)):
+            setattr(torch.distributed.ProcessGroup, name, self._of(late, getattr(torch.distributed.ProcessGroup, name)))
+
+    def _of(self, late: Callable[..., _Late], call: Callable[..., Any]) -> Callable[..., Any]:
+        def choose(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+            slow = self.delay and frozenset((group.rank(), peer)) in self._pairs
+            return late(call, group, tensors, peer, tag) if slow else call(group, tensors, peer, tag)
+
+        return choose
+
+    def _send(self, call: Callable[..., Any], group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> _Late:
+        self._sleeper.synchronize()
+        leaves = time.monotonic()
+        if self._holds == "link":
+            leaves = max(leaves, self._due.get(peer, 0.0))
+        self._due[peer] = due = leaves + self.delay
+        says = torch.tensor([due], dtype=torch.float64)
+        requests = call(group, [says], peer, tag + 1), call(group, tensors, peer, tag)
+        return _Late(requests, lambda: 0.0 if self._holds == "nothing" else due)
+
+    @staticmethod
+    def _receive(call: Callable[..., Any], group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> _Late:
+        says = torch.zeros(1, dtype=torch.float64)
+        requests = call(group, [says], peer, tag + 1), call(group, tensors, peer, tag)
+        return _Late(requests, says.item)
 
 
 class _Sleep(torch.autograd.Function):
