@@ -36,17 +36,7 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
     """
     rows = data.get("stages") if isinstance(data, dict) else None
-    known = {
-        "unit",
-        "stages",
-        "vocabulary",
-        "copies",
-        *_SHARED,
-        "at_once",
-        "loads",
-        "links",
-        "of",
-    }  # of: of which training; no cost
+    known = {"unit", "stages", "vocabulary", "copies", *_SHARED, "at_once", "loads", "links", "of"}  # of: no cost
     if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
         raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
     stages = []
