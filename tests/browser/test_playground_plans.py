@@ -76,6 +76,16 @@ def test_what_is_typed_is_planned(opened: Opened) -> None:
         opened.shows(expected["passes"])
 
 
+def test_slow_links_and_ranks_that_are_typed_are_planned(opened: Opened) -> None:
+    opened.go({"schedule": "zb-h1"})
+    opened.page.get_by_label("links", exact=True).fill("1-2=3,2to3=2")
+    opened.page.get_by_label("slow ranks").fill("2=1.5")
+    opened.ready()
+    opened.shows(planned(schedule="zb-h1", cost="F=1,B=1.2,W=0.8,comm=0.05,comm[1-2]=3,comm[2to3]=2", slow="2=1.5")["passes"])
+    opened.page.get_by_label("slow ranks").fill("2=fast")
+    expect(opened.page.get_by_text("is not ranks and how many times as long they take")).to_be_visible()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -131,6 +131,12 @@ def cost_flags() -> Parser:
         "of its activations, or bytes such as 20GiB",
     )
     flags.add_argument(
+        "--slow",
+        type=slow_ranks,
+        metavar="RANK=TIMES[,..]",
+        help="ranks whose passes take that many times as long as the costs say, such as 2=1.3",
+    )
+    flags.add_argument(
         "--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches, or as --costs says"
     )
     return flags
@@ -285,6 +291,14 @@ def numbers(*names: str) -> Callable[[str], written_costs.Numbers]:
             raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
     return parse
+
+
+def slow_ranks(text: str) -> dict[int, float]:
+    """An argument type for ``2=1.3,5=1.1``."""
+    try:
+        return written_costs.read_slow(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def limit(text: str) -> float:

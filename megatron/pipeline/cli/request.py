@@ -157,6 +157,7 @@ def _facts(options: Namespace) -> Facts:
     names = (given.cost or {}).keys()
     for fact, group in _COSTS.items():
         given[fact] = " ".join(f"--cost {name}=.." for name in sorted(names & group))
+    given["slow"] = given.slow and ",".join(f"{rank}={times:g}" for rank, times in given.slow.items())
     given["copy_costs"] = given.copy_costs or ("--copy" if given["copy"] else None)
     return given
 

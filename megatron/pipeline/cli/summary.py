@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -69,8 +69,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
             f"{share:.0%} of the {found['communication']:g} that a rank spends in all-to-alls (mean); {found['braids']} braids"
         )
         add("exposed", found["exposed"], words)
-    if "offload" in data:
-        rows += _offloaded(data, unit)
+    rows += _links(data["costs"]) + (_offloaded(data, unit) if "offload" in data else [])
     if limit is not None and "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - SLACK):
         why = "cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is"
         add("limit", unit.number(limit), f"{why} {unit.amount(data['sustaining_limit'])}")
@@ -80,6 +79,18 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     title = f"{data['schedule']}: {counted(data['pp'], 'rank')}{chunks}, {counted(data['microbatches'], 'microbatch')}{spread}"
     table = "\n".join(f"  {name:<12}{value:>{wide}}  {meaning}" for name, value, meaning in rows)
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
+
+
+def _links(costs: dict[str, float]) -> list[tuple[str, str, str]]:
+    """Line of a report about links that differ."""
+    links = {name[5:-1]: seconds for name, seconds in costs.items() if name.startswith("comm[")}
+    words = f"whose messages do not take {costs['comm']:g}: {said_links(links)}"
+    return [("links", str(len(links)), words)] if links else []
+
+
+def said_links(links: Mapping[str, float]) -> str:
+    """Seconds of messages over single links, by name, as text."""
+    return ", ".join(f"{name} takes {seconds:g}" for name, seconds in links.items())
 
 
 def _period(data: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -20,6 +20,7 @@ from megatron.pipeline.planner.schedule.core.costs import (
     uniform,
 )
 from megatron.pipeline.planner.schedule.core.costs_fields import COST_RANGE, MOST_LAYERS, is_cost, is_layers
+from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.stage_costs import COST_FIELDS, PARTS, CostField, CostOf
@@ -33,6 +34,7 @@ _OF_STAGES = (CostOf.STAGE, CostOf.BETWEEN)
 MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
 SPREAD = tuple(field.name for field in fields(VocabularyCosts) if field.name != "ranks")
+_SLOWEST = 0.01, 1000.0  # how many times as long a rank may take
 SHARED = tuple(field.name for field in fields(CopyCosts) if field.name not in ("to_host", "to_device"))
 
 
@@ -44,8 +46,9 @@ class CostFlags:
         cost, activation, vocab_cost: one rank's share of one microbatch, by ``TIMES``, ``MEMORY`` and ``SPREAD``.
         copy: how copies disturb each other, by ``SHARED``.
         first_stage, last_stage: what is added to the first and the last stage, by ``EXTRA``.
-        costs: of every stage, in place of ``cost``, ``activation``, ``first_stage`` and ``last_stage``.
+        costs: of every stage, in place of ``cost`` but for single links, ``activation``, ``first_stage`` and ``last_stage``.
         boundary: what a rank does between two iterations, ``RS`` and ``AG``, also on top of ``costs``.
+        slow: by rank, how many times as long its passes take, on top of all others.
     """
 
     cost: Numbers | None = None
@@ -56,6 +59,7 @@ class CostFlags:
     copy: Numbers | None = None
     costs: Costs | None = None
     boundary: Numbers | None = None
+    slow: Mapping[int, float] | None = None
 
 
 def named_times() -> str:
@@ -110,9 +114,9 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     file = file or {}
     if flags.costs:
         for flag in ("cost", "activation", "first_stage", "last_stage"):
-            if getattr(flags, flag):
+            if getattr(flags, flag) and not (flag == "cost" and all(map(_link, flags.cost or ()))):
                 raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
-        costs = cutting.of_depth(flags.costs, placement.depth)
+        costs = _set(cutting.of_depth(flags.costs, placement.depth), placement, flags.cost or {}, None)
     elif file.get("stage_costs") is not None:
         costs = Costs.from_fields(file["stage_costs"])
         costs.check_placement(placement)
@@ -135,7 +139,49 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
         costs = replace(costs, vocabulary=VocabularyCosts(**({"S": EQUAL_SHARDS.S, "T": EQUAL_SHARDS.T} | spread)))
     if flags.boundary:
         costs = _set(costs, placement, flags.boundary, None)
-    return taking_time(_with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {}))
+    costs = _with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {})
+    return taking_time(slowed(costs, placement, flags.slow or {}))
+
+
+def slowed(costs: Costs, placement: Placement, slow: Mapping[int, float]) -> Costs:
+    """Costs where all stages of some ranks take longer, or shorter: F, B, W and their parts, and steps between iterations.
+
+    Args:
+        slow: by rank, how many times as long.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+    stages = list(costs.stages)
+    for rank, times in slow.items():
+        if rank >= placement.ranks:
+            raise ValueError(f"--slow {rank}={times:g}: there is no rank {rank}; the ranks are 0 to {placement.ranks - 1}")
+        for stage in placement.stages[rank]:
+            longer = stages[stage].times(Load(times, times, times))
+            stages[stage] = replace(longer, step=None if longer.step is None else times * longer.step)
+    return replace(costs, stages=tuple(stages))
+
+
+def read_slow(text: str) -> dict[int, float]:
+    """Factors by rank from ``2=1.3,5=1.1``.
+
+    Raises:
+        ValueError: it says something else, or a rank twice.
+    """
+    found: dict[int, float] = {}
+    for item in text.split(","):
+        rank, _, times = (part.strip() for part in item.partition("="))
+        try:
+            number, factor = int(rank), float(times)
+        except ValueError:
+            number, factor = -1, 0.0
+        if number < 0 or number in found or not _SLOWEST[0] <= factor <= _SLOWEST[1]:
+            raise ValueError(
+                f"{text!r}: expected each rank at most once, with how many times as long its passes take, from {_SLOWEST[0]:g} "
+                f"to {_SLOWEST[1]:g}, as in 2=1.3 or 2=1.3,5=1.1"
+            )
+        found[number] = factor
+    return found
 
 
 def taking_time(costs: Costs) -> Costs:
@@ -173,7 +219,7 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
         for field in COST_FIELDS
         if _is_written(field, costs)
     }
-    times |= {f"comm[{name}]": sum(seconds) for name, seconds in link_costs.written(costs.links).items()}
+    times |= {f"comm[{name}]": seconds for name, seconds in costs.seconds_of_links.items()}
     held = {"B": share("activation"), "W": share("retained")}
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")

@@ -34,7 +34,7 @@ Query: TypeAlias = tuple[tuple[str, str], ...]  # names and values, in the order
 FLAGS = (
     *("schedule", "pp", "microbatches", "chunks", "splits", "group", "cost", "activation", "first-stage", "last-stage"),
     *("vocab-cost", "vocab-parallel", "copy", "offload", "host-memory-limit", "memory-limit", "objective"),
-    *("recompute", "fuse", "overlap-experts", "costs", "replicas", "grad-bytes", "param-bytes", "replica-link"),
+    *("recompute", "fuse", "overlap-experts", "costs", "replicas", "grad-bytes", "param-bytes", "replica-link", "slow"),
 )
 DOWNLOADS = {"json": "application/json", "csv": "text/csv; charset=utf-8", "svg": "image/svg+xml"}  # formats of a plan, and types
 
@@ -128,5 +128,6 @@ def download(plan: bytes, suffix: str) -> Answer:
         if suffix == "csv":
             return Answer(200, to_csv(whole.schedule).encode(), type)
         title, splits = whole.title, whole.schedule.splits
-        draw({title: whole.timeline}, result, splits={title: splits}, **curves({title: whole}))
+        links = {title: whole.problem.costs.seconds_of_links}
+        draw({title: whole.timeline}, result, splits={title: splits}, **curves({title: whole}), links=links)
         return Answer(200, result.read_bytes(), type)

@@ -33,6 +33,7 @@ Intervals: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 
 _IDLE = "#F1F1F1"
 _WAIT = "#BBA9C9"
+_LINK = "#B3261E"
 _WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
 _ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH = 0.3, 0.05, 9.0, 0.13  # inches
 _LANES = 0.45  # by how much a row is taller that has copy lanes below its passes
@@ -48,6 +49,7 @@ def draw(
     splits: Mapping[str, int] | None = None,
     memory_unit: str = "",
     waits: Mapping[str, Intervals] | None = None,
+    links: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """Draw timelines, planned or measured, one under another.
 
@@ -62,6 +64,7 @@ def draw(
         splits: for some of the titles, into how many slices each microbatch is cut.
         memory_unit: of the memory, such as ``MiB``.
         waits: for some of the titles, for each rank, from when to when it waited for messages; drawn as flat bars.
+        links: for some of the titles, ``Costs.seconds_of_links``; drawn as lines between the rows of their ranks.
 
     Raises:
         ValueError: there is nothing to draw, or the suffix is another one.
@@ -92,6 +95,7 @@ def draw(
     for title, timeline in timelines.items():
         top -= _TITLE
         _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), unit)
+        _mark_links(axes[-1], (links or {}).get(title, {}), _row(timeline))
         top -= rows[title] + _GAP
         if title in memory:
             _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit)
@@ -158,6 +162,23 @@ def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits:
     _plain(axes)
     axes.text(0, 1.0, title, transform=axes.transAxes, va="bottom", fontsize=_FONT + 3, fontweight="bold", color=INK)
     axes.text(1, 1.0, _summary(timeline, unit), transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=INK)
+
+
+def _mark_links(axes: Axes, links: Mapping[str, float], row: float) -> None:
+    """Lines between the rows of ranks whose link has a time of its own, which is said at the left where rows are not too flat.
+
+    Args:
+        row: inches of a rank's.
+    """
+    found: dict[int, list[str]] = {}  # by the row above
+    for name, seconds in links.items():
+        ends = sorted(map(int, name.replace("to", "-").split("-")))
+        found.setdefault(ends[ends[1] - ends[0] > 1], []).append(f"{name}: {seconds:.3g}")
+    for above, words in found.items():
+        axes.plot([0, 1], [above + 0.5] * 2, transform=axes.get_yaxis_transform(), color=_LINK, linestyle="--", clip_on=False)
+        if row >= _ROW / 2:
+            text = axes.text(-0.004, above + 0.5, "\n".join(words), ha="right", va="center", fontsize=_HALF_FONT, color=_LINK)
+            text.set_transform(axes.get_yaxis_transform())
 
 
 def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals) -> None:

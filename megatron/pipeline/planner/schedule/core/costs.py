@@ -248,6 +248,11 @@ class Costs:
         """Seconds from the end of a pass on a rank until another, or the same, has its result."""
         return 0.0 if sender == receiver else self._messages.get((sender, receiver), self.hop)
 
+    @property
+    def seconds_of_links(self) -> dict[str, float]:
+        """Seconds of a message over each link that differs, by its name such as 2-3 or 2to3."""
+        return {name: sum(seconds) for name, seconds in link_costs.written(self.links).items()}
+
     @cached_property
     def _messages(self) -> dict[tuple[int, int], float]:
         return {(link.sender, link.receiver): link.seconds + link.latency for link in self.links}

@@ -36,18 +36,8 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
     """
     rows = data.get("stages") if isinstance(data, dict) else None
-    known = {
-        "unit",
-        "stages",
-        "loads",
-        "links",
-        "vocabulary",
-        "copies",
-        *_SHARED,
-        "at_once",
-        "pattern",
-        "of",
-    }  # of: which training
+    many = {"stages", "loads", "links"}
+    known = {"unit", "vocabulary", "copies", *many, *_SHARED, "at_once", "pattern", "of"}  # of: of which training
     if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
         raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
     stages = []

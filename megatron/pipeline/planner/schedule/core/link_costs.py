@@ -62,8 +62,7 @@ def check(links: Iterable[LinkCosts], ranks: int) -> None:
     """
     for sender, receiver, *_ in links:
         if max(sender, receiver) >= ranks or (sender - receiver) % ranks not in (1, ranks - 1):
-            end = f", and {ranks - 1}-0" if ranks > 2 else ""
-            some = f"0-1 to {ranks - 2}-{ranks - 1}{end}" if ranks > 1 else "none"
+            some = f"0-1 to {ranks - 2}-{ranks - 1}, and {ranks - 1}-0" if ranks > 2 else "0-1 alone" if ranks > 1 else "none"
             raise ValueError(f"there is no link {sender}-{receiver}: links of {ranks} ranks are {some}")
 
 

@@ -7,6 +7,8 @@ const whole = { what: "a whole number of at least 1", fits: (text) => /^\d{1,9}$
 const amount = { what: "a number of at least 0", fits: (text) => NUMBER.test(text) && Number(text) <= 1e100 };
 const rate = { what: "a number above 0", fits: (text) => amount.fits(text) && Number(text) > 0 };
 const memory = { what: "a number of at least 0, or bytes such as 20GiB", fits: (text) => amount.fits(text) || isSize(text) };
+const LINKS = /^(\d+(-|to)\d+=[\d.]+(e[+-]?\d+)?(,|$))+$/;
+const SLOW = /^(\d+=[\d.]+(,|$))+$/;
 const FIELDS = {
   pp: whole,
   microbatches: whole,
@@ -14,6 +16,8 @@ const FIELDS = {
   B: amount,
   W: amount,
   comm: amount,
+  links: { what: "times by link, such as 2-3=60,0to1=5", fits: (text) => LINKS.test(text) },
+  slow: { what: "ranks and how many times as long they take, such as 2=1.3", fits: (text) => SLOW.test(text) },
   S: amount,
   T: amount,
   bandwidth: rate,
@@ -30,6 +34,7 @@ const LABELS = {
   "--vocab-parallel": "the vocabulary on all ranks",
   "--vocab-cost": "S and T",
   "--cost": "the times",
+  "--slow": "slow ranks",
   "--overlap-experts": "overlapped all-to-alls",
 };
 

@@ -10,6 +10,8 @@ const COMMON = {
   B: "1.2",
   W: "0.8",
   comm: "0.05",
+  links: "",
+  slow: "",
   "vocab-parallel": "off",
   S: "",
   T: "",
@@ -48,6 +50,9 @@ const listed = (names, values) =>
     .map((name) => `${name}=${values[name]}`)
     .join(",");
 
+/** Times of single links, 2-3=60, as --cost has them. */
+const ofLinks = (text) => text.replace(/([^,=\s]+)(\s*=)/g, "comm[$1]$2");
+
 /**
  * The flags of mpipe plan, without the dashes, for one card; flags that are left out are missing, and `costs` is what the server
  * calls the file.
@@ -64,7 +69,8 @@ export function flags(common, { schedule, chunks, "memory-limit": limit }) {
     microbatches: common.microbatches,
     chunks,
     costs: common.costs,
-    cost: common.costs ? "" : listed(["F", "B", "W", "comm", "D2H", "H2D"], cost),
+    cost: [common.costs ? "" : listed(["F", "B", "W", "comm", "D2H", "H2D"], cost), ofLinks(common.links)].filter(Boolean).join(","),
+    slow: common.slow,
     "memory-limit": limit,
     objective: common.objective,
     "vocab-parallel": spreads ? common["vocab-parallel"] : "",

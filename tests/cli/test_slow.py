@@ -1,0 +1,110 @@
+"""A slow link and a slow rank in the commands that take costs: planned for, drawn, said, kept in files, refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import output, refusal, report
+
+PLAN = "plan --pp 4 --microbatches 8 --cost F=1,B=1,W=1,comm=0.5"
+PASS = {"forward": 1.0, "backward": 1.0, "weight": 1.0}
+
+
+def test_a_slow_rank_is_slow_in_all_its_chunks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    slow = report(capsys, PLAN, "--schedule zb-v --slow 2=1.5,3=0.5")
+    seconds = [[stage[name] for name in ("forward", "backward", "weight")] for stage in slow["stage_costs"]["stages"]]
+    assert seconds == [[0.5 * times] * 3 for times in (1, 1, 1.5, 0.5, 0.5, 1.5, 1, 1)]
+    assert slow["makespan"] > report(capsys, PLAN, "--schedule zb-v")["makespan"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(slow))
+    assert report(capsys, "plan", str(path))["makespan"] == slow["makespan"]
+    assert report(capsys, "certify", str(path))["makespan_unlimited"] == slow["makespan"]
+
+
+def test_a_slow_rank_is_slow_in_comparisons_and_in_what_else_its_passes_have(capsys: pytest.CaptureFixture[str]) -> None:
+    compared = report(capsys, PLAN.replace("plan", "compare"), "--schedules 1f1b,zb-h1 --slow 0=2")["schedules"]
+    for row in compared:
+        assert row["makespan"] == report(capsys, PLAN, f"--schedule {row['label']} --slow 0=2")["makespan"] > 8 * 6
+    stages = report(capsys, PLAN + ",BW=1.5,OPT=3", "--schedule zb-h1 --slow 1=2")["stage_costs"]["stages"]
+    assert [(stage["fused"], stage["recompute"], stage["step"]) for stage in stages] == [(1.5, 1, 3), (3, 2, 6)] + 2 * [
+        (1.5, 1, 3)
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_slow_link_is_planned_for_said_drawn_and_kept(
+    schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan, path = (
+        f"plan --pp 4 --microbatches 8 --cost comm=0.5,comm[1-2]=3,comm[2to3]=2 --schedule {schedule}",
+        tmp_path / "plan.json",
+    )
+    found = report(capsys, plan)
+    assert found["makespan"] > report(capsys, PLAN, f"--schedule {schedule}")["makespan"]
+    path.write_text(json.dumps(found))
+    assert report(capsys, "plan", str(path))["makespan"] == found["makespan"]
+    assert report(capsys, "certify", str(path))["makespan_unlimited"] == found["makespan"]
+    said = "1-2 takes 3, 2to3 takes 2"
+    assert f"2  whose messages do not take 0.5: {said}\n" in output(capsys, plan)
+    assert output(capsys, plan, "--text").splitlines()[1] == f"links: {said}"
+    for name in ("plan.svg", "plan.html"):
+        output(capsys, plan, "--draw", str(tmp_path / name))
+    picture = (tmp_path / "plan.svg").read_text()
+    assert "<!-- 1-2: 3 -->" in picture and "<!-- 2to3: 2 -->" in picture
+    assert '"links": "1-2: 3, 2to3: 2"' in (tmp_path / "plan.html").read_text()
+
+
+def test_links_of_a_file_of_costs_and_on_top_of_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, plan = tmp_path / "costs.json", "plan --schedule 1f1b --pp 4 --microbatches 8"
+    path.write_text(json.dumps({"hop": 0.5, "links": {"1-2": [1, 2]}, "stages": [PASS] * 4}))
+    both = report(capsys, plan, "--costs", str(path), "--cost comm[2to3]=2")
+    assert both["makespan"] == report(capsys, plan, "--cost comm=0.5,comm[1-2]=3,comm[2to3]=2")["makespan"]
+    refused = refusal(capsys, plan, "--costs", str(path), "--cost comm[2to3]=2,F=2")
+    assert "--costs says what every stage costs" in refused
+
+
+@pytest.mark.parametrize(
+    ("links", "says"),
+    [
+        ({"5-6": 1}, "there is no link 5-6: links of 4 ranks are 0-1 to 2-3, and 3-0"),
+        ({"0-2": 1}, "there is no link 0-2"),
+        ({"1-2": -1}, "link 1-2 must be a number, 0 or between 1e-100 and 1e100, got -1"),
+        ({"1-2": [1, -1]}, "link 1-2 must be a number, 0 or between 1e-100 and 1e100, got -1"),
+        ({"1-2": 1e300}, "got 1e+300"),
+        ({"1-2": [1, 2, 3]}, "link 1-2: expected seconds, or [seconds, latency]"),
+        ({"1+2": 1}, "a link is written 2-3"),
+        ([1], "expected seconds by link"),
+    ],
+)
+def test_wrong_links_of_a_file_are_one_line(links: object, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"hop": 0.5, "links": links, "stages": [PASS] * 4}))
+    assert says in refusal(capsys, "plan --schedule 1f1b --pp 4 --microbatches 8 --costs", str(path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--cost comm[3-4]=1", "there is no link 3-4: links of 4 ranks are"),
+        ("--cost comm[1-1]=1", "a link is written 2-3"),
+        ("--cost comm[1-2]=-1", "comm[1-2]=-1.0; allowed are"),
+        ("--cost comm[1-2]=1e101", "comm[1-2]=1e+101; allowed are"),
+        ("--cost comm[1-2]=nan", "comm[1-2]=nan; allowed are"),
+        ("--slow 4=1.3", "--slow 4=1.3: there is no rank 4; the ranks are 0 to 3"),
+        ("--slow 1=0", "'1=0': expected each rank at most once, with how many times as long its passes take"),
+        ("--slow 1=nan", "'1=nan': expected"),
+        ("--slow 1=2,1=3", "'1=2,1=3': expected"),
+        ("--slow=-1=2", "'-1=2': expected"),
+        ("--slow 1.3", "'1.3': expected"),
+        ("--slow 1=1.3 --balance 16", "--slow 1=1.3 is of ranks, and --balance 16 moves layers"),
+    ],
+)
+def test_wrong_links_and_ranks_are_one_line(flags: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in refusal(capsys, "plan --schedule 1f1b --pp 4 --microbatches 8", flags)
+
+
+@pytest.mark.parametrize(("ranks", "says"), [(2, "links of 2 ranks are 0-1 alone"), (1, "links of 1 ranks are none")])
+def test_few_ranks_have_few_links(ranks: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in refusal(capsys, f"plan --schedule 1f1b --pp {ranks} --microbatches 8 --cost comm[1-2]=1")
