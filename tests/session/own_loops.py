@@ -466,7 +466,7 @@ def built_too_early(schedule: str, installed: str = "stock") -> str:
 
 
 def checkpoints(folder: str) -> list[str]:
-    """What a loop under ``install`` meets at checkpoints: the second one's disk is full, the third is whole, the first is damaged."""
+    """What a loop under ``install`` meets at checkpoints: the second finds a full disk, the third is whole, the first damaged."""
     install("zb-h1")
     own, root = example("own_training_loop"), Path(folder)
     parallel_state.initialize_model_parallel(1, 2)
