@@ -76,14 +76,16 @@ def test_measured_runs_are_predicted_from_undelayed_passes(run: dict[str, Any], 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_plans_are_shorter_than_those_that_were_made_for_these_links(run: dict[str, Any]) -> None:
-    """With 10 microbatches held, where theirs hold 12; with fewer they are near the bound, too."""
-    for limit in (5, 6, 7, 8, 10):  # ZB-H2 has 7; theirs was started with 8
+    """With 10 microbatches held, where theirs hold 12. With fewer they are near the bound, or near the optimum with the 4 of 1F1B
+    and ZB-H1: there the bound is up to 2.8 % below it."""
+    for limit in (4, 5, 6, 7, 8, 10):  # ZB-H2 has 7; theirs were started with 8
         costs, limits = costs_of(run["planned for"], delayed(run)), (float(limit),) * RANKS
         problem = Problem(linear(RANKS), MICROBATCHES, costs, limits, Objective.MAKESPAN)
         schedule = Schedule("ours", problem.placement, MICROBATCHES, families.FAMILIES["zb-auto"].plan(problem))
         assert max(activation_peaks(schedule, costs)) <= limit
         makespan, bound = simulate(schedule, costs).makespan, lower_bound(problem)
-        assert bound <= makespan <= 1.02 * bound
+        best = run.get("optimum with 4", bound) if limit == 4 else bound
+        assert bound <= best <= makespan <= 1.02 * best
     assert makespan <= run["planned"]
 
 
