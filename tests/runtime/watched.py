@@ -1,4 +1,4 @@
-"""What tests/runtime/test_watch.py runs on the pool: trainings over a link that is slow for a while."""
+"""Trainings that tests/runtime/test_watch.py runs on the pool: over a link that is slow for a while."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.pipeline.session.reports import Reports
 
 
 class Trained(NamedTuple):
-    """Of a rank.
+    """Findings of a rank.
 
     Attributes:
         steps: losses and norms.

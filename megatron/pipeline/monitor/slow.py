@@ -1,4 +1,4 @@
-"""What is slow: ranks whose passes, and links whose messages, take longer than they did, for several iterations on end.
+"""Slow ranks and links: those whose passes or messages take longer than they did, for several iterations on end.
 
 Without torch: ``taken`` reads an iteration's report, ``Gauge`` says what is more than usual in it, ``added`` what that costs,
 and ``Verdict`` whether it lasts.
@@ -42,7 +42,7 @@ def things(ranks: int) -> list[Thing]:
 
 
 class Taken(NamedTuple):
-    """What an iteration took.
+    """Times of an iteration.
 
     Attributes:
         ranks: seconds of their passes over those that costs predict: a batch with long microbatches counts as its loads say,
@@ -79,7 +79,7 @@ def taken(report: Report, costs: Costs) -> Taken:
 
 
 class Gauge:
-    """What is usual in one pipeline: medians over its last iterations in which nothing was slow."""
+    """Usual times of one pipeline: medians over its last iterations in which nothing was slow."""
 
     def __init__(self, ranks: int) -> None:
         self._things = things(ranks)
@@ -165,7 +165,7 @@ def added(costs: Costs, schedule: Schedule, found: Mapping[Thing, Excess]) -> tu
 
 
 class Verdict:
-    """Whether one thing is slow.
+    """Verdict on one thing: it is slow, or as usual.
 
     What comes and goes has to last twice as long every time that it has gone, up to ``LONGEST``: N iterations have at most a few
     times log2(N) changes, or one in about ``LONGEST``.

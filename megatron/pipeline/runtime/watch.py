@@ -125,13 +125,13 @@ class Watch:
         return [seconds, *(each for row in numbers for each in row)]
 
     def _schedule(self, report: Report) -> Schedule:
-        """What an iteration would have run as usual."""
+        """The schedule that an iteration would have run as usual."""
         count = report.schedule.microbatches
         planned = {number: plan.schedule for number, plan in self._usual.items()} or self._pipeline.plans.planned
         return planned.get(count, report.schedule)
 
     def _judged(self, largest: torch.Tensor, mine: list[float], work: Any) -> list[str]:
-        """What has changed, in words."""
+        """Changes, in words."""
         work.wait()
         seconds, *numbers = largest.tolist()
         changed = []
