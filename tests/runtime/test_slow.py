@@ -1,4 +1,4 @@
-"""Slow ranks and links are found from reports: a link is told from a late sender, a rank from a long batch, and noise from both."""
+"""Slow ranks and links are found from reports: a link is no late sender, a rank no long batch, and noise is neither."""
 
 from __future__ import annotations
 
