@@ -134,14 +134,9 @@ def _by_one_clock(there: float, back: float) -> Excess:
 def _likely(most: Excess, before: Excess, early: tuple[bool, bool]) -> Excess:
     """The excess of messages of which only the most is known the ways in which all were early: no more than before, and where the
     other way is known, times as much of that as there."""
-    (there, back), (was_there, was_back) = most, before
-    times = [
-        now / was if was and not waits else 1.0 for now, was, waits in ((back, was_back, early[1]), (there, was_there, early[0]))
-    ]
-    return Excess(
-        min(there, times[0] * was_there) if early[0] else there,
-        min(back, times[1] * was_back) if early[1] else back,
-    )
+    times = [1.0 if unknown or not was else now / was for now, was, unknown in zip(most, before, early, strict=True)]
+    there, back = (min(now, other * was) for now, was, other in zip(most, before, times[::-1], strict=True))
+    return Excess(there if early[0] else most.there, back if early[1] else most.back)
 
 
 def slowed(costs: Costs, schedule: Schedule, found: Mapping[Thing, Excess]) -> Costs:
