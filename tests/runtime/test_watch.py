@@ -28,3 +28,12 @@ def test_a_slow_link_is_named_planned_for_and_as_usual_again(pool: Pool, schedul
     assert not any(one["what"] == "link 1-2" for one in slow[-1]), slow
     planned = [line for line in lines if f"{schedule} planned for what is slow" in line]
     assert bool(planned) == (max(ours[0].orders) > 0) == (mode == "replan"), lines
+
+
+def test_a_loop_of_its_own_watches_too(pool: Pool) -> None:
+    off, ours = (pool.run(4, watched.loop, "zb-v", watch, timeout=300) for watch in ("off", "replan"))
+    assert [steps for steps, _ in ours] == [steps for steps, _ in off]
+    assert not any(lines for _, lines in [*off, *ours[:-1]])
+    assert any("link 1-2 is slow" in line for line in ours[-1][1]) and any(
+        "planned for what is slow" in line for line in ours[-1][1]
+    )
