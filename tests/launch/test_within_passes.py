@@ -139,7 +139,7 @@ def test_all_ranks_of_a_group_call_the_same_collectives(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest  # on the device model
-@pytest.mark.parametrize("schedule", ["zb-v --vocab-parallel 2", PACKED])
+@pytest.mark.parametrize("schedule", ["zb-v --vocab-parallel 2", "zb-v --pipeline-watch replan", PACKED])
 def test_no_host_reads_the_device_within_an_iteration(tmp_path: Path, schedule: str) -> None:
     """But once at its end: losses and gradients, which Megatron-LM asks about one by one."""
     flags = f"{SIZES} {FOUR} {BOTH} {ON_A_GPU} --pipeline-schedule {schedule}"

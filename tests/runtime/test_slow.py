@@ -1,4 +1,4 @@
-"""What is slow is found from reports: a link is told from a late sender, a rank from a long batch, and noise from both."""
+"""Slow ranks and links are found from reports: a link is no late sender, a rank no long batch, and noise is neither."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Watched:
         self.gauge, self.verdicts = Gauge(ranks), {thing: Verdict() for thing in things(ranks)}
 
     def iteration(self, report: Report) -> list[Thing]:
-        """What changes."""
+        """Things that change."""
         found = taken(report, self.costs)
         excess = self.gauge.excess(found, self.slow())
         _, shares = added(self.costs, self.schedule, excess)
@@ -128,7 +128,7 @@ def changes_of(shares: Iterable[float]) -> list[tuple[int, bool]]:
 
 
 def most_changes(iterations: int) -> float:
-    """What ``Verdict`` promises: patience doubles with every way back, and a way on doubles what is there."""
+    """The promise of ``Verdict``: patience doubles with every way back, and a way on doubles what is there."""
     return 8 * (math.log2(1 + iterations) + iterations / LONGEST)
 
 

@@ -1,7 +1,8 @@
-"""What tests/runtime/test_watch.py runs on the pool: trainings over a link that is slow for a while."""
+"""Trainings that tests/runtime/test_watch.py runs on the pool: over a link that is slow for a while."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,10 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import tiny_gpt
-from runtime.batches import on_time
+from example_runs import example, optimizer_of
+from runtime.batches import _make_groups, on_time
 
+from megatron.pipeline import install
 from megatron.pipeline.planner.planning.aside import PlanningProcess
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.p2p import Channels
@@ -19,7 +22,7 @@ from megatron.pipeline.session.reports import Reports
 
 
 class Trained(NamedTuple):
-    """Of a rank.
+    """Findings of a rank.
 
     Attributes:
         steps: losses and norms.
@@ -74,6 +77,19 @@ def slow_link(link: tuple[int, int], seconds: list[float]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def slow_passes() -> Iterator[None]:
+    """Passes take longer than what other processes take from one."""
+    compute = Executor._compute
+
+    def computing(*given: Any) -> None:
+        time.sleep(0.004)
+        compute(*given)
+
+    with patch.object(Executor, "_compute", computing):
+        yield
+
+
 def train(
     schedule: str, mode: str, periods: tuple[int, int, int] = (9, 9, 15), seconds: float = 0.03, flags: str = ""
 ) -> Trained:
@@ -82,14 +98,7 @@ def train(
     reports = Reports(run.args, run.pipeline)
     more, found = [0.0], Trained([], [], [], [])
     orders: list[Any] = []
-    compute = Executor._compute
-
-    def computing(*given: Any) -> None:
-        time.sleep(0.004)  # longer than what other processes take from a pass
-        compute(*given)
-
-    computing_longer = patch.object(Executor, "_compute", computing)
-    with slow_link((1, 2), more), patch.object(PlanningProcess, "plan", on_time), computing_longer:
+    with slow_link((1, 2), more), patch.object(PlanningProcess, "plan", on_time), slow_passes():
         for iteration in range(sum(periods)):
             more[0] = seconds if periods[0] <= iteration < periods[0] + periods[1] else 0.0
             order = run.pipeline.plans.plan(8).schedule.passes
@@ -100,3 +109,19 @@ def train(
             found.slow.append(measured.slow if measured else [])
             found.lines.extend(reports.use(iteration + 1))
     return found
+
+
+def loop(schedule: str, watch: str, ends: int = 16) -> tuple[list[Any], list[str]]:
+    """Losses and norms of a loop of its own, over a link 1-2 that becomes slow, and what is logged on this rank."""
+    own, lines, more = example("own_training_loop"), list[str](), [0.0]
+    placement = install(schedule, watch=watch).pipeline(4).placement
+    _make_groups(placement.chunks)
+    chunks = own.wrap(own.build())
+    optimizer, steps = optimizer_of(chunks), list[Any]()
+    logged = patch.object(logging.getLogger("megatron.pipeline.session.own_loop"), "warning", lambda _, line: lines.append(line))
+    with logged, slow_link((1, 2), more), patch.object(PlanningProcess, "plan", on_time), slow_passes():
+        for number in range(ends):
+            more[0] = 0.03 if number >= 8 else 0.0
+            reports, norm = own.run(chunks, own.batches(8, seed=number), optimizer)
+            steps.append(([float(one.mean()) for one in reports], float(norm)))
+    return steps, lines

@@ -1,4 +1,4 @@
-"""What is slow: ranks whose passes, and links whose messages, take longer than they did, for several iterations on end.
+"""Slow ranks and links: those whose passes or messages take longer than they did, for several iterations on end.
 
 Without torch: ``taken`` reads an iteration's report, ``Gauge`` says what is more than usual in it, ``added`` what that costs,
 and ``Verdict`` whether it lasts.
@@ -42,7 +42,7 @@ def things(ranks: int) -> list[Thing]:
 
 
 class Taken(NamedTuple):
-    """What an iteration took.
+    """Times of an iteration.
 
     Attributes:
         ranks: seconds of their passes over those that costs predict: a batch with long microbatches counts as its loads say,
@@ -79,7 +79,7 @@ def taken(report: Report, costs: Costs) -> Taken:
 
 
 class Gauge:
-    """What is usual in one pipeline: medians over its last iterations in which nothing was slow."""
+    """Usual times of one pipeline: medians over its last iterations in which nothing was slow."""
 
     def __init__(self, ranks: int) -> None:
         self._things = things(ranks)
@@ -134,14 +134,9 @@ def _by_one_clock(there: float, back: float) -> Excess:
 def _likely(most: Excess, before: Excess, early: tuple[bool, bool]) -> Excess:
     """The excess of messages of which only the most is known the ways in which all were early: no more than before, and where the
     other way is known, times as much of that as there."""
-    (there, back), (was_there, was_back) = most, before
-    times = [
-        now / was if was and not waits else 1.0 for now, was, waits in ((back, was_back, early[1]), (there, was_there, early[0]))
-    ]
-    return Excess(
-        min(there, times[0] * was_there) if early[0] else there,
-        min(back, times[1] * was_back) if early[1] else back,
-    )
+    times = [1.0 if unknown or not was else now / was for now, was, unknown in zip(most, before, early, strict=True)]
+    there, back = (min(now, other * was) for now, was, other in zip(most, before, times[::-1], strict=True))
+    return Excess(there if early[0] else most.there, back if early[1] else most.back)
 
 
 def slowed(costs: Costs, schedule: Schedule, found: Mapping[Thing, Excess]) -> Costs:
@@ -165,7 +160,7 @@ def added(costs: Costs, schedule: Schedule, found: Mapping[Thing, Excess]) -> tu
 
 
 class Verdict:
-    """Whether one thing is slow.
+    """Verdict on one thing: it is slow, or as usual.
 
     What comes and goes has to last twice as long every time that it has gone, up to ``LONGEST``: N iterations have at most a few
     times log2(N) changes, or one in about ``LONGEST``.

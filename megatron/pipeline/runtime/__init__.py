@@ -13,4 +13,5 @@ Read ``pipeline.py`` first, then an iteration: ``iteration``, ``executor``, ``st
 ``agreement``                       all ranks run one plan
 ``background``                      planning beside training; ``replan``, ``every_batch`` and ``packing`` ask it or come before it
 ``profiling``, ``ping``             measured costs of passes and messages
+``watch``                           slow ranks and links, named and planned for
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -23,9 +23,8 @@ from megatron.pipeline.runtime.background import Coming
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import TIMED
 
-Mode: TypeAlias = Literal["off", "report", "replan"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-_UNKNOWN = -1.0
+MODES = ("off", "report", "replan")
+_UNKNOWN, _MAX = -1.0, torch.distributed.ReduceOp.MAX
 
 
 class Slow(NamedTuple):
@@ -44,16 +43,12 @@ class Slow(NamedTuple):
     seconds: float
     verdict: slow.Verdict
 
-    @property
-    def name(self) -> str:
-        return _name(self.thing)
-
     def fields(self) -> dict[str, Any]:
         """As metrics have it."""
         there, back = self.verdict.excess
         much = {"times": 1 + there} if isinstance(self.thing, int) else {"message_ms": [1e3 * there, 1e3 * back]}
         cost = {"iteration_ms": 1e3 * self.seconds * self.verdict.share, "share": self.verdict.share}
-        return {"what": self.name, "ranks": self.ranks, "hosts": self.hosts} | much | cost
+        return {"what": _name(self.thing), "ranks": self.ranks, "hosts": self.hosts} | much | cost
 
     def __str__(self) -> str:
         there, back = self.verdict.excess
@@ -61,7 +56,7 @@ class Slow(NamedTuple):
         how = f"a message takes {1e3 * there:.3g} ms more there and {1e3 * back:.3g} ms more back"
         how = f"its passes take {1 + there:.3g} times as long" if isinstance(self.thing, int) else how
         cost = f"{1e3 * self.seconds * self.verdict.share:.3g} ms of an iteration ({self.verdict.share:.1%})"
-        return f"{self.name} is slow ({whose}): {how}, which costs {cost}"
+        return f"{_name(self.thing)} is slow ({whose}): {how}, which costs {cost}"
 
 
 class Watch:
@@ -103,9 +98,8 @@ class Watch:
         if self._pipeline.plans.costs is not self._known:  # measured and planned again meanwhile
             self._start()
         mine = self._measured(pending.wait()) if pending and self._measures else [_UNKNOWN] * (1 + 3 * len(self._things))
-        largest = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        world, largest_of = self._pipeline.background.world, torch.distributed.ReduceOp.MAX
-        before, work = self._summed, torch.distributed.all_reduce(largest, largest_of, group=world, async_op=True)
+        before, largest = self._summed, torch.tensor(mine, dtype=torch.float64, device="cpu")
+        work = torch.distributed.all_reduce(largest, _MAX, group=self._pipeline.background.world, async_op=True)
         self._summed = largest, mine, work
         lines = self._judged(*before) if before else []
         return lines + (self._planned() if self._replans else [])
@@ -125,20 +119,20 @@ class Watch:
         return [seconds, *(each for row in numbers for each in row)]
 
     def _schedule(self, report: Report) -> Schedule:
-        """What an iteration would have run as usual."""
+        """The schedule that an iteration would have run as usual."""
         count = report.schedule.microbatches
-        planned = {number: plan.schedule for number, plan in self._usual.items()} or self._pipeline.plans.planned
-        return planned.get(count, report.schedule)
+        return self._usual[count].schedule if count in self._usual else self._pipeline.plans.planned.get(count, report.schedule)
 
     def _judged(self, largest: torch.Tensor, mine: list[float], work: Any) -> list[str]:
-        """What has changed, in words."""
+        """Changes, in words."""
         work.wait()
         seconds, *numbers = largest.tolist()
-        changed = []
-        for place, thing in enumerate(self._things):
-            share, *excess = numbers[3 * place : 3 * place + 3]
-            if share != _UNKNOWN and self._verdicts[thing].take(share, slow.Excess(*excess)):
-                changed.append(place)
+        rows = enumerate(zip(self._things, numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+        changed = [
+            place
+            for place, (thing, share, *excess) in rows
+            if share != _UNKNOWN and self._verdicts[thing].take(share, slow.Excess(*excess))
+        ]
         if not changed:
             return []
         pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -159,7 +153,7 @@ class Watch:
 
     def _planned(self) -> list[str]:
         """Ask for plans, or adopt those that are there; the same on all ranks."""
-        plans, found = self._pipeline.plans, self._coming.take() if self._coming else None
+        found = self._coming.take() if self._coming else None
         if found is not None:
             self._coming = None
             return [] if self._asks else self._adopted(found)  # if something else is slow by now, they are not for that
@@ -167,10 +161,10 @@ class Watch:
             return []
         self._asks = False
         if self.slow:
-            self._coming = self._pipeline.background.again(self._slow_costs(), plans.memory_limit)
+            self._coming = self._pipeline.background.again(self._slow_costs(), self._pipeline.plans.memory_limit)
             return []
         usual, self._usual = self._usual, {}
-        plans.adopt(usual)
+        self._pipeline.plans.adopt(usual)
         return [f" {self._pipeline.name} runs in its usual order again"] if usual else []
 
     def _slow_costs(self) -> Costs:

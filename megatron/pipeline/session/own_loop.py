@@ -52,7 +52,7 @@ from megatron.pipeline.planner import (
 )
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.runtime.watch import MODES, Mode, watching
+from megatron.pipeline.runtime.watch import MODES, watching
 from megatron.pipeline.session import checkpoint_failures
 from megatron.pipeline.session.call_watch import CallWatch
 from megatron.pipeline.session.last_rank import LastRank
@@ -85,7 +85,7 @@ class OwnLoop:
         schedule: str | Request,
         costs: str | Path | None = None,
         watchdog: float | None = None,
-        watch: Mode = "off",
+        watch: str = "off",
         **options: Any,
     ) -> None:
         # Ranks and microbatches are known with the first iteration.
@@ -353,15 +353,14 @@ class OwnLoop:
         return [replace(stage, weight=stage.weight * trained) for trained in self._trained]
 
 
-def _check_watch(watch: Mode, request: Request, every_batch: bool) -> None:
+def _check_watch(watch: str, request: Request, every_batch: bool) -> None:
     """Raises:
     ValueError: there is no such mode, or it does not go with the rest.
     """
     if watch not in MODES:
         raise ValueError(f"install(watch={watch!r}): give {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}")
-    plan = "every-batch" if every_batch else "once"
-    facts = Facts(pipeline_watch=watch, pipeline_plan=plan, pipeline_schedule=request.schedule)
-    Facts(facts, offload=request.offload, pipeline_costs=request.costs).refuse(topics.WATCH)
+    facts = {"pipeline_schedule": request.schedule, "pipeline_plan": "every-batch" if every_batch else "once"}
+    Facts(facts, pipeline_watch=watch, offload=request.offload, pipeline_costs=request.costs).refuse(topics.WATCH)
 
 
 def _stages(config: TransformerConfig, placement: Placement, pattern: str | None = None) -> Sequence[Sequence[LayerType]]:
