@@ -19,6 +19,7 @@ from megatron.pipeline.backward.weight_tasks import notify, register_hook, submi
 from megatron.pipeline.model.adapter import GPT
 from megatron.pipeline.planner.schedule.core.costs import StageCosts
 from megatron.pipeline.planner.schedule.core.loads import Load
+from megatron.pipeline.runtime.p2p import Transport
 
 HIDDEN = 64
 AWAKE = 0.0005  # seconds at the end of a pass that are not slept: a sleep ends up to that much too late
@@ -121,6 +122,9 @@ class _Late:
         time.sleep(max(0.0, self._due() - time.monotonic()))
         return True
 
+    def is_completed(self) -> bool:
+        return time.monotonic() >= self._due()
+
 
 class SlowLinks:
     """Links whose messages are there later than they are; what else ranks do goes on.
@@ -129,9 +133,9 @@ class SlowLinks:
 
     Args:
         pairs: the two ranks of each link.
-        holds: what a message on its way holds. ``nothing``; ``sender``: its send is over when it is there, as NCCL's are, which a
-            runtime may wait for or not; ``link``: also, of messages in one direction each has to be there before the next one
-            leaves.
+        holds: what a message on its way holds. ``nothing``; ``sender``: its send is over when it is there, as NCCL's are: stock
+            waits for that, and ours asks whether it is, as on a GPU; ``link``: also, of messages in one direction each has to be
+            there before the next one leaves.
 
     Attributes:
         delay: seconds of every message.
@@ -145,6 +149,7 @@ class SlowLinks:
         self._due: dict[int, float] = {}  # of the last message to a rank
         for name, late in (("send", self._send), ("recv", self._receive)):
             setattr(torch.distributed.ProcessGroup, name, self._of(late, getattr(torch.distributed.ProcessGroup, name)))
+        Transport._polls = property(lambda _: holds != "nothing", lambda *_: None)  # type: ignore[assignment]
 
     def _of(self, late: Callable[..., _Late], call: Callable[..., Any]) -> Callable[..., Any]:
         def choose(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
