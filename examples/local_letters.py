@@ -64,6 +64,16 @@ class LocalStack(HybridStack):
             self.final_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
+class ExpertsLayer(MoETransformerLayer):
+    """Experts, whose biases megatron-core adds in place to what a function of its own has returned: torch forbids that, under any
+    schedule, where no ranks share experts."""
+
+    def __init__(self, config: TransformerConfig, *given: Any, **options: Any) -> None:
+        if config.add_bias_linear and config.tensor_model_parallel_size == config.expert_model_parallel_size == 1:
+            raise ValueError("experts (E) of local_letters train without biases: give --disable-bias-linear")
+        super().__init__(config, *given, **options)
+
+
 def _half(kind: type[TransformerLayer], *parts: str, **options: Any) -> ModuleSpec:
     """A layer with some of the parts that a GPT's layer has."""
     layer = get_gpt_layer_local_spec(**options).submodules
@@ -88,7 +98,7 @@ STACK = ModuleSpec(
         attention_layer=_half(TransformerLayer, "self_attention", "self_attn_bda"),
         mla_layer=_half(TransformerLayer, "self_attention", "self_attn_bda", multi_latent_attention=True),
         mlp_layer=_half(MLPLayer, "mlp", "mlp_bda"),
-        moe_layer=_half(MoETransformerLayer, "mlp", "mlp_bda", num_experts=8),  # any number: the flags say it
+        moe_layer=_half(ExpertsLayer, "mlp", "mlp_bda", num_experts=8),  # any number: the flags say it
         mamba_layer=ModuleSpec(
             MambaLayer,
             submodules=MambaLayerSubmodules(

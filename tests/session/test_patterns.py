@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from example_runs import Steps, example, optimizer_of
+from megatron.core.transformer import TransformerConfig
 from pool import Pool
 from releases import CORE
 
@@ -37,6 +38,12 @@ def refused(pattern: str) -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011  # which one the test says
         train("zb-v", pattern)
     return str(error.value)
+
+
+def test_experts_with_biases_are_refused() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2)
+    with pytest.raises(ValueError, match="train without biases: give --disable-bias-linear"):
+        example("local_letters").ExpertsLayer(config)
 
 
 def test_another_number_of_stages_is_refused(pool: Pool) -> None:

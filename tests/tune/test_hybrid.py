@@ -20,6 +20,7 @@ from megatron.pipeline.planner.costmodel.estimate import by_layer, computing_sec
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.parameters import layer_parameters, total_parameters
 from megatron.pipeline.planner.planning.balance import Model
+from megatron.pipeline.planner.planning.planned import Variant
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.placement import linear
@@ -33,7 +34,8 @@ from megatron.pipeline.planner.shape.latent import Indexer
 from megatron.pipeline.planner.shape.mamba import mixer
 from megatron.pipeline.planner.shape.stages import heaviest
 from megatron.pipeline.session.planning import plan_pipeline
-from megatron.pipeline.tune.candidate import Cluster
+from megatron.pipeline.tune.candidate import Candidate, Cluster
+from megatron.pipeline.tune.costs import CandidateCosts
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
 
 H100 = named("H100-80GB")
@@ -320,6 +322,15 @@ def test_commands_split_a_pattern(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "*-x with x: known are M" in refusal(capsys, *plan, "--balance", "*-x")
     other = f"--balance {OTHER}: costs are of {PATTERN}: give those of this pattern, of mpipe costs --by-layer"
     assert other in refusal(capsys, *plan, "--balance", OTHER)
+
+
+def test_memory_plans_as_many_microbatches_as_tuning() -> None:
+    """Searched orders of other numbers hold other amounts: the two commands said 75.2 and 76.0 GiB of one file."""
+    prediction = of(f"{NEMOTRON} --global-batch-size 512 --pipeline-schedule v-half --hybrid-layer-pattern {PATTERN}")
+    variant = Variant("v-half")
+    candidate = Candidate(prediction.args | {"global_batch_size": 512}, {}, variant, tuple(prediction.layers))
+    planned = CandidateCosts(Cluster(H100, 8, 8), candidate).planned_microbatches
+    assert prediction.schedule.microbatches == planned < prediction.microbatches == 512
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

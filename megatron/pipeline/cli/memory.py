@@ -35,7 +35,6 @@ from megatron.pipeline.planner import (
 )
 
 _DEFAULT = {"pipeline_schedule": actions()["pipeline_schedule"].default}
-ENOUGH = 16  # microbatches for each rank, to plan for
 LOCAL = "local"  # of --transformer-impl: layers without Transformer Engine
 FUSED = "assumes Transformer Engine, whose attention is fused"
 _OVERHEAD = rank_memory.OVERHEAD / rank_memory.GIB
@@ -227,10 +226,9 @@ def _fewer_microbatches(args: Settings) -> Settings:
     """Plan for no more microbatches than fill the pipeline a few times: what ranks hold at most is then reached."""
     if args.pipeline.schedule.startswith("file:") or args.microbatch_group_size_per_vp_stage:
         return args  # for one number of them, or for those that the groups divide
-    unit, ranks = args.micro_batch_size * args.data_parallel_size, args.pipeline_model_parallel_size
-    if args.global_batch_size <= ENOUGH * ranks * unit:
-        return args
-    return args | {"rampup_batch_size": None, "global_batch_size": ENOUGH * ranks * unit}
+    unit = args.micro_batch_size * args.data_parallel_size
+    enough = unit * rank_memory.enough_microbatches(args.global_batch_size // unit, args.pipeline_model_parallel_size)
+    return args if args.global_batch_size == enough else args | {"rampup_batch_size": None, "global_batch_size": enough}
 
 
 def report(prediction: Prediction) -> dict[str, Any]:

@@ -57,9 +57,9 @@ def check() -> Versions:
     found = importlib.util.find_spec("megatron.training")
     if found is None or found.origin is None:
         raise RuntimeError(
-            "there is no megatron.training on Python's path (pip's megatron-core has one from 0.17 on, for patterns of layers from "
-            "0.19 on): run the script in a checkout of Megatron-LM (mpipe launch PATH/pretrain_gpt.py), or add the checkout to "
-            "PYTHONPATH"
+            "there is no megatron.training on Python's path (pip's megatron-core has one from 0.17 on, for patterns of "
+            "layers from 0.19 on): run the script in a checkout of Megatron-LM (mpipe launch PATH/pretrain_gpt.py), or add the "
+            "checkout to PYTHONPATH"
         )
     training = Path(found.origin).parent
     core = Path(megatron.core.__file__).parent

@@ -20,12 +20,11 @@ from megatron.pipeline.planner import (
     cutting,
     estimate,
     families,
+    rank_memory,
     simulate,
     with_replicas,
 )
 from megatron.pipeline.tune.candidate import Candidate, Cluster
-
-_ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as much with each
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,7 @@ class CandidateCosts:
     @cached_property
     def planned_microbatches(self) -> int:
         """Microbatches to plan for, of which the time of all of them follows."""
-        whole, ranks = self.candidate.microbatches, self.placement.ranks
-        fewer = max(_ROUNDS * ranks, 2 * ranks + whole % ranks)
-        fewer += (whole - fewer) % ranks  # interleaved wants multiples of the ranks
-        return min(whole, fewer)
+        return rank_memory.enough_microbatches(self.candidate.microbatches, self.placement.ranks)
 
     @property
     def offload(self) -> Offload | None:

@@ -33,6 +33,7 @@ from megatron.pipeline.planner.shape.stages import layers_of_ranks
 GIB = 2**30
 # CUDA's context, NCCL's buffers, the workspaces of products, messages, and what the allocator cannot use: a guess, not measured.
 OVERHEAD = 2 * GIB
+_ROUNDS = 4  # microbatches a rank that are planned for
 SHARE = 0.95  # of a GPU's memory that a prediction may take: it is off by a few percent
 
 
@@ -177,6 +178,13 @@ def costs_in_bytes(model: ModelDescription, placement: Placement, layers: Sequen
     """Costs with the bytes of one microbatch, and seconds that mean nothing; arguments as in ``predict``."""
     shape = Shape.of(model)
     return estimate(shape, placement, layers, any_device(shape), vocabulary, not model.makes_weights_again)
+
+
+def enough_microbatches(count: int, ranks: int) -> int:
+    """Microbatches to plan for in a prediction: with further ones memory grows no more, and time by as much with each."""
+    fewer = max(_ROUNDS * ranks, 2 * ranks + count % ranks)
+    fewer += (count - fewer) % ranks  # interleaved wants multiples of the ranks
+    return min(count, fewer)
 
 
 def any_device(shape: Shape) -> Device:
