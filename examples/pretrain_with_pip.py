@@ -95,7 +95,8 @@ def batch_of(data: Any, vp_stage: int | None) -> dict[str, Any]:
         "is_pipeline_last_stage": mpu.is_pipeline_last_stage(),
     }
     taken = inspect.signature(inspect.unwrap(utils.get_batch_on_this_tp_rank)).parameters
-    return utils.get_batch_on_this_tp_rank(**{name: value for name, value in given.items() if name in taken})
+    batch = utils.get_batch_on_this_tp_rank(**{name: value for name, value in given.items() if name in taken})
+    return utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
 def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

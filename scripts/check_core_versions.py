@@ -84,6 +84,7 @@ _FRONT_DOOR = "tests/launch/test_front_door.py"
 # linears of every letter.
 _QUICK = (
     "tests/model/test_letters.py",
+    "tests/session/test_patterns.py",
     "tests/runtime/test_numerics.py::test_evaluation",
     "tests/runtime/test_forward_backward.py::test_given_groups_and_non_loss_data",
     "tests/training/test_checkpoint_layouts.py::test_sizes_at_which_buckets_end_in_padding",

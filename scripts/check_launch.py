@@ -3,7 +3,7 @@
 Megatron-LM's own schedule trains one iteration on 4 pipeline ranks and saves. From there iterations under ZB-H1 (a line) and ZB-V
 (a V) must have its losses, bit for bit, and so must its own iterations from what ZB-V saves half-way. docs/support.md has the
 table that this fills. It needs what the script itself imports (docs/launch.md). ``--only TEXT`` takes the features with a text in
-their title; megatron-core is the one that pip has installed.
+their title; megatron-core is the one that pip has installed, or with ``--core checkout`` the script's own.
 """
 
 from __future__ import annotations
@@ -32,11 +32,22 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # For local_letters.py.
-    "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[1] / "examples"), os.environ.get("PYTHONPATH")))),
+    # For local_letters.py and reference_letters.py.
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, (*(str(Path(__file__).parents[1] / each) for each in ("examples", "tests")), os.environ.get("PYTHONPATH")))
+    ),
 }
 _SPREAD = "vocabulary spread over all stages, and the distributed optimizer"
 _PATTERN = "HybridModel: attention, experts, Mamba-2 and others by pattern"
+# A letter is a layer, and the number of layers is that of the letters. Upstream has * or +, not both.
+_LETTERS = (
+    "--spec reference_letters STACK --swiglu --num-experts 4 --moe-router-topk 2 --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --mamba-head-dim 16 --mamba-state-dim 8 --mamba-num-groups 2 --linear-num-key-heads 2 "
+    "--linear-key-head-dim 8 --linear-num-value-heads 4 --linear-value-head-dim 8 --linear-conv-kernel-dim 4 "
+    "--disable-bias-linear --moe-shared-expert-intermediate-size 32 --hybrid-layer-pattern"
+)
+_LATENT = "M+-EGE+- --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12 --position-embedding-type none"
+_RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn mlp"
 # By the feature's title: ranks for each of the 4 stages, and the flags that switch it on.
 _FLAGS = {
     "bfloat16": (1, "--bf16"),
@@ -62,11 +73,19 @@ _FLAGS = {
         "--use-distributed-optimizer --overlap-grad-reduce --dist-ckpt-optim-fully-reshardable "
         "--untie-embeddings-and-output-weights",
     ),
-    # A letter is a layer.
     _PATTERN: (
         1,
         "--hybrid-layer-pattern *-*E*-*E --spec local_letters STACK --num-experts 4 --moe-router-topk 2 --disable-bias-linear",
     ),
+    f"{_PATTERN}; all but latent attention": (1, f"{_LETTERS} M*-EGE*-/*-"),
+    f"{_PATTERN}; latent attention": (1, f"{_LETTERS} {_LATENT}"),
+    f"{_PATTERN}; selective recomputation": (1, f"{_LETTERS} M*-EGE*- {_RECOMPUTED} moe"),
+    f"{_PATTERN}; latent attention, selective recomputation": (
+        1,
+        f"{_LETTERS} {_LATENT} {_RECOMPUTED} mla_up_proj shared_experts",
+    ),
+    f"{_PATTERN}; context parallelism": (2, f"{_LETTERS} M*-EGE*- --context-parallel-size 2"),
+    f"{_PATTERN}; latent attention, context parallelism": (2, f"{_LETTERS} {_LATENT} --context-parallel-size 2"),
 }
 # The same, under our schedules alone: megatron-core's own would need another placement for it.
 _OURS = {
@@ -78,7 +97,7 @@ _ON_A_LINE = {"dropout"}
 # From its own checkpoint, too, Megatron-LM goes on with other masks, and without the optimizer's state at another learning rate.
 _ONE_WAY = {"dropout", "optimizers: Adam, SGD"}
 # By another script beside the one that is given.
-_SCRIPTS = {_PATTERN: "pretrain_hybrid.py"}
+_SCRIPTS = {title: "pretrain_hybrid.py" for title in _FLAGS if title.startswith(_PATTERN)}
 # Sums over the vocabulary are in another order (docs/numerics.md): the largest relative difference of two losses.
 _CLOSE = {_SPREAD: 1e-5}
 
@@ -88,15 +107,18 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("script", help="Megatron-LM's pretrain_gpt.py")
     parser.add_argument("--only", default="", metavar="TEXT", help="features with this in their title")
+    parser.add_argument("--core", default="pip", choices=["checkout", "pip"], help="whose megatron-core runs")
     args = parser.parse_args(argv)
-    unknown = _FLAGS.keys() - {feature.title for feature in FEATURES} - {_SPREAD}
+    unknown = {title.partition(";")[0] for title in _FLAGS} - {feature.title for feature in FEATURES} - {_SPREAD}
     assert not unknown, f"no such features: {unknown}"
     wrong = 0
     for title, (replicas, flags) in _FLAGS.items():
         if args.only in title:
             script = Path(args.script).with_name(_SCRIPTS.get(title, Path(args.script).name))
             with tempfile.TemporaryDirectory() as folder:
-                runs = _compared(title, partial(_train, script, 4 * replicas, folder=Path(folder)), flags, Path(folder))
+                runs = _compared(
+                    title, partial(_train, script, args.core, 4 * replicas, folder=Path(folder)), flags, Path(folder)
+                )
             stock, *others = runs.values()
             close = _CLOSE.get(title, 0.0)
             # From the checkpoint half-way on there is only the end of the losses.
@@ -127,11 +149,11 @@ def _ends_as(run: list[float] | str, stock: list[float], close: float) -> bool:
     return all(abs(loss - other) <= close * abs(other) for loss, other in zip(run, stock[-len(run) :], strict=True))
 
 
-def _train(script: Path, ranks: int, schedule: str, flags: str, folder: Path) -> list[float] | str:
+def _train(script: Path, core: str, ranks: int, schedule: str, flags: str, folder: Path) -> list[float] | str:
     """The losses of a training; or the end of what it said."""
     metrics = folder / f"{schedule}{len(list(folder.glob('*.jsonl')))}.jsonl"
     dropout = "" if "dropout" in flags else _NO_DROPOUT
-    launch = f"-m megatron.pipeline.cli launch --core pip --nproc-per-node {ranks}".split()
+    launch = f"-m megatron.pipeline.cli launch --core {core} --nproc-per-node {ranks}".split()
     length = "" if "--train-samples" in flags else "--train-iters 4"
     ours = ["--pipeline-schedule", schedule, "--metrics", str(metrics), "--data-cache-path", str(folder)]
     ended = subprocess.run(

@@ -41,13 +41,30 @@ PARALLEL = {
 NAMES = sorted({*FAMILIES, AUTO})
 WITHOUT_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 TRAINING = f"{SIZES} {WITHOUT_DROPOUT} --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 --log-interval 1"
-# Letters of every kind but latent attention; behind / what predicts a further token.
+# Letters of every kind but latent attention, which upstream has in the place of attention.
 LETTERS = (
     "--spec reference_letters STACK --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 4 "
     "--moe-router-topk 2 --position-embedding-type rope --mamba-head-dim 16 --mamba-state-dim 8 --mamba-num-groups 2 "
     "--linear-num-key-heads 2 --linear-key-head-dim 8 --linear-num-value-heads 4 --linear-value-head-dim 8 "
-    "--linear-conv-kernel-dim 4"
+    "--linear-conv-kernel-dim 4 --moe-shared-expert-intermediate-size 32"
 )
+LATENT = f"{LETTERS} --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12 --position-embedding-type none"
+RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn mlp"
+# Flags, and the letters of four stages and of eight: with schedules whose ranks have two one may be without a letter. Behind /
+# is what predicts a further token.
+PATTERNS = {
+    "attention": (f"{LETTERS} --pipeline-model-parallel-size 4", "M*|-E|GE|M*-/*-", "M|*|-|E|G||E|M*-/*-"),
+    "latent attention": (
+        f"{LATENT} {RECOMPUTED} mla_up_proj shared_experts --pipeline-model-parallel-size 4",
+        "M+|-E|GE|M+-",
+        "M|+|-|E|G||E|M+-",
+    ),
+    "recomputed experts, context parallelism": (
+        f"{LETTERS} {RECOMPUTED} moe --pipeline-model-parallel-size 2 --context-parallel-size 2",
+        "M*-E|GEM*-",
+        "M*|-E|GE|M*-",
+    ),
+}
 needs_upstream = pytest.mark.skipif(find_spec("megatron.training") is None, reason="this megatron-core has no megatron.training")
 needs_patterns = pytest.mark.skipif(CORE < (0, 19), reason="this megatron-core has no loop for HybridModel from a configuration")
 
@@ -135,23 +152,24 @@ def test_upstreams_loop_trains_as_its_own_schedule_does_and_its_checkpoints_go_b
 
 @needs_patterns
 @pytest.mark.slow
+@pytest.mark.parametrize(("letters", "line", "halves"), PATTERNS.values(), ids=PATTERNS)
 def test_a_pattern_trains_as_under_upstreams_own_schedule_and_its_checkpoints_go_both_ways(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letters: str, line: str, halves: str
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(SCRIPT.parent)])  # reference_letters imports local_letters
-    flags = f"{TRAINING.replace('--num-layers 8', LETTERS)} --pipeline-model-parallel-size 4 --data-cache-path {tmp_path}/cache"
+    flags = f"{TRAINING.replace('--num-layers 8', letters)} --data-cache-path {tmp_path}/cache"
 
     def losses(name: str, schedule: str, pattern: str, more: str) -> list[float]:
         given = f"{flags} --pipeline-schedule {schedule} --hybrid-layer-pattern {pattern} {more}"
         return [loss for loss, _ in launch(tmp_path / name, SCRIPT, given, ranks=4)]
 
-    stock = losses("stock", "stock", "M*|-E|GE|M*-/*-", f"--save {tmp_path}/2 --save-interval 2")
+    stock = losses("stock", "stock", line, f"--save {tmp_path}/2 --save-interval 2")
     half = f"--load {tmp_path}/2 --ckpt-step 2"
     assert len(stock) == 4
-    assert losses("line", "zb-h1", "M*|-E|GE|M*-/*-", half) == stock[2:]
-    # Of a V two stages are on a rank, one of them here without a layer.
-    assert losses("v", "zb-v", "M|*|-|E|G||E|M*-/*-", f"{half} --save {tmp_path}/3 --save-interval 3") == stock[2:]
-    assert losses("back", "stock", "M*|-E|GE|M*-/*-", f"--load {tmp_path}/3 --ckpt-step 3") == stock[3:]
+    for schedule, pattern in (("zb-h1", line), ("interleaved", halves)):
+        assert losses(schedule, schedule, pattern, half) == stock[2:]
+    assert losses("v", "zb-v", halves, f"{half} --save {tmp_path}/3 --save-interval 3") == stock[2:]
+    assert losses("back", "stock", line, f"--load {tmp_path}/3 --ckpt-step 3") == stock[3:]
 
 
 @needs_patterns

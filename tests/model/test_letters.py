@@ -9,7 +9,7 @@ import pytest
 import torch
 from example_runs import example
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from pool import Pool
 from releases import CORE
 
@@ -22,6 +22,11 @@ pytestmark = pytest.mark.skipif(CORE < (0, 19), reason="this megatron-core has n
 # By pattern: weights that W has, and what the log says is fused.
 PATTERNS = {
     "*": ("self_attention.linear_qkv self_attention.linear_proj output_layer", ""),
+    "+": (
+        "self_attention.linear_q_down_proj self_attention.linear_q_up_proj self_attention.linear_kv_down_proj "
+        "self_attention.linear_kv_up_proj self_attention.linear_proj output_layer",
+        "",
+    ),
     "-": ("mlp.linear_fc1 mlp.linear_fc2 output_layer", ""),
     "E": (
         "mlp.experts.local_experts.0.linear_fc1 mlp.experts.local_experts.0.linear_fc2 mlp.experts.local_experts.1.linear_fc1 "
@@ -48,6 +53,8 @@ SIZES = {
     "linear_num_value_heads": 4,
     "linear_value_head_dim": 8,
 }
+LATENT = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
+LATENT |= {"v_head_dim": 6, "rope_type": "rope"}
 
 
 def gradients(pattern: str, split: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
@@ -67,7 +74,9 @@ def gradients(pattern: str, split: bool) -> tuple[dict[str, torch.Tensor], dict[
         "mtp_num_layers": pattern.count("/") or None,
     }
     sizes |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False, "gated_linear_unit": True}
-    config = TransformerConfig(**sizes, **SIZES, activation_func=torch.nn.functional.silu, use_cpu_initialization=True)
+    sizes |= SIZES | (LATENT if pattern == "+" else {})
+    kind = MLATransformerConfig if pattern == "+" else TransformerConfig
+    config = kind(**sizes, activation_func=torch.nn.functional.silu, use_cpu_initialization=True)
     model = HybridModel(config, STACK, 64, 16, hybrid_layer_pattern=pattern)
     said = split_chunks([model]) if split else ""
     [chunk] = own.wrap([model])
