@@ -228,20 +228,10 @@ def test_simulation_is_the_longest_path(
     name: str, ranks: int, rounds: int, goal: Objective, between: tuple[int, ...], data: st.DataObject
 ) -> None:
     links = data.draw(links_of(ranks, st.sampled_from([0.0, 0.25, 1.5])))
-    reduce, step, gather, norm, latency, hop = (number / 4 for number in between)
-    schedule, problem = planned(
-        name,
-        ranks,
-        rounds * ranks,
-        goal,
-        reduce=reduce,
-        step=step,
-        gather=gather,
-        norm=norm,
-        latency=latency,
-        hop=hop,
-        links=links,
+    costs: dict[str, Any] = dict(
+        zip(("reduce", "step", "gather", "norm", "latency", "hop"), (number / 4 for number in between), strict=True)
     )
+    schedule, problem = planned(name, ranks, rounds * ranks, goal, links=links, **costs)
     made, _ = with_boundary(schedule, problem)
     for whole in (made, *(with_turns(schedule, by_rules(schedule, rules, 2)) for rules in MEGATRON)):
         found = period(whole, problem.costs, waits_for_norm(problem))
@@ -258,22 +248,10 @@ def test_a_plan_is_between_its_bound_and_megatrons_rules(
     name: str, ranks: int, microbatches: int, goal: Objective, between: tuple[float, float, float], norm: float, latency: float,
     hop: float, data: st.DataObject,
 ) -> None:  # fmt: skip
-    reduce, step, gather = between
+    costs: dict[str, Any] = dict(zip(("reduce", "step", "gather"), between, strict=True), norm=norm, latency=latency, hop=hop)
     links = data.draw(links_of(ranks, st.floats(0, 4)))
     try:
-        schedule, problem = planned(
-            name,
-            ranks,
-            microbatches,
-            goal,
-            reduce=reduce,
-            step=step,
-            gather=gather,
-            norm=norm,
-            latency=latency,
-            hop=hop,
-            links=links,
-        )
+        schedule, problem = planned(name, ranks, microbatches, goal, links=links, **costs)
         made, rules = with_boundary(schedule, problem)
     except ValueError:
         assume(False)
