@@ -11,6 +11,7 @@ import pytest
 from examples import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from schedule_strategies import links_of
 
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.boundary import Turn, completes, turn, turns, with_turns, within
@@ -38,12 +39,12 @@ FAMILIES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", 
 
 
 def planned(
-    name: str, ranks: int, microbatches: int, goal: Objective = Objective.MAKESPAN, *, chunks: int | None = None, **costs: float
+    name: str, ranks: int, microbatches: int, goal: Objective = Objective.MAKESPAN, *, chunks: int | None = None, **costs: Any
 ) -> tuple[Schedule, Problem]:
     """A family's schedule without a boundary, and its problem with what a rank does between two iterations."""
     plan = Request(name, ranks, microbatches, chunks=chunks, objective=goal).plan()
     between = {"reduce": 4.0, "step": 1.0, "gather": 2.0} | costs
-    shared: dict[str, Any] = {field: between.pop(field) for field in ("hop", "latency", "norm") if field in between}
+    shared: dict[str, Any] = {field: between.pop(field) for field in ("hop", "links", "latency", "norm") if field in between}
     parts = plan.problem.placement.chunks
     own: dict[str, Any] = {field: value / parts for field, value in between.items()}
     stages = tuple(replace(stage, **own) for stage in plan.problem.costs.stages)
@@ -102,7 +103,7 @@ def reference(schedule: Schedule, given: Costs, norm: bool, iterations: int = 24
             step = work._replace(kind=Kind.OPT)
             yield 0.0, (rank, at - (home[rank, work] and not home[rank, step]), step)
         for other, need in () if work.kind.row.bucket else schedule.predecessors(rank, work):
-            yield costs.hop * (other != rank), (other, at, need)
+            yield costs.message(other, rank), (other, at, need)
 
     def gathered(rank: int, at: int, work: Pass) -> Iterator[tuple[float, tuple[int, int, Pass]]]:
         """Every AG of a chunk whose first pass this is, and how much of the pass remains when it must be there."""
@@ -220,14 +221,17 @@ def test_times_by_hand() -> None:
 
 @given(
     name=st.sampled_from(FAMILIES[:-1]), ranks=st.integers(2, 4), rounds=st.integers(1, 2), goal=st.sampled_from(Objective),
-    between=st.tuples(*[st.integers(0, 12)] * 6),
+    between=st.tuples(*[st.integers(0, 12)] * 6), data=st.data(),
 )  # fmt: skip
 @examples(12)
-def test_simulation_is_the_longest_path(name: str, ranks: int, rounds: int, goal: Objective, between: tuple[int, ...]) -> None:
-    reduce, step, gather, norm, latency, hop = (number / 4 for number in between)
-    schedule, problem = planned(
-        name, ranks, rounds * ranks, goal, reduce=reduce, step=step, gather=gather, norm=norm, latency=latency, hop=hop
+def test_simulation_is_the_longest_path(
+    name: str, ranks: int, rounds: int, goal: Objective, between: tuple[int, ...], data: st.DataObject
+) -> None:
+    links = data.draw(links_of(ranks, st.sampled_from([0.0, 0.25, 1.5])))
+    costs: dict[str, Any] = dict(
+        zip(("reduce", "step", "gather", "norm", "latency", "hop"), (number / 4 for number in between), strict=True)
     )
+    schedule, problem = planned(name, ranks, rounds * ranks, goal, links=links, **costs)
     made, _ = with_boundary(schedule, problem)
     for whole in (made, *(with_turns(schedule, by_rules(schedule, rules, 2)) for rules in MEGATRON)):
         found = period(whole, problem.costs, waits_for_norm(problem))
@@ -237,17 +241,17 @@ def test_simulation_is_the_longest_path(name: str, ranks: int, rounds: int, goal
 @given(
     name=st.sampled_from(FAMILIES), ranks=st.integers(2, 5), microbatches=st.integers(1, 12), goal=st.sampled_from(Objective),
     between=st.tuples(*[st.floats(0, 20)] * 3), norm=st.floats(0, 2), latency=st.floats(0, 1), hop=st.floats(0, 1),
+    data=st.data(),
 )  # fmt: skip
 @examples(40)
 def test_a_plan_is_between_its_bound_and_megatrons_rules(
     name: str, ranks: int, microbatches: int, goal: Objective, between: tuple[float, float, float], norm: float, latency: float,
-    hop: float,
+    hop: float, data: st.DataObject,
 ) -> None:  # fmt: skip
-    reduce, step, gather = between
+    costs: dict[str, Any] = dict(zip(("reduce", "step", "gather"), between, strict=True), norm=norm, latency=latency, hop=hop)
+    links = data.draw(links_of(ranks, st.floats(0, 4)))
     try:
-        schedule, problem = planned(
-            name, ranks, microbatches, goal, reduce=reduce, step=step, gather=gather, norm=norm, latency=latency, hop=hop
-        )
+        schedule, problem = planned(name, ranks, microbatches, goal, links=links, **costs)
         made, rules = with_boundary(schedule, problem)
     except ValueError:
         assume(False)

@@ -12,12 +12,13 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule.optima import stored
-from schedule_strategies import with_parts_of
+from schedule_strategies import links_of, with_parts_of
 
 from megatron.pipeline.planner.planning import Request
 from megatron.pipeline.planner.planning.every_batch import ordered, pack
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.link_costs import LinkCosts
 from megatron.pipeline.planner.schedule.core.loads import Load, loads_of
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import linear
@@ -54,6 +55,7 @@ def requests(draw: st.DrawFn) -> Request:
         StageCosts(*some_seconds(generator), retained=generator.choice([0.5, 1]), recompute=1.0) for _ in range(placement.depth)
     )
     costs = Costs(stages, generator.choice([0, 0.3]), copies=CopyCosts(0.3, 0.3), loads=some_loads(generator, microbatches))
+    costs = replace(costs, links=draw(links_of(ranks, st.sampled_from([0, 0.3, 3]))))
     options: dict[str, object] = {}
     ask = draw(st.sampled_from(["nothing", "vocabulary", "offload", "recompute", "fused", "overlap"]))
     if ask == "vocabulary" and family.splits == 1:
@@ -157,8 +159,9 @@ def test_loads_are_checked_and_read_back() -> None:
 def test_compiled_replays_of_other_orders_are_the_simulation(name: str, seed: int) -> None:
     generator = random.Random(seed)
     ranks, many = generator.choice([2, 4]), generator.randint(1, 8)
-    costs = replace(uniform(families.placement(name, ranks), 1, 1.2, 0.8, 0.1), loads=some_loads(generator, many))
-    planned = Request(name, ranks, many, replace(costs, loads=()), quick=True).plan()
+    ways = (LinkCosts(1, 0, generator.choice([0.5, 3.0]), 0.25),)
+    costs = replace(uniform(families.placement(name, ranks), 1, 1.2, 0.8, 0.1), loads=some_loads(generator, many), links=ways)
+    planned = Request(name, ranks, many, replace(costs, loads=(), links=()), quick=True).plan()
     problem = replace(planned.problem, costs=costs, limits=(2.0,) * ranks)
     order = generator.sample(range(many), many)
     other = replace(costs, loads=tuple(costs.loads[number] for number in order))

@@ -46,7 +46,8 @@ def as_floats(costs: Costs) -> Costs:
         StageCosts(*(None if (value := getattr(stage, field.name)) is None else float(value) for field in fields(stage)))  # type: ignore[arg-type]
         for stage in costs.stages
     ]
-    return replace(costs, stages=tuple(stages), hop=float(costs.hop))
+    links = tuple(link._replace(seconds=float(link.seconds), latency=float(link.latency)) for link in costs.links)
+    return replace(costs, stages=tuple(stages), hop=float(costs.hop), links=links)
 
 
 def is_braided(schedule: Schedule) -> bool:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from marked import rest
 from schedule import optima
+from schedule_strategies import links_of
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
@@ -59,7 +60,8 @@ def problems(draw: st.DrawFn, names: tuple[str, ...] = SEARCHED, most_microbatch
     chunks = draw(st.integers(1 if name == "zb-auto" else 2, 3)) if name in FREE else None
     home = families.placement(name, ranks, chunks)
     stages = range(home.last_stage + 1)
-    costs = Costs(tuple(draw(stage_costs()) for _ in stages), draw(st.sampled_from([0.0, 0.0, 0.1, 1.0, 4.0])))
+    hops = st.sampled_from([0.0, 0.0, 0.1, 1.0, 4.0])
+    costs = Costs(tuple(draw(stage_costs()) for _ in stages), draw(hops), links=draw(links_of(ranks, hops)))
     chosen = st.sets(st.sampled_from(stages)) if draw(st.booleans()) else st.just(set[int]())
     options: dict[str, Any] = {"objective": draw(st.sampled_from(Objective)), "recompute": draw(chosen), "fused": draw(chosen)}
     problem = planning.Request(name, ranks, microbatches, costs, chunks, **options).problem()

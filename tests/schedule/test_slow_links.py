@@ -89,6 +89,17 @@ def test_plans_are_shorter_than_those_that_were_made_for_these_links(run: dict[s
     assert makespan <= run["planned"]
 
 
+@pytest.mark.parametrize(("family", "fused"), [("zb-auto", False), ("zb-auto", True), ("v-auto", False)])
+def test_three_slow_links_among_16_ranks_cost_little_where_memory_covers_them(family: str, fused: bool) -> None:
+    """With 24 microbatches held; 1F1B and ZB-H1, which hold 16, take 22100 and 19520."""
+    placement, links = families.placement(family, 16), [link_costs.read(link, 60.0) for link in ("2-3", "7-8", "11-12")]
+    costs = Costs(uniform(placement, 30.0, 40.0, 30.0).stages, links=tuple(chain.from_iterable(links)))
+    stages = frozenset(range(placement.depth)) if fused else frozenset()
+    problem = Problem(placement, 128, costs, (24.0,) * 16, Objective.MAKESPAN, fused=stages)
+    order = families.FAMILIES[family].plan(problem)
+    assert problem.value(simulate(Schedule("ours", placement, 128, order), costs)) <= 1.02 * lower_bound(problem)
+
+
 @pytest.mark.parametrize("family", ["zb-h1", "zb-v"])
 def test_a_link_may_be_slow_one_way(family: str) -> None:
     """On a line the way to the next rank has activations alone; on a V gradients of the second chunk as well."""
