@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from marked import rest
 from pool import Pool
 from runtime import watched
+from runtime.test_slow import report_of
+
+from megatron.pipeline.monitor.slow import Excess, Verdict
+from megatron.pipeline.planner.planning.request import Request
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.watch import Slow
+from megatron.pipeline.session.metrics import Measured, Metrics, Step
+from megatron.pipeline.session.trace import draw_last_trace, trace_of, write_trace
 
 
 @pytest.mark.parametrize(("schedule", "mode"), [("zb-v", "replan"), rest("zb-h1", "replan"), rest("zb-v", "report")])
@@ -28,6 +38,32 @@ def test_a_slow_link_is_named_planned_for_and_as_usual_again(pool: Pool, schedul
     assert not any(one["what"] == "link 1-2" for one in slow[-1]), slow
     planned = [line for line in lines if f"{schedule} planned for what is slow" in line]
     assert bool(planned) == (max(ours[0].orders) > 0) == (mode == "replan"), lines
+
+
+@pytest.mark.rest
+def test_a_slow_link_of_one_replica_is_named_on_all_ranks(pool: Pool) -> None:
+    ours = pool.run(4, watched.train, "zb-v", "replan", ends=16, pp=2, link=(1, 3), timeout=300)
+    assert all(rank.lines == ours[0].lines for rank in ours)
+    found = [one for one in ours[0].slow[-1] if one["what"] == "link 0-1"]
+    assert [one["ranks"] for one in found] == [[1, 3]] and len(found[0]["hosts"]) == 2
+
+
+def test_metrics_and_traces_have_what_is_slow(tmp_path: Path) -> None:
+    verdict, steps = Verdict(), Metrics(str(tmp_path / "metrics"), 16)
+    assert [verdict.take(0.1, Excess(0.06, 0.05)) for _ in range(3)] == [False, False, True]
+    slow = Slow((0, 1), [0, 4], ["a", "b"], 1.2, verdict)
+    step = Step(1, 8, 8, 2.0, 1.0, 1e-3, 1.0, 0.5)
+    for found in ([slow.fields()], []):
+        steps.write(step, Measured(0.1, None, 1.0, [1], found))
+    written = [json.loads(line).get("slow") for line in (tmp_path / "metrics").read_text().splitlines()]
+    fields = {"what": "link 0-1", "ranks": [0, 4], "hosts": ["a", "b"], "message_ms": [60.0, 50.0], "share": 0.1}
+    assert written == [[fields | {"iteration_ms": pytest.approx(120)}], None]
+    pipeline = Pipeline(Request("zb-h1", 4, 8))
+    write_trace(str(tmp_path), 1, pipeline, report_of(pipeline.plans.plan(8).schedule, pipeline.plans.planned_costs), [str(slow)])
+    trace = json.loads(trace_of(str(tmp_path), 1).read_text())
+    assert trace["slow"] == [str(slow)] and "global rank 4 on b): a message takes 60 ms more there and 50 ms more" in str(slow)
+    assert any(str(slow) in str(event.get("args", {}).get("name")) for event in trace["traceEvents"])
+    assert draw_last_trace(str(tmp_path)) is not None
 
 
 def test_a_loop_of_its_own_watches_too(pool: Pool) -> None:

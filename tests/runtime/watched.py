@@ -59,7 +59,7 @@ class SlowGroup:
 
 @contextmanager
 def slow_link(link: tuple[int, int], seconds: list[float]) -> Iterator[None]:
-    """Messages between two ranks take so many seconds more, both ways.
+    """Messages between two ranks of the world take that much longer, both ways.
 
     Args:
         seconds: one number, which may change.
@@ -68,7 +68,7 @@ def slow_link(link: tuple[int, int], seconds: list[float]) -> Iterator[None]:
 
     def slow(channels: Channels, sender: int, receiver: int) -> Any:
         real = group(channels, sender, receiver)
-        if seconds[0] and {sender, receiver} == set(link) and channels.rank == sender:
+        if seconds[0] and {channels.ranks[sender], channels.ranks[receiver]} == set(link) and channels.rank == sender:
             return SlowGroup(real, seconds[0], threads[receiver > sender])
         return real
 
@@ -91,16 +91,16 @@ def slow_passes() -> Iterator[None]:
 
 
 def train(
-    schedule: str, mode: str, periods: tuple[int, int, int] = (9, 9, 15), seconds: float = 0.03, flags: str = ""
+    schedule: str, mode: str, ends: int = 33, seconds: float = 0.03, pp: int = 4, link: tuple[int, int] = (1, 2)
 ) -> Trained:
-    """Train as usual, then with a slow link 1-2, then as usual again: so many iterations of each."""
-    run = tiny_gpt.Run(schedule, pp=4, microbatches=8, flags=("--num-layers", "8", "--pipeline-watch", mode, *flags.split()))
+    """Train as usual, with a link that is slow in iterations 10 to 18, then as usual again."""
+    run = tiny_gpt.Run(schedule, pp=pp, microbatches=8, flags=("--num-layers", "8", "--pipeline-watch", mode))
     reports = Reports(run.args, run.pipeline)
     more, found = [0.0], Trained([], [], [], [])
     orders: list[Any] = []
-    with slow_link((1, 2), more), patch.object(PlanningProcess, "plan", on_time), slow_passes():
-        for iteration in range(sum(periods)):
-            more[0] = seconds if periods[0] <= iteration < periods[0] + periods[1] else 0.0
+    with slow_link(link, more), patch.object(PlanningProcess, "plan", on_time), slow_passes():
+        for iteration in range(ends):
+            more[0] = seconds if 9 <= iteration < 18 else 0.0
             order = run.pipeline.plans.plan(8).schedule.passes
             orders += [] if order in orders else [order]
             found.orders.append(orders.index(order))

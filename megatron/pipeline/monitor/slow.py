@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Container, Mapping
+from functools import lru_cache
 from statistics import median, median_low
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -149,7 +150,7 @@ def slowed(costs: Costs, schedule: Schedule, found: Mapping[Thing, Excess]) -> C
 
 def added(costs: Costs, schedule: Schedule, found: Mapping[Thing, Excess]) -> tuple[float, dict[Thing, float]]:
     """The seconds of an iteration as usual, and the share of them that each adds to it: 0 where that is clearly too little."""
-    usual, messages = simulate(schedule, costs).makespan, schedule.slices * schedule.placement.chunks
+    usual, messages = _makespan(schedule, costs), schedule.slices * schedule.placement.chunks
 
     def share(thing: Thing, more: Excess) -> float:
         if (more.there if isinstance(thing, int) else sum(more) * messages / usual) <= LEAVE:
@@ -157,6 +158,11 @@ def added(costs: Costs, schedule: Schedule, found: Mapping[Thing, Excess]) -> tu
         return max(0.0, simulate(schedule, slowed(costs, schedule, {thing: more})).makespan / usual - 1)
 
     return usual, {thing: share(thing, more) for thing, more in found.items()}
+
+
+@lru_cache(maxsize=4)  # asked in every iteration, mostly of the same schedule
+def _makespan(schedule: Schedule, costs: Costs) -> float:
+    return simulate(schedule, costs).makespan
 
 
 class Verdict:

@@ -71,8 +71,8 @@ class OwnLoop:
         schedule: its name, or a request, whose numbers of ranks and microbatches do not matter.
         costs: a file of costs, as ``mpipe costs -o`` writes it. Without costs all passes of a rank's share take 1, and W as much
             of it as its weights train.
-        watch: "report" or "replan" for slow ranks and links (``runtime.watch``), where all ranks of the world train together.
-        options: of ``Pipeline``.
+        options: of ``Pipeline``; and ``watch``: "report" or "replan" for slow ranks and links (``runtime.watch``), where all
+            ranks of the world train together.
 
     Raises:
         ValueError: there is no such schedule, or none that trains; a file cannot be read; or it is none for ``every_batch``, or
@@ -81,12 +81,7 @@ class OwnLoop:
     """
 
     def __init__(
-        self,
-        schedule: str | Request,
-        costs: str | Path | None = None,
-        watchdog: float | None = None,
-        watch: str = "off",
-        **options: Any,
+        self, schedule: str | Request, costs: str | Path | None = None, watchdog: float | None = None, **options: Any
     ) -> None:
         # Ranks and microbatches are known with the first iteration.
         request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
@@ -100,12 +95,12 @@ class OwnLoop:
             request = replace(request, quick=not request.facts.sentences(topics.EVERY_BATCH))
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(families.FILE):
             request = replace(request, equal=self._equal)
+        watch = options.pop("watch", "off")
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
             request.facts.refuse(topics.EVERY_BATCH)
         _check_watch(watch, request, bool(options.get("every_batch")))
-        if watch != "off":
-            options["measure"] = True
+        options |= {"measure": True} if watch != "off" else {}
         self._request, self._options, self._watch = request, options, CallWatch(watchdog)
         self._slow_of = cache(lambda pipeline: watching(pipeline, watch))
         self._said: set[str] = set()
