@@ -34,6 +34,21 @@ def test_a_slow_rank_is_slow_in_comparisons_and_in_what_else_its_passes_have(cap
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_layers_move_off_a_slow_rank(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{PLAN} --schedule {schedule} --slow 2=1.5 --cost F=1,B=1,W=1,comm=0.1"
+    moved, even = report(capsys, flags, "--balance 32"), report(capsys, flags)
+    layers, costs = moved["balance"]["layers"], moved["stage_costs"]["stages"]
+    of_ranks = [layers] if len(layers) == 4 else [[one + other for one, other in zip(layers, reversed(layers), strict=True)][:4]]
+    assert sum(layers) == 32 and of_ranks[0][2] <= 6
+    seconds = {
+        round(stage["forward"] / count / (1.5 if place in (2, 5) else 1), 9)
+        for place, (stage, count) in enumerate(zip(costs, layers, strict=True))
+    }
+    assert seconds == {1 / 8}
+    assert moved["makespan"] < even["makespan"] == pytest.approx(moved["balance"]["even"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_slow_link_is_planned_for_said_drawn_and_kept(
     schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -98,7 +113,7 @@ def test_wrong_links_of_a_file_are_one_line(links: object, says: str, capsys: py
         ("--slow 1=2,1=3", "'1=2,1=3': expected"),
         ("--slow=-1=2", "'-1=2': expected"),
         ("--slow 1.3", "'1.3': expected"),
-        ("--slow 1=1.3 --balance 16", "--slow 1=1.3 is of ranks, and --balance 16 moves layers"),
+        ("--slow 4=1.3 --balance 16", "there is no rank 4"),
     ],
 )
 def test_wrong_links_and_ranks_are_one_line(flags: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

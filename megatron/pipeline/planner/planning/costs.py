@@ -20,7 +20,6 @@ from megatron.pipeline.planner.schedule.core.costs import (
     uniform,
 )
 from megatron.pipeline.planner.schedule.core.costs_fields import COST_RANGE, MOST_LAYERS, is_cost, is_layers
-from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.stage_costs import COST_FIELDS, PARTS, CostField, CostOf
@@ -140,26 +139,21 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     if flags.boundary:
         costs = _set(costs, placement, flags.boundary, None)
     costs = _with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {})
-    return taking_time(slowed(costs, placement, flags.slow or {}))
+    slow = slow_stages(placement, flags.slow or {})
+    stages = tuple(each.slowed(slow[stage]) if stage in slow else each for stage, each in enumerate(costs.stages))
+    return taking_time(replace(costs, stages=stages))
 
 
-def slowed(costs: Costs, placement: Placement, slow: Mapping[int, float]) -> Costs:
-    """Costs where all stages of some ranks take longer, or shorter: F, B, W and their parts, and steps between iterations.
-
-    Args:
-        slow: by rank, how many times as long.
+def slow_stages(placement: Placement, slow: Mapping[int, float]) -> dict[int, float]:
+    """How many times as long each stage takes, from the same of ranks; those of ranks that are left out are left out.
 
     Raises:
         ValueError: there is no such rank.
     """
-    stages = list(costs.stages)
     for rank, times in slow.items():
         if rank >= placement.ranks:
             raise ValueError(f"--slow {rank}={times:g}: there is no rank {rank}; the ranks are 0 to {placement.ranks - 1}")
-        for stage in placement.stages[rank]:
-            longer = stages[stage].times(Load(times, times, times))
-            stages[stage] = replace(longer, step=None if longer.step is None else times * longer.step)
-    return replace(costs, stages=tuple(stages))
+    return {stage: times for rank, times in slow.items() for stage in placement.stages[rank]}
 
 
 def read_slow(text: str) -> dict[int, float]:

@@ -58,7 +58,7 @@ def written(links: Iterable[LinkCosts]) -> dict[str, tuple[float, float]]:
 
 def check(links: Iterable[LinkCosts], ranks: int) -> None:
     """Raises:
-    ValueError: a rank is none of a pipeline's, or the two never talk, whatever the placement: they are no neighbours in the ring.
+    ValueError: a rank is none of a pipeline's, or the two talk under no placement: they are no neighbours in the ring.
     """
     for sender, receiver, *_ in links:
         if max(sender, receiver) >= ranks or (sender - receiver) % ranks not in (1, ranks - 1):

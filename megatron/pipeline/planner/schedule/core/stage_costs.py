@@ -259,6 +259,11 @@ class StageCosts:
         given = ((name, getattr(self, name), by[of]) for name, of in _LOAD_OF.items())
         return replace(self, **{name: value * times for name, value, times in given if value is not None})
 
+    def slowed(self, times: float) -> StageCosts:
+        """The costs on a device on which passes, their parts and steps take that many times as long."""
+        longer = self.times(Load(times, times, times))
+        return replace(longer, step=None if self.step is None else times * self.step)
+
     @property
     def has_boundary(self) -> bool:
         """Tell whether it is known what it does between two iterations."""
