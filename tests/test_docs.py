@@ -34,6 +34,7 @@ DOCUMENTS = [
     "docs/numerics.md",
     "docs/memory.md",
     "docs/every_batch.md",
+    "docs/slow.md",
     "docs/boundary.md",
     "docs/clusters.md",
     "docs/tuning.md",

@@ -34,6 +34,21 @@ def test_a_slow_rank_is_slow_in_comparisons_and_in_what_else_its_passes_have(cap
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_layers_move_off_a_slow_rank(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{PLAN} --schedule {schedule} --slow 2=1.5 --cost F=1,B=1,W=1,comm=0.1"
+    moved, even = report(capsys, flags, "--balance 32"), report(capsys, flags)
+    layers, costs = moved["balance"]["layers"], moved["stage_costs"]["stages"]
+    of_ranks = [layers] if len(layers) == 4 else [[one + other for one, other in zip(layers, reversed(layers), strict=True)][:4]]
+    assert sum(layers) == 32 and of_ranks[0][2] <= 6
+    seconds = {
+        round(stage["forward"] / count / (1.5 if place in (2, 5) else 1), 9)
+        for place, (stage, count) in enumerate(zip(costs, layers, strict=True))
+    }
+    assert seconds == {1 / 8}
+    assert moved["makespan"] < even["makespan"] == pytest.approx(moved["balance"]["even"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_slow_link_is_planned_for_said_drawn_and_kept(
     schedule: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -98,7 +113,7 @@ def test_wrong_links_of_a_file_are_one_line(links: object, says: str, capsys: py
         ("--slow 1=2,1=3", "'1=2,1=3': expected"),
         ("--slow=-1=2", "'-1=2': expected"),
         ("--slow 1.3", "'1.3': expected"),
-        ("--slow 1=1.3 --balance 16", "--slow 1=1.3 is of ranks, and --balance 16 moves layers"),
+        ("--slow 4=1.3 --balance 16", "there is no rank 4"),
     ],
 )
 def test_wrong_links_and_ranks_are_one_line(flags: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,3 +123,40 @@ def test_wrong_links_and_ranks_are_one_line(flags: str, says: str, capsys: pytes
 @pytest.mark.parametrize(("ranks", "says"), [(2, "links of 2 ranks are 0-1 alone"), (1, "links of 1 ranks are none")])
 def test_few_ranks_have_few_links(ranks: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert says in refusal(capsys, f"plan --schedule 1f1b --pp {ranks} --microbatches 8 --cost comm[1-2]=1")
+
+
+SUMS = "--cost F=1.4,B=1.4,W=1,AR=0.4"  # 0.2 for a chunk of two
+PARTS = "F.dispatch=0,F.experts=0,F.combine=0.4,B.combine=0.4,B.experts=0,B.dispatch=0,W.experts=0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        (f"--schedule interleaved {SUMS}", 2 * 32),
+        (f"--schedule zb-v --cost F=1.4,B=1.4,W=1,{PARTS}", 4 * 32),  # nothing is behind sums
+        (f"--schedule zb-v {SUMS}", 2 * 32),  # all B are shielded
+        (f"--schedule 1f1b {SUMS}", 2 * 32),  # of F alone, each as long as two
+        (f"--schedule zb-v {SUMS},BW=2.4", 2 * 32),
+    ],
+)
+def test_sums_between_tensor_parallel_ranks_are_exposed_as_published(
+    flags: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """STP (arXiv 2510.27257): interleaved 1F1B exposes 2m of them, ZB-V 4m; braids less."""
+    found = report(capsys, f"plan --pp 4 --microbatches 32 {flags}")
+    assert found["overlap"]["exposed"] == pytest.approx(0.2 * count)
+    assert found["overlap"]["communication"] == pytest.approx(0.2 * 4 * 32)
+
+
+def test_a_plan_with_sums_says_so_and_is_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan, path = f"plan --pp 4 --microbatches 16 --schedule zb-v {SUMS}", tmp_path / "plan.json"
+    assert "50% of the 12.8 that a rank spends in all-reduces (mean); 0 braids" in output(capsys, plan)
+    found = report(capsys, plan)
+    path.write_text(json.dumps(found))
+    again = report(capsys, "plan", str(path))
+    assert (again["makespan"], again["overlap"], again["shielded"]) == (found["makespan"], found["overlap"], list(range(8)))
+    assert "AR says what F, B and BW consist of" in refusal(capsys, "plan", str(path), "--cost AR=0.1")
+    assert "AR = 2 is more than 1.4" in refusal(capsys, plan.replace("AR=0.4", "AR=2"))
+    assert "AR and F.combine both say" in refusal(capsys, plan.replace("AR=0.4", "AR=0.4,F.combine=0.1"))
+    braided = report(capsys, plan.replace("zb-v", "dualpipe-v"), "--overlap-experts")["overlap"]
+    assert braided["exposed"] < found["overlap"]["exposed"] / 2

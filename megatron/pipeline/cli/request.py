@@ -65,6 +65,9 @@ def requested(options: Namespace) -> Request:
     refusals.check_limit(options.memory_limit, unit)
     refusals.check_limit(options.host_memory_limit, unit, "--host-memory-limit")
 
+    slow = (options.balance and costs.slow) or {}  # of a model that is split no stage is slow before it has its layers
+    costs = replace(costs, slow=None) if slow else costs
+
     def of_stages(placement: Placement) -> Costs:
         found = cutting.with_shards(
             written_costs.costs_of(costs, placement, copies=offload is not None), vocabulary, placement.ranks
@@ -96,6 +99,7 @@ def requested(options: Namespace) -> Request:
         host_limit=options.host_memory_limit,
         overlap=options.overlap_experts == "on",
         layers=layers,
+        slow=slow,
         bounded=True,
         unit=unit,
     )
@@ -157,7 +161,6 @@ def _facts(options: Namespace) -> Facts:
     names = (given.cost or {}).keys()
     for fact, group in _COSTS.items():
         given[fact] = " ".join(f"--cost {name}=.." for name in sorted(names & group))
-    given["slow"] = given.slow and ",".join(f"{rank}={times:g}" for rank, times in given.slow.items())
     given["copy_costs"] = given.copy_costs or ("--copy" if given["copy"] else None)
     return given
 

@@ -65,9 +65,8 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     if "overlap" in data:
         found = data["overlap"]
         share = found["exposed"] / found["communication"] if found["communication"] else 0.0
-        words = (
-            f"{share:.0%} of the {found['communication']:g} that a rank spends in all-to-alls (mean); {found['braids']} braids"
-        )
+        what = "all-reduces" if data["costs"].get("F.experts") == 0 else "all-to-alls"
+        words = f"{share:.0%} of the {found['communication']:g} that a rank spends in {what} (mean); {found['braids']} braids"
         add("exposed", found["exposed"], words)
     rows += _links(data["costs"]) + (_offloaded(data, unit) if "offload" in data else [])
     if limit is not None and "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - SLACK):

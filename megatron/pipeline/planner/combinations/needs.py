@@ -84,7 +84,6 @@ PLANNED = (
                 "give RS, OPT or AG too, or leave it out", lambda to: not (to.costs or to.replicas or to.step_costs)),
     Combination("vocab_cost", "no vocab_parallel", "is of a spread vocabulary",
                 "give --vocab-parallel 1, 2 or interlaced, or leave it out"),
-    Combination("slow", "balance", "is of ranks, and {other} moves layers that take the same on all", "leave out one of them"),
 )  # fmt: skip
 
 _ORDERS = "are orders of whole microbatches by their lengths, and {pipeline_schedule} has"

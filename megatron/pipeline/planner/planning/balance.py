@@ -8,8 +8,8 @@ other. Where they do, or memory is short, other splits are shorter: each is plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice, product, zip_longest
 
 from megatron.pipeline.planner.planning.planned import Planned, Split
@@ -40,6 +40,7 @@ class Model:
         first, last: what the embedding adds to the first stage, and the output layer to the last.
         costs: of the same model, cut in some way; its hop, vocabulary and copies count.
         pattern: letters of the layers, where they are known, perhaps with a split to compare with.
+        slow: by stage, how many times as long its layers take there.
     """
 
     layers: tuple[StageCosts, ...]
@@ -47,6 +48,7 @@ class Model:
     last: StageCosts
     costs: Costs
     pattern: Pattern | None = None
+    slow: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, costs: Costs, layers: int) -> Model:
@@ -89,7 +91,8 @@ class Model:
         stages = []
         for stage, numbers in enumerate(numbers_of_layers(counts)):
             ends = [self.first] * (stage == 0) + [self.last] * (stage == len(counts) - 1)
-            stages.append(combined(sum, [*(self.layers[number] for number in numbers), *ends] or [_EMPTY]))
+            whole = combined(sum, [*(self.layers[number] for number in numbers), *ends] or [_EMPTY])
+            stages.append(whole.slowed(self.slow[stage]) if stage in self.slow else whole)
         return replace(self.costs, stages=tuple(stages), pattern="")
 
     def extra(self, placement: Placement) -> dict[int, float]:

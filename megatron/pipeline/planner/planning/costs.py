@@ -20,14 +20,14 @@ from megatron.pipeline.planner.schedule.core.costs import (
     uniform,
 )
 from megatron.pipeline.planner.schedule.core.costs_fields import COST_RANGE, MOST_LAYERS, is_cost, is_layers
-from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.stage_costs import COST_FIELDS, PARTS, CostField, CostOf
 
 Numbers: TypeAlias = dict[str, float]
 
-TIMES = tuple(field.flag for field in COST_FIELDS)
+TIMES = (*(field.flag for field in COST_FIELDS), "AR")
+_ROWS = 5 / 12  # of W: the row-parallel linears of a transformer layer with an MLP four times as wide
 COPIES = tuple(field.flag for field in COST_FIELDS if field.of is CostOf.COPIES)
 _PARTS = tuple(flag for flag in TIMES if "." in flag)
 _OF_STAGES = (CostOf.STAGE, CostOf.BETWEEN)
@@ -118,6 +118,10 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
                 raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
         costs = _set(cutting.of_depth(flags.costs, placement.depth), placement, flags.cost or {}, None)
     elif file.get("stage_costs") is not None:
+        if "AR" in (flags.cost or {}):
+            raise ValueError(
+                "AR says what F, B and BW consist of, and this file has the costs of every stage: plan again with it"
+            )
         costs = Costs.from_fields(file["stage_costs"])
         costs.check_placement(placement)
         costs = _set(costs, placement, flags.cost or {}, flags.activation)
@@ -125,8 +129,14 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
         cost = checked(file.get("costs", {}), TIMES) | (flags.cost or {})
         activation = flags.activation or checked(file.get("activation", {}), MEMORY)
         cost.setdefault("R", cost.get("F", 1.0))
+        sums = cost.pop("AR", 0.0)
+        cost = _with_sums(cost, sums) if sums else cost
         _check_parts(cost)
         costs = _set(uniform(placement), placement, cost, activation)
+        if sums:
+            behind = _ROWS * costs.stages[0].weight
+            shields = {"behind": behind, "saved": min(behind, sums / placement.chunks, costs.stages[0].backward)}
+            costs = replace(costs, stages=tuple(replace(stage, **shields) for stage in costs.stages))
     shared = checked(file.get("copies", {}), SHARED) | (flags.copy or {})
     if shared:
         costs = replace(costs, copies=_shared(costs.copies, shared))
@@ -140,26 +150,39 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     if flags.boundary:
         costs = _set(costs, placement, flags.boundary, None)
     costs = _with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {})
-    return taking_time(slowed(costs, placement, flags.slow or {}))
+    slow = slow_stages(placement, flags.slow or {})
+    stages = tuple(each.slowed(slow[stage]) if stage in slow else each for stage, each in enumerate(costs.stages))
+    return taking_time(replace(costs, stages=stages))
 
 
-def slowed(costs: Costs, placement: Placement, slow: Mapping[int, float]) -> Costs:
-    """Costs where all stages of some ranks take longer, or shorter: F, B, W and their parts, and steps between iterations.
+def _with_sums(cost: Numbers, sums: float) -> Numbers:
+    """Costs of a rank of which some seconds of F, and as many of B, are sums over tensor-parallel ranks.
 
-    Args:
-        slow: by rank, how many times as long.
+    They are the only parts that communicate. A BW hides those of B behind the weight gradients of column-parallel linears, unless
+    costs say what it takes.
+
+    Raises:
+        ValueError: parts of the layers are given, too, or sums take longer than F or B.
+    """
+    if given := [part for part in _PARTS if part in cost]:
+        raise ValueError(f"AR and {', '.join(given)} both say what layers communicate: leave one of them out")
+    backward, weight = cost.get("B", 1.0), cost.get("W", 1.0)
+    if sums > (least := min(cost.get("F", 1.0), backward)):
+        raise ValueError(f"AR = {sums:g} is more than {least:g}, the shorter of F and B, whose part it is")
+    parts = dict.fromkeys(_PARTS, 0.0) | {"F.combine": sums, "B.combine": sums}
+    return {"BW": backward + weight - min(sums, (1 - _ROWS) * weight)} | cost | parts
+
+
+def slow_stages(placement: Placement, slow: Mapping[int, float]) -> dict[int, float]:
+    """How many times as long each stage takes, from the same of ranks; those of ranks that are left out are left out.
 
     Raises:
         ValueError: there is no such rank.
     """
-    stages = list(costs.stages)
     for rank, times in slow.items():
         if rank >= placement.ranks:
             raise ValueError(f"--slow {rank}={times:g}: there is no rank {rank}; the ranks are 0 to {placement.ranks - 1}")
-        for stage in placement.stages[rank]:
-            longer = stages[stage].times(Load(times, times, times))
-            stages[stage] = replace(longer, step=None if longer.step is None else times * longer.step)
-    return replace(costs, stages=tuple(stages))
+    return {stage: times for rank, times in slow.items() for stage in placement.stages[rank]}
 
 
 def read_slow(text: str) -> dict[int, float]:
@@ -230,7 +253,8 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
         moved = share_of(costs, placement, StageCosts.moved)
         times |= {"D2H": costs.copies.to_host * moved, "H2D": costs.copies.to_device * moved}
         found["copies"] = {name: getattr(costs.copies, name) for name in SHARED}
-    if len(set(stages)) == 1 and math.isclose(held["B"], 1.0) and stages[0].movable is None and not costs.loads:
+    plain = len(set(stages)) == 1 and stages[0].movable is None and stages[0].behind is None
+    if plain and math.isclose(held["B"], 1.0) and not costs.loads:
         return found
     return found | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from megatron.pipeline.planner.schedule.core.boundary import turns
+from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.core.problem import Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
@@ -162,9 +163,15 @@ class Planned:
 
     @cached_property
     def communication(self) -> tuple[float, float]:
-        """Seconds of all-to-alls of experts, a mean over ranks: those in which their rank computes nothing meanwhile, and all."""
+        """Seconds of what layers communicate, a mean over ranks: those in which a rank computes nothing meanwhile, and all."""
         schedule, costs = self.schedule, self.schedule.costs(self.problem.costs)
-        lanes = cache(lambda stage, kind, number: costs.of(number).stages[stage].lanes(kind))
+        whole_costs = replace(schedule, shielded=frozenset()).costs(self.problem.costs)
+
+        @cache
+        def lanes(stage: int, kind: Kind, number: int) -> tuple[float, float]:
+            """Seconds in which a pass computes, and those that it would communicate with nothing behind its collectives."""
+            return (costs.of(number).stages[stage].lanes(kind)[0], whole_costs.of(number).stages[stage].lanes(kind)[1])
+
         exposed = whole = 0.0
         for stages, timed in zip(schedule.placement.stages, self.timeline.ranks, strict=True):
             for work, start, end in timed:

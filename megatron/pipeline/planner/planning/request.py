@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -19,6 +19,7 @@ from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning import kept
 from megatron.pipeline.planner.planning.balance import Model, balanced, check_layers, finer
 from megatron.pipeline.planner.planning.compose import solve
+from megatron.pipeline.planner.planning.costs import slow_stages
 from megatron.pipeline.planner.planning.limits import Beside, kept_limits
 from megatron.pipeline.planner.planning.planned import Planned, Variant
 from megatron.pipeline.planner.planning.refusals import MICROBATCHES, Unit
@@ -72,6 +73,7 @@ class Request:
         layers: of the model, if these are to be split over the stages so that the schedule is short (``planning.balance``): what
             each costs, or how many there are, into which costs are then cut; ``Planned.split`` says how many a stage gets. None:
             stages are as the costs say.
+        slow: with ``layers``, by rank, how many times as long its passes take; else costs have it.
         unit: in which refusals tell the user amounts of memory.
         beside: what ranks need beside activations, for limits where there is no ``memory_limit``: see ``limits.kept_limits``; or
             from a placement, the vocabulary and whether to count bytes, in place of the costs' unit, to that. None: not known.
@@ -99,6 +101,7 @@ class Request:
     quick: bool = False
     equal: StageCosts | EqualOf = EQUAL_PASSES
     layers: int | Model | None = None
+    slow: Mapping[int, float] = field(default_factory=dict)
     unit: Unit = MICROBATCHES
     bounded: bool = False
     keep: bool = False
@@ -206,6 +209,7 @@ class Request:
         begin = time.perf_counter()
         placement = replace(self, layers=None).problem().placement
         model = layers if isinstance(layers, Model) else self._model(layers, placement)
+        model = replace(model, slow=slow_stages(placement, self.slow))
         planned = balanced(placement, model, self.microbatches, lambda costs: replace(self, layers=None, costs=costs).plan())
         return replace(planned, seconds=time.perf_counter() - begin)
 

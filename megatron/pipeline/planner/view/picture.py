@@ -95,7 +95,7 @@ def draw(
     for title, timeline in timelines.items():
         top -= _TITLE
         _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), unit)
-        _mark_links(axes[-1], (links or {}).get(title, {}), _row(timeline))
+        _mark_links(axes[-1], (links or {}).get(title, {}), timeline)
         top -= rows[title] + _GAP
         if title in memory:
             _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit)
@@ -164,19 +164,15 @@ def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits:
     axes.text(1, 1.0, _summary(timeline, unit), transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=INK)
 
 
-def _mark_links(axes: Axes, links: Mapping[str, float], row: float) -> None:
-    """Lines between the rows of ranks whose link has a time of its own, which is said at the left where rows are not too flat.
-
-    Args:
-        row: inches of a rank's.
-    """
+def _mark_links(axes: Axes, links: Mapping[str, float], timeline: Timeline) -> None:
+    """Lines between the rows of ranks whose link has a time of its own, which is said at the left where rows are not too flat."""
     found: dict[int, list[str]] = {}  # by the row above
     for name, seconds in links.items():
         ends = sorted(map(int, name.replace("to", "-").split("-")))
         found.setdefault(ends[ends[1] - ends[0] > 1], []).append(f"{name}: {seconds:.3g}")
     for above, words in found.items():
-        axes.plot([0, 1], [above + 0.5] * 2, transform=axes.get_yaxis_transform(), color=_LINK, linestyle="--", clip_on=False)
-        if row >= _ROW / 2:
+        axes.plot([0, timeline.makespan], [above + 0.5] * 2, color=_LINK, linestyle="--", clip_on=False)
+        if _row(timeline) >= _ROW / 2:
             text = axes.text(-0.004, above + 0.5, "\n".join(words), ha="right", va="center", fontsize=_HALF_FONT, color=_LINK)
             text.set_transform(axes.get_yaxis_transform())
 

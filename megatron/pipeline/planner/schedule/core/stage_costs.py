@@ -227,7 +227,14 @@ class StageCosts:
         """The costs where B has weight gradients behind its collectives: see ``Schedule.shielded``."""
         behind, saved = self.value("behind"), self.value("saved")
         shorter = replace(self, backward=self.backward + behind - saved, weight=self.weight - behind, behind=None, saved=None)
+        if self.sums:  # which are less exposed
+            shorter = replace(shorter, backward_combine=max(0.0, self.value("backward_combine") - saved))
         return shorter.bounded()
+
+    @property
+    def sums(self) -> bool:
+        """Tell whether all that its layers communicate are sums over tensor-parallel ranks: there are no experts in its parts."""
+        return self.has_parts and not (self.experts or self.backward_experts or self.weight_experts)
 
     def bounded(self) -> StageCosts:
         """With parts that are no more together than their whole (``WITHIN``): of what takes nothing, nothing."""
@@ -258,6 +265,11 @@ class StageCosts:
         }
         given = ((name, getattr(self, name), by[of]) for name, of in _LOAD_OF.items())
         return replace(self, **{name: value * times for name, value, times in given if value is not None})
+
+    def slowed(self, times: float) -> StageCosts:
+        """The costs on a device on which passes, their parts and steps take that many times as long."""
+        longer = self.times(Load(times, times, times))
+        return replace(longer, step=None if self.step is None else times * self.step)
 
     @property
     def has_boundary(self) -> bool:
