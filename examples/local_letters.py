@@ -1,9 +1,9 @@
 """The letters of ``HybridModel`` without Transformer Engine, as on a CPU: ``--spec local_letters STACK``.
 
-megatron-core's own specification has modules of Transformer Engine. This one has its local ones: attention (``*``), latent
-attention (``+``), MLP (``-``) and experts (``E``), which are halves of a GPT's layer; Mamba-2 (``M``) and gated delta net (``G``),
-which need packages with GPU kernels, as upstream; and layers behind ``/``. In checkpoints names are those that Transformer
-Engine's modules have.
+megatron-core's own specification has modules of Transformer Engine. This one has its local ones: attention (``*``, latent
+``+``), MLP (``-``) and experts (``E``), which are halves of a GPT's layer; Mamba-2 (``M``) and gated delta net (``G``), which
+need packages with GPU kernels, as upstream; and layers behind ``/``. In checkpoints names are those that Transformer Engine's
+modules have.
 """
 
 from typing import Any
