@@ -1,9 +1,9 @@
 """The letters of ``HybridModel`` without Transformer Engine, as on a CPU: ``--spec local_letters STACK``.
 
 megatron-core's own specification has modules of Transformer Engine. This one has its local ones: attention (``*``), latent
-attention (``+``), MLP (``-``) and experts (``E``), which are halves of a GPT's layer; Mamba-2 (``M``) and gated delta net (``G``),
-which need packages with GPU kernels, as upstream; and layers behind ``/``. In checkpoints names are those that Transformer
-Engine's modules have.
+attention (``+``), MLP (``-``) and experts (``E``), halves of a GPT's layer; Mamba-2 (``M``) and gated delta net (``G``), which
+need packages with GPU kernels, as upstream; and layers behind ``/``. In checkpoints names are those that Transformer Engine's
+modules have.
 """
 
 from typing import Any
@@ -83,11 +83,14 @@ _DELTA = ModuleSpec(
 _FURTHER = MultiTokenPredictionLayerSubmodules(
     enorm=Norm, hnorm=Norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=Norm
 )
+_LATENT: dict[str, Any] = {}
+if "mla_layer" in HybridStackSubmodules.__dataclass_fields__:  # from 0.19 on
+    _LATENT = {"mla_layer": _half(TransformerLayer, "self_attention", "self_attn_bda", multi_latent_attention=True)}
 STACK = ModuleSpec(
     LocalStack,
     submodules=HybridStackSubmodules(
         attention_layer=_half(TransformerLayer, "self_attention", "self_attn_bda"),
-        mla_layer=_half(TransformerLayer, "self_attention", "self_attn_bda", multi_latent_attention=True),
+        **_LATENT,
         mlp_layer=_half(MLPLayer, "mlp", "mlp_bda"),
         moe_layer=_half(MoETransformerLayer, "mlp", "mlp_bda", num_experts=8),  # any number: the flags say it
         mamba_layer=ModuleSpec(
