@@ -93,11 +93,14 @@ _DELTA = ModuleSpec(
 _FURTHER = MultiTokenPredictionLayerSubmodules(
     enorm=Norm, hnorm=Norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=Norm
 )
+_LATENT: dict[str, Any] = {}
+if "mla_layer" in HybridStackSubmodules.__dataclass_fields__:  # from 0.19 on
+    _LATENT = {"mla_layer": _half(TransformerLayer, "self_attention", "self_attn_bda", multi_latent_attention=True)}
 STACK = ModuleSpec(
     LocalStack,
     submodules=HybridStackSubmodules(
         attention_layer=_half(TransformerLayer, "self_attention", "self_attn_bda"),
-        mla_layer=_half(TransformerLayer, "self_attention", "self_attn_bda", multi_latent_attention=True),
+        **_LATENT,
         mlp_layer=_half(MLPLayer, "mlp", "mlp_bda"),
         moe_layer=_half(ExpertsLayer, "mlp", "mlp_bda", num_experts=8),  # any number: the flags say it
         mamba_layer=ModuleSpec(

@@ -47,7 +47,6 @@ _LETTERS = (
     "--disable-bias-linear --moe-shared-expert-intermediate-size 32 --hybrid-layer-pattern"
 )
 _LATENT = "M+-EGE+- --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12 --position-embedding-type none"
-_RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn mlp"
 # By the feature's title: ranks for each of the 4 stages, and the flags that switch it on.
 _FLAGS = {
     "bfloat16": (1, "--bf16"),
@@ -79,11 +78,6 @@ _FLAGS = {
     ),
     f"{_PATTERN}; all but latent attention": (1, f"{_LETTERS} M*-EGE*-/*-"),
     f"{_PATTERN}; latent attention": (1, f"{_LETTERS} {_LATENT}"),
-    f"{_PATTERN}; selective recomputation": (1, f"{_LETTERS} M*-EGE*- {_RECOMPUTED} moe"),
-    f"{_PATTERN}; latent attention, selective recomputation": (
-        1,
-        f"{_LETTERS} {_LATENT} {_RECOMPUTED} mla_up_proj shared_experts",
-    ),
     f"{_PATTERN}; context parallelism": (2, f"{_LETTERS} M*-EGE*- --context-parallel-size 2"),
     f"{_PATTERN}; latent attention, context parallelism": (2, f"{_LETTERS} {_LATENT} --context-parallel-size 2"),
 }

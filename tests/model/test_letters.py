@@ -53,14 +53,8 @@ SIZES = {
     "linear_num_value_heads": 4,
     "linear_value_head_dim": 8,
 }
-LATENT: dict[str, Any] = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-}
-LATENT |= {"v_head_dim": 6, "rope_type": "rope"}
+LATENT: dict[str, Any] = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8}
+LATENT |= {"qk_pos_emb_head_dim": 4, "v_head_dim": 6, "rope_type": "rope"}
 
 
 def gradients(pattern: str, split: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:

@@ -222,33 +222,14 @@ def test_stages_of_gated_delta_nets() -> None:
     assert len({rank.parameters for rank in costs[1:]}) == 1
 
 
-# Configurations in examples/post_training/modelopt/conf/nvidia of Megatron-LM; and NEXT's blocks as two letters each.
-LARGE = (
-    f"{NEMOTRON.replace('--hidden-size 4096', '--hidden-size 8192')} --num-attention-heads 64 --ffn-hidden-size 32768 "
-    "--mamba-state-dim 256 --mamba-num-heads 256 --tensor-model-parallel-size 8"
-)
-NANO = (
-    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --num-experts 128 --moe-router-topk 6 "
-    "--moe-shared-expert-intermediate-size 3712 --mamba-num-heads 64 --mamba-head-dim 64 --hidden-size 2688 "
-    "--num-attention-heads 32 --group-query-attention --num-query-groups 2 --ffn-hidden-size 1856 --kv-channels 128 "
-    "--squared-relu --normalization RMSNorm --disable-bias-linear --bf16 --untie-embeddings-and-output-weights "
-    "--position-embedding-type none --vocab-size 131072 --tokenizer-type NullTokenizer --seq-length 8192 --micro-batch-size 1"
-)
-LETTERS = NEXT.replace("--num-layers 48 ", "").replace(
-    "--experimental-attention-variant gated_delta_net --linear-attention-freq 4", ""
-)
-PUBLISHED = {
-    "Nemotron-H 8B": (NEMOTRON, PATTERN),
-    "Nemotron-H 56B": (LARGE, "M-M-M-M*-" + 9 * "M-M-M-M-M*-" + "M-M-M-M-M-"),
-    "Nemotron 3 Nano": (NANO, "MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*EMEMEMEME"),
-    "Qwen3-Next-80B-A3B": (LETTERS, 12 * "GEGEGE*E"),
-}
+# From examples/post_training/modelopt/conf/nvidia of Megatron-LM; and NEXT's blocks as two letters each.
+PUBLISHED = sorted((Path(__file__).parents[2] / "benchmarks" / "patterns").glob("*.yaml"))
 
 
-@pytest.mark.parametrize(("flags", "pattern"), PUBLISHED.values(), ids=PUBLISHED)
-def test_published_patterns_gain_over_even_numbers(flags: str, pattern: str) -> None:
+@pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: file.stem)
+def test_published_patterns_gain_over_even_numbers(file: Path) -> None:
     """None is published with ``|``; a training of ours has the balance by default, and megatron-core's even numbers."""
-    pipelined = flags.replace("--pipeline-model-parallel-size 4", "") + " --pipeline-model-parallel-size 4 --pipeline-schedule"
+    pipelined, pattern = f"--config {file} --pipeline-schedule", of(f"--config {file}").args.hybrid_layer_pattern
     found = of(f"{pipelined} 1f1b", "--hybrid-layer-pattern", pattern)
     model = describe(found.args)
     costs = by_layer(model, H100, 4, Links.of(H100, 8, model.ranks))
