@@ -20,7 +20,7 @@ from megatron.pipeline.session.metrics import Measured, Metrics, Step
 from megatron.pipeline.session.trace import draw_last_trace, trace_of, write_trace
 
 
-@pytest.mark.parametrize(("schedule", "mode"), [("zb-v", "replan"), rest("zb-h1", "replan"), rest("zb-v", "report")])
+@pytest.mark.parametrize(("schedule", "mode"), [("zb-v", "replan"), rest("zb-auto", "replan"), rest("zb-v", "report")])
 def test_a_slow_link_is_named_planned_for_and_as_usual_again(pool: Pool, schedule: str, mode: str) -> None:
     """Not how slow, nor which else: ranks of a test share cores."""
     off = pool.once(4, watched.train, schedule, "off", seconds=0.0, timeout=300)

@@ -188,6 +188,8 @@ class Watch:
         return [
             f" {self._pipeline.name} planned for what is slow in {plan.seconds or 0:.2g} s for {number} microbatches: "
             f"{1e3 * simulate(before[number].schedule, plan.problem.costs).makespan:.4g} -> {1e3 * plan.timeline.makespan:.4g} ms"
+            + ", the order stays"
+            * (plan.schedule.passes == before[number].schedule.passes)
             for number, plan in found.items()
         ]
 
