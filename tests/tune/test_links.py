@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
+from costmodel.drawn_shapes import shape
 
 from megatron.pipeline.planner.costmodel.device import Link, named
-from megatron.pipeline.planner.costmodel.links import Links, Spread
+from megatron.pipeline.planner.costmodel.estimate import estimate
+from megatron.pipeline.planner.costmodel.links import Links, Spread, with_messages
+from megatron.pipeline.planner.schedule.core.placement import linear
 from megatron.pipeline.planner.shape.description import Ranks
 
 A100 = replace(named("A100-80GB"), beside_communication=1.0)
@@ -43,6 +47,26 @@ def test_groups_get_their_links(
     links = Links.of(DEVICE, 8, Ranks(tensor, context, expert, data, pipeline))
     assert (links.hop, links.tensor, links.context, links.data) == expected
     assert links.expert == Spread(DEVICE.within, DEVICE.between, together)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "pipeline", "far"),
+    [(2, 1, 8, {3, 7}), (1, 2, 16, {3, 7, 11, 15}), (3, 1, 4, {1, 2, 3}), (1, 1, 8, set()), (8, 1, 4, {0, 1, 2, 3})],
+)
+def test_neighbours_on_one_node_are_near(tensor: int, data: int, pipeline: int, far: set[int]) -> None:
+    """Of stages of three GPUs on nodes of 8 the third has a GPU on the second node, and the next ones are there."""
+    links = Links.of(DEVICE, 8, Ranks(tensor, 1, 1, data, pipeline))
+    assert {rank for rank, near in enumerate(links.near) if not near} == far and links.near_hop == DEVICE.hop
+    given = replace(shape(Random("links")), quantized=None)
+    placement = linear(pipeline)
+    costs = with_messages(estimate(given, placement, [1] * pipeline, DEVICE, links=links), given, links)
+    costs.check_placement(placement)
+    slow, fast = DEVICE.between.seconds(given.hidden_bytes), DEVICE.hop.seconds(given.hidden_bytes)
+    for rank in range(pipeline):
+        other = (rank + 1) % pipeline
+        seconds = slow if rank in far else fast
+        assert costs.message(rank, other) == costs.message(other, rank) == pytest.approx(seconds)
+    assert bool(costs.links) == (0 < len(far) < pipeline)
 
 
 def test_ranks_with_the_same_experts_are_as_far_apart_as_others_have_other_experts() -> None:

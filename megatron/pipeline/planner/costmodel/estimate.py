@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.pipeline.planner.costmodel import activations, traffic
 from megatron.pipeline.planner.costmodel.device import Device
-from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds, hop_seconds, layer_communication
+from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds, hop_seconds, layer_communication, with_messages
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, MemoryUnit, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
@@ -113,14 +113,17 @@ def costs_of_training(
 
     Args:
         layers: of every stage.
-        family: of its schedule; None for costs that any family plans for, and that count no wait for messages.
+        family: of its schedule; None for costs that any family and number of ranks plans for: every message takes what the
+            slowest does, and no waits for messages count.
     """
     split, exposed = not model.makes_weights_again, 0.0
     if family is not None:
         overlaps = family.name == "interleaved" and model.overlap_p2p_comm
         waits = model.is_stock and model.pipeline_model_parallel_size > 1 and not overlaps
         split, exposed = split and not family.fused, family.exposed_hops if waits else 0.0
-    costs = estimate(Shape.of(model), placement, layers, device, model.spread, split, links, exposed)
+    shape = Shape.of(model)
+    costs = estimate(shape, placement, layers, device, model.spread, split, links, exposed)
+    costs = costs if family is None else with_messages(costs, shape, links)
     # A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone.
     return costs if fuses(model, family) else cutting.without_fused(costs)
 

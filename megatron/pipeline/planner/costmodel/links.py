@@ -5,10 +5,13 @@ Megatron-LM's order of ranks is assumed, tp-cp-ep-dp-pp: tensor-parallel ranks a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.pipeline.planner.costmodel import activations
 from megatron.pipeline.planner.costmodel.device import Device, Link
+from megatron.pipeline.planner.schedule.core import link_costs
+from megatron.pipeline.planner.schedule.core.costs import Costs
+from megatron.pipeline.planner.schedule.core.link_costs import LinkCosts
 from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.gpt import Shape
 
@@ -60,7 +63,8 @@ class Links:
     """Link of every kind of group.
 
     Attributes:
-        hop: from a stage to the next.
+        hop: from a stage to the next, the slowest.
+        near: for each rank of a pipeline, whether the next one, or for the last the first, is on its node: over ``near_hop``.
         tensor, context, data: within groups of these kinds.
         expert_tensor: between ranks that share each expert.
         experts: between ranks that share the experts of a layer, in a ring.
@@ -78,6 +82,8 @@ class Links:
     expert_data: Link
     expert: Spread
     beside_communication: float = 1.0
+    near: tuple[bool, ...] = ()
+    near_hop: Link | None = None
 
     def hides(self, communication: float, computation: float) -> float:
         """Seconds by which both take less at the same time than one after the other."""
@@ -120,7 +126,25 @@ class Links:
             expert_data=group(own, stage // own),
             expert=Spread(device.within, device.between, together),
             beside_communication=device.beside_communication,
+            near=tuple(_is_near(rank, stage, pipeline, per_node) for rank in range(pipeline)),
+            near_hop=device.hop,
         )
+
+
+def _is_near(rank: int, stage: int, pipeline: int, per_node: int) -> bool:
+    """Tell whether every GPU of a pipeline's rank, of ``stage``, has its counterpart of the next rank on its own node."""
+    other = (rank + 1) % pipeline
+    return all((rank * stage + place) // per_node == (other * stage + place) // per_node for place in range(stage))
+
+
+def with_messages(costs: Costs, shape: Shape, links: Links) -> Costs:
+    """Costs whose ``hop`` is that on a node where some neighbours are on one, and whose ``links`` are those between nodes."""
+    if links.near_hop is None or not any(links.near):
+        return costs
+    ranks, seconds = len(links.near), hop_seconds(shape, links)
+    ways = [(rank, (rank + 1) % ranks) for rank in range(ranks) if not links.near[rank]]
+    far = [LinkCosts(*pair, seconds) for way in ways for pair in (way, way[::-1])]
+    return replace(costs, hop=links.near_hop.seconds(shape.hidden_bytes), links=link_costs.joined((), far))
 
 
 def layer_communication(
@@ -174,5 +198,5 @@ def exchange_seconds(shape: Shape, links: Links) -> float:
 
 
 def hop_seconds(shape: Shape, links: Links) -> float:
-    """Seconds of the message from a stage to the next."""
+    """Seconds of the message from a stage to the next, over the slowest hop."""
     return links.hop.seconds(shape.hidden_bytes)

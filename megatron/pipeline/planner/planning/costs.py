@@ -174,7 +174,7 @@ def _with_sums(cost: Numbers, sums: float) -> Numbers:
 
 
 def slow_stages(placement: Placement, slow: Mapping[int, float]) -> dict[int, float]:
-    """How many times as long each stage takes, from the same of ranks; those of ranks that are left out are left out.
+    """Factors of stages from those of their ranks: how many times as long each takes, where that is said.
 
     Raises:
         ValueError: there is no such rank.
