@@ -140,7 +140,7 @@ def test_a_script_in_parts(tmp_path: Path) -> None:
         'DIR="$(cd -- "$(dirname "$0")" && pwd)"',
         'source "${DIR}/models/tiny.sh"',
         "source train.sh  # which a shell would never end",
-        "BATCH=$(( (NODES + 2) * 8 / 4 ))",
+        "BATCH=$(( (NODES + 2) * 8 / 8 ))",
         'case $1 in --help) shift ;; --tokenizer-model) MODEL="$2" ;; esac',
         'RUN="python pretrain_gpt.py ${MODEL_ARGS} --seed $SEED --micro-batch-size 1 --global-batch-size $BATCH"',
         'bash -c "$RUN --num-attention-heads 8 --seq-length 128 --vocab-size 1000 --tokenizer-type NullTokenizer"',
@@ -148,7 +148,7 @@ def test_a_script_in_parts(tmp_path: Path) -> None:
     file = tmp_path / "train.sh"
     file.write_text("\n".join(lines))
     args = of_file(file, "").args
-    assert (args.num_layers, args.hidden_size, args.global_batch_size) == (8, 512, 8)
+    assert (args.num_layers, args.hidden_size, args.global_batch_size) == (8, 512, 4)
 
 
 def test_an_experiment_of_primus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
