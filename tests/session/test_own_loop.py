@@ -243,6 +243,13 @@ def test_what_does_not_train_is_refused_at_once(schedule: Any, options: dict[str
         install(schedule, **options)
 
 
+def test_costs_of_letters_are_refused(tmp_path: Path) -> None:
+    """A loop of its own has stages cut by megatron-core, which knows no costs."""
+    (tmp_path / "costs.json").write_text(replace(uniform(linear(4)), pattern="*-").to_json(), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"is of the letters \*-: give costs of stages"):
+        install("zb-h1", tmp_path / "costs.json")
+
+
 def test_a_rank_that_plans_for_long_is_not_blamed(tmp_path: Path) -> None:
     ended, said = together(own_loops.plans_longer, tmp_path)
     assert ended == [0] * 4 and "Pipeline stopped" not in said, said

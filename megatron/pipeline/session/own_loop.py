@@ -90,7 +90,10 @@ class OwnLoop:
         if request.schedule.startswith(families.FILE):
             document.naming(request.schedule.removeprefix(families.FILE), Schedule.from_json)
         if costs is not None:
-            request = replace(request, costs=document.read_costs(str(costs)))
+            read = document.read_costs(str(costs))
+            if read.pattern:
+                raise ValueError(f"install(costs={str(costs)!r}) is of the letters {read.pattern}: give costs of stages")
+            request = replace(request, costs=read)
         if request.costs is not None and not options.get("every_batch"):  # with equal ones a search takes no longer than a pass
             request = replace(request, quick=not request.facts.sentences(topics.EVERY_BATCH))
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(families.FILE):
