@@ -171,8 +171,7 @@ class SlowLinks:
     @staticmethod
     def _receive(call: Callable[..., Any], group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> _Late:
         says = torch.zeros(1, dtype=torch.float64)
-        requests = call(group, [says], peer, tag + 1), call(group, tensors, peer, tag)
-        return _Late(requests, says.item)
+        return _Late((call(group, [says], peer, tag + 1), call(group, tensors, peer, tag)), says.item)
 
 
 class _Sleep(torch.autograd.Function):

@@ -64,8 +64,7 @@ def slowed(delay: float, options: Any, costs: Costs, placement: Placement) -> Co
 def runs_of(options: Any, megatron: Megatron) -> dict[tuple[str, float], Contender]:
     """Every schedule with every delay."""
     runs: dict[tuple[str, float], Contender] = {}
-    unaware = [megatron.stock(1), *map(megatron.ours, options.ours)]
-    for contender in unaware:
+    for contender in (megatron.stock(1), *map(megatron.ours, options.ours)):
         name = contender.name.rstrip(", ")
         runs |= {(name, delay): contender for delay in options.delays}
     for name in options.planned:
@@ -115,7 +114,6 @@ def main() -> None:
 
     found = in_rounds({key: partial(run, contender, key[1]) for key, contender in runs.items()}, options.rounds)
     if rank == 0:
-        first, last = options.delays[0], options.delays[-1]
         measured: dict[str, list[float]] = {name: [] for name, _ in runs}
         simulated: dict[str, list[float]] = {name: [] for name in measured}
         held = dict.fromkeys(measured, 0.0)
@@ -127,7 +125,7 @@ def main() -> None:
             held[name] = max(held[name], *activation_peaks(contender.schedule, costs))
         rows = []
         for name, times in measured.items():
-            slopes = ((each[-1] - each[0]) / ((last - first) or 1) for each in (times, simulated[name]))
+            slopes = ((each[-1] - each[0]) / (options.delays[-1] - options.delays[0] or 1) for each in (times, simulated[name]))
             over = max(time / plan for time, plan in zip(times, simulated[name], strict=True))
             rows.append(
                 [name, *(f"{time:.0f}" for time in times), *(f"{each:.2f}" for each in (*slopes, over)), f"{held[name]:g}"]
