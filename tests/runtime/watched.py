@@ -91,15 +91,16 @@ def slow_passes() -> Iterator[None]:
 
 
 def train(
-    schedule: str, mode: str, ends: int = 33, seconds: float = 0.03, pp: int = 4, link: tuple[int, int] = (1, 2)
+    schedule: str, mode: str, ends: int = 60, seconds: float = 0.03, pp: int = 4, link: tuple[int, int] = (1, 2)
 ) -> Trained:
-    """Train as usual, with a link that is slow in iterations 10 to 18, then as usual again."""
+    """Train as usual, with a link that is slow in iterations 10 to 18, until it has been found to be as usual again."""
     run = tiny_gpt.Run(schedule, pp=pp, microbatches=8, flags=("--num-layers", "8", "--pipeline-watch", mode))
     reports = Reports(run.args, run.pipeline)
     more, found = [0.0], Trained([], [], [], [])
     orders: list[Any] = []
     with slow_link(link, more), patch.object(PlanningProcess, "plan", on_time), slow_passes():
         for iteration in range(ends):
+            is_over = any("as usual again" in line and "link 1-2" in line for line in found.lines)
             more[0] = seconds if 9 <= iteration < 18 else 0.0
             order = run.pipeline.plans.plan(8).schedule.passes
             orders += [] if order in orders else [order]
@@ -108,10 +109,12 @@ def train(
             measured = reports.measured(iteration + 1, run.pipeline.start_report(), wanted=True)
             found.slow.append(measured.slow if measured else [])
             found.lines.extend(reports.use(iteration + 1))
+            if is_over:
+                break
     return found
 
 
-def loop(schedule: str, watch: str, ends: int = 16) -> tuple[list[Any], list[str]]:
+def loop(schedule: str, watch: str, ends: int = 18) -> tuple[list[Any], list[str]]:
     """Losses and norms of a loop of its own, over a link 1-2 that becomes slow, and what is logged on this rank."""
     own, lines, more = example("own_training_loop"), list[str](), [0.0]
     placement = install(schedule, watch=watch).pipeline(4).placement

@@ -1,9 +1,9 @@
 """Slow ranks and links of a training, found from what it records anyway, and planned for while it goes on.
 
-The first rank of each pipeline measures. One small sum over all ranks an iteration, for which no host waits, has the largest of
-what pipelines measure: every rank comes to the same verdict, one iteration later. With ``replan`` the schedules are planned
-again, beside training, for what is slow, and those of before come back with it. Orders of microbatches, and so the training's
-numbers, stay; so do costs and limits.
+The first rank of each pipeline measures. One small sum over all ranks an iteration has the largest of what pipelines measure:
+every rank comes to the same verdict. What an iteration sends is read in the next one, so that no host waits for another's. With
+``replan`` the schedules are planned again, beside training, for what is slow, and those of before come back with it. Orders of
+microbatches, and so the training's numbers, stay; so do costs and limits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.pipeline.monitor import slow
 from megatron.pipeline.monitor.cost_profile import measured_costs, with_sizes
 from megatron.pipeline.monitor.report import PendingReport, Report
-from megatron.pipeline.planner import Costs, Planned, Schedule, simulate
+from megatron.pipeline.planner import SLACK, Costs, Planned, Schedule, simulate
 from megatron.pipeline.runtime.background import Coming
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import TIMED
@@ -74,7 +74,7 @@ class Watch:
         self._pipeline, self._replans = pipeline, replans
         self._things = slow.things(pipeline.placement.ranks)
         self._measures = parallel_state.get_pipeline_model_parallel_rank() == 0 or torch.distributed.get_rank() == 0
-        self._summed: tuple[torch.Tensor, list[float], Any] | None = None  # of the iteration before
+        self._summed: tuple[torch.Tensor, list[float], Any] | None = None  # in the iteration before
         self._usual: dict[int, Planned] = {}  # by number of microbatches, while others are in their place
         self._coming: Coming | None = None
         self._start()
@@ -84,6 +84,7 @@ class Watch:
         self._known, self._assumed = self._pipeline.plans.costs, self._pipeline.plans.planned_costs
         self._gauge = slow.Gauge(self._pipeline.placement.ranks)
         self._verdicts = {thing: slow.Verdict() for thing in self._things}
+        self._pending: PendingReport | None = None  # of the iteration before
         self._reports: list[Report] = []  # for costs, where none are known
         self._costs = self._known
         self._asks = False  # whether what is slow is other than what was planned for
@@ -93,11 +94,12 @@ class Watch:
         """Take the report of an iteration, and between two of them swap plans; returns lines for the log, on all ranks.
 
         Args:
-            pending: waited for on the first rank of the pipeline; None counts for nothing.
+            pending: waited for in the next iteration, on the first rank of the pipeline; None counts for nothing.
         """
         if self._pipeline.plans.costs is not self._known:  # measured and planned again meanwhile
             self._start()
-        mine = self._measured(pending.wait()) if pending and self._measures else [_UNKNOWN] * (1 + 3 * len(self._things))
+        last, self._pending = self._pending, pending
+        mine = self._measured(last.wait()) if last and self._measures else [_UNKNOWN] * (1 + 3 * len(self._things))
         before, largest = self._summed, torch.tensor(mine, dtype=torch.float64, device="cpu")
         work = torch.distributed.all_reduce(largest, _MAX, group=self._pipeline.background.world, async_op=True)
         self._summed = largest, mine, work
@@ -174,23 +176,25 @@ class Watch:
         return slow.slowed(self._costs or self._assumed, schedule, found)
 
     def _adopted(self, found: dict[int, Planned] | Exception) -> list[str]:
-        plans = self._pipeline.plans
-        before = {number: plan for (number, forward_only), plan in plans.made.items() if not forward_only}
+        plans, name = self._pipeline.plans, self._pipeline.name
         try:
             if isinstance(found, Exception):
                 raise found
-            plans.adopt(found)
+            before = {number: plans.planned[number] for number in found}
+            now = {number: simulate(before[number], plan.problem.costs).makespan for number, plan in found.items()}
+            shorter = {number: plan for number, plan in found.items() if plan.timeline.makespan < now[number] * (1 - SLACK)}
+            if not shorter:
+                return [f" {name} keeps its plans: no order that it found is shorter for what is slow"]
+            usual = {number: plan for (number, forward_only), plan in plans.made.items() if not forward_only}
+            plans.adopt(shorter)
         except Exception as wrong:  # the training goes on, and says so
-            return [f" WARNING: {self._pipeline.name} keeps its plans: {wrong}"]
+            return [f" WARNING: {name} keeps its plans: {wrong}"]
         self._pipeline.agree()
-        before = {number: before[number] for number in found}
-        self._usual = before | self._usual
+        self._usual = {number: usual[number] for number in shorter} | self._usual
         return [
-            f" {self._pipeline.name} planned for what is slow in {plan.seconds or 0:.2g} s for {number} microbatches: "
-            f"{1e3 * simulate(before[number].schedule, plan.problem.costs).makespan:.4g} -> {1e3 * plan.timeline.makespan:.4g} ms"
-            + ", the order stays"
-            * (plan.schedule.passes == before[number].schedule.passes)
-            for number, plan in found.items()
+            f" {name} planned for what is slow in {plan.seconds or 0:.2g} s for {number} microbatches: "
+            f"{1e3 * now[number]:.4g} -> {1e3 * plan.timeline.makespan:.4g} ms"
+            for number, plan in shorter.items()
         ]
 
 
