@@ -81,7 +81,7 @@ def test_letters_without_stages_are_balanced(pool: Pool) -> None:
     stock, line, on_a_v, interleaved = pool.each(4, trained, ("stock", "zb-h1", "zb-v", "interleaved"), UNEQUAL, LONG)
     assert [rank.letters for rank in stock] == [[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]]
     assert line[0].letters == [[1]]
-    assert on_a_v[0].letters == [[1], []] and on_a_v[1].letters[1][-1] == 8
+    assert sum(len(chunk) for chunk in on_a_v[0].letters) == 1, "even stages would give it both letters of attention"
     for found in (line, on_a_v, interleaved):
         assert sorted(number for rank in found for chunk in rank.letters for number in chunk) == [*range(1, 9)]
         assert [losses for losses, _ in found[-1].steps] == [losses for losses, _ in stock[-1].steps]
