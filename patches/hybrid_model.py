@@ -3,7 +3,7 @@
 ``HybridModel.__init__``: upstream takes the segment that a looped placement has, or without ``|`` an even share. Where the layout
 in its configuration is of a placement, a chunk has the letters of its stage: ``hybrid_layer_allocation.select_pipeline_segment``,
 which is looked up while the model is built, is replaced meanwhile. In a loop that has called ``megatron.pipeline.install``
-(``loops``) the layout then follows ``|``, of which a configuration does not know.
+(``loops``) the layout then follows ``|``, of which a configuration does not know, or without it what letters take.
 ``HybridStack.forward``: as ``TransformerBlock.forward`` (``transformer_block.py``). One without layers hands on a copy of what
 it gets, as ``TransformerBlock`` does: a schedule frees what it sent, and keeps what it got for B.
 """
@@ -25,10 +25,21 @@ def install() -> None:
 
 
 def _build(original: Any, model: Any, *given: Any, **options: Any) -> None:
-    call = inspect.signature(original).bind(model, *given, **options).arguments
-    config, pattern = call["config"], call.get("hybrid_layer_pattern")
+    bound = inspect.signature(original).bind(model, *given, **options)
+    bound.apply_defaults()
+    call, length = bound.arguments, bound.arguments["max_sequence_length"]
+    config, pattern = call["config"], call["hybrid_layer_pattern"]
     if loops.current is not None and pattern:
-        loops.current.lay_out_pattern(config, pattern)
+        loops.current.lay_out_pattern(
+            config,
+            pattern,
+            seq_length=length,
+            micro_batch_size=1,  # known with the first iteration
+            padded_vocab_size=call["vocab_size"],
+            max_position_embeddings=length,
+            position_embedding_type=call["position_embedding_type"],
+            untie_embeddings_and_output_weights=not call["share_embeddings_and_output_weights"],
+        )
     segment = getattr(config.pipeline_model_parallel_layout, "segment", None)  # ``model/layout.py`` ``PlacementLayout``
     if segment is None:
         original(model, *given, **options)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from marked import rest
-from pool import Pool, forked, free_port
+from pool import Pool, RankFailed, forked, free_port
 from reductions import costs
 from replanned import planned_again
 from session import own_loops
@@ -243,11 +243,11 @@ def test_what_does_not_train_is_refused_at_once(schedule: Any, options: dict[str
         install(schedule, **options)
 
 
-def test_costs_of_letters_are_refused(tmp_path: Path) -> None:
-    """A loop of its own has stages cut by megatron-core, which knows no costs."""
-    (tmp_path / "costs.json").write_text(replace(uniform(linear(4)), pattern="*-").to_json(), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"is of the letters \*-: give costs of stages"):
-        install("zb-h1", tmp_path / "costs.json")
+def test_costs_of_letters_are_refused_of_a_model_without(pool: Pool, tmp_path: Path) -> None:
+    letters = replace(uniform(linear(4)), pattern="*-")
+    (tmp_path / "costs.json").write_text(letters.to_json(), encoding="utf-8")
+    with pytest.raises(RankFailed, match=r"is of the letters \*-: give this model costs of stages"):
+        pool.run(2, own_loops.train, "zb-h1", 2, "", False, str(tmp_path / "costs.json"))
 
 
 def test_a_rank_that_plans_for_long_is_not_blamed(tmp_path: Path) -> None:

@@ -46,12 +46,13 @@ class PlacementLayout(PipelineParallelLayerLayout):
     Args:
         stages: the layers of every stage of the model, in the model's order.
         placement: which rank and chunk has which stage.
+        given: whether the user has said where stages end.
     """
 
-    def __init__(self, stages: Sequence[Sequence[LayerType]], placement: Placement) -> None:
+    def __init__(self, stages: Sequence[Sequence[LayerType]], placement: Placement, given: bool = False) -> None:
         super().__init__([list(stage) for stage in stages], placement.ranks)
         self.homes = placement.stages  # plain tuples: frameworks copy what a configuration has, attribute by attribute
-        self.stages = tuple(map(tuple, stages))
+        self.stages, self.given = tuple(map(tuple, stages)), given
         self.layout = [[list(stages[stage]) for stage in row] for row in placement.stages]
 
     @property

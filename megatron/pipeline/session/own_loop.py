@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -27,15 +27,16 @@ from megatron.pipeline.patches import compat, distributed_data_parallel, loops
 
 from megatron.pipeline import patches
 from megatron.pipeline.flags.facts import cautions_of
-from megatron.pipeline.flags.settings import Settings, VocabularySettings
+from megatron.pipeline.flags.settings import PipelineSettings, Settings, StepSettings, VocabularySettings
 from megatron.pipeline.model import chunk_marks, te_linear
 from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
-from megatron.pipeline.model.layout import EARLY_PREDICTION, PlacementLayout, stage_layers
+from megatron.pipeline.model.layout import EARLY_PREDICTION, PlacementLayout, balances_letters, costs_of_letters, stage_layers
 from megatron.pipeline.model.split_linear import split_chunks, trained_share
 from megatron.pipeline.planner import (
     EQUAL_PASSES,
     STOCK,
+    Costs,
     Facts,
     Objective,
     Placement,
@@ -43,6 +44,7 @@ from megatron.pipeline.planner import (
     Schedule,
     StageCosts,
     Vocabulary,
+    balance,
     counted,
     document,
     families,
@@ -56,6 +58,7 @@ from megatron.pipeline.runtime.watch import MODES, watching
 from megatron.pipeline.session import checkpoint_failures
 from megatron.pipeline.session.call_watch import CallWatch
 from megatron.pipeline.session.last_rank import LastRank
+from megatron.pipeline.session.memory import equal_stages
 from megatron.pipeline.session.startup_lines import buckets_in_words
 
 _NOT_PREPARED = (
@@ -69,8 +72,8 @@ class OwnLoop:
 
     Args:
         schedule: its name, or a request, whose numbers of ranks and microbatches do not matter.
-        costs: a file of costs, as ``mpipe costs -o`` writes it. Without costs all passes of a rank's share take 1, and W as much
-            of it as its weights train.
+        costs: a file of costs, as ``mpipe costs -o`` writes it; of letters they also balance the stages of such a model. Without
+            costs all passes of a rank's share take 1, and W as much of it as its weights train.
         options: of ``Pipeline``; and ``watch``: "report" or "replan" for slow ranks and links (``runtime.watch``), where all
             ranks of the world train together.
 
@@ -83,6 +86,8 @@ class OwnLoop:
     def __init__(
         self, schedule: str | Request, costs: str | Path | None = None, watchdog: float | None = None, **options: Any
     ) -> None:
+        self._letter_costs: Costs | None = None
+        self._balanced: Settings | None = None  # a model of letters that was built last, if its stages are balanced
         # Ranks and microbatches are known with the first iteration.
         request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
         request = replace(request, keep=True)
@@ -91,9 +96,9 @@ class OwnLoop:
             document.naming(request.schedule.removeprefix(families.FILE), Schedule.from_json)
         if costs is not None:
             read = document.read_costs(str(costs))
-            if read.pattern:
-                raise ValueError(f"install(costs={str(costs)!r}) is of the letters {read.pattern}: give costs of stages")
-            request = replace(request, costs=read)
+            self._letter_costs = read if read.pattern else None
+            of_letters = partial(costs_of_letters, _flags({}, hybrid_layer_pattern=read.pattern, letter_costs=read))
+            request = replace(request, costs=of_letters if read.pattern else read)
         if request.costs is not None and not options.get("every_batch"):  # with equal ones a search takes no longer than a pass
             request = replace(request, quick=not request.facts.sentences(topics.EVERY_BATCH))
         if request.equal is EQUAL_PASSES and not request.schedule.startswith(families.FILE):
@@ -175,19 +180,36 @@ class OwnLoop:
         if (placement := self.placement(*sizes)) is None:
             return
         if not isinstance(before, PlacementLayout) or config.num_layers != before.layers:
-            before = PlacementLayout(_stages(config, placement), placement)
+            given = before is not None and not isinstance(before, PlacementLayout)
+            before = PlacementLayout(_stages(config, placement), placement, given)
         config.pipeline_model_parallel_layout = before
 
-    def lay_out_pattern(self, config: TransformerConfig, pattern: str) -> None:
-        """Have the stages of a model of letters end where its pattern has ``|``, on a placement of this loop's own.
+    def lay_out_pattern(self, config: TransformerConfig, pattern: str, **known: Any) -> None:
+        """Have the stages of a model of letters end where its pattern has ``|``, on a placement of this loop's own; or balance
+        them by what letters take, where nothing says where they end.
+
+        Args:
+            known: flags of the model that its configuration has not.
 
         Raises:
-            ValueError: the pattern has another number of stages.
+            ValueError: the pattern has another number of stages, or is not that of the costs of letters.
         """
-        if isinstance(config.pipeline_model_parallel_layout, PlacementLayout) and len(hybrid.Pattern.of(pattern).counts) > 1:
-            placement = self.placement(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
-            assert placement is not None, "lay_out has made the layout"
-            config.pipeline_model_parallel_layout = PlacementLayout(_stages(config, placement, pattern), placement)
+        letters, ranks = hybrid.Pattern.of(pattern), config.pipeline_model_parallel_size
+        model = balance.Model.by_layer(self._letter_costs, letters) if self._letter_costs else None
+        pipeline, layout = self.pipeline(ranks), config.pipeline_model_parallel_layout
+        if ranks == 1 or pipeline.placement.chunks != (config.virtual_pipeline_model_parallel_size or 1):
+            return  # all letters are on one; or the first iteration refuses the model
+        known |= {"num_layers": len(letters.letters), "data_parallel_size": parallel_state.get_data_parallel_world_size()}
+        flags = _flags(vars(config), hybrid_layer_pattern=pattern, letter_costs=self._letter_costs, **known)
+        balances = balances_letters(flags) and (layout is None or not getattr(layout, "given", True))
+        self._balanced = flags if balances else None
+        if balances or (isinstance(layout, PlacementLayout) and len(letters.counts) > 1):
+            layout = PlacementLayout(stage_layers(flags, pipeline.placement), pipeline.placement)
+            config.pipeline_model_parallel_layout = layout
+        if model:
+            stages = layout.stages if isinstance(layout, PlacementLayout) else stage_layers(flags, pipeline.placement)
+            costs = model.cut([stage.count(LayerType.decoder) for stage in stages])
+            pipeline.plans.adopt({}, costs, pipeline.plans.memory_limit)
 
     def _take_chunks(self, ranks: int, chunks: int | None) -> None:
         """Plan for as many chunks as a model has, where the family leaves their number open and the request does not say one."""
@@ -322,6 +344,10 @@ class OwnLoop:
         loops.follow(call.config)
         if call.chunks[0] in self._checked:
             return
+        if self._letter_costs and not getattr(unwrap_model(call.chunks[0]), "hybrid_layer_pattern", None):
+            raise ValueError(
+                f"install(costs=...) is of the letters {self._letter_costs.pattern}: give this model costs of stages"
+            )
         for number, chunk in enumerate(call.chunks):
             if not distributed_data_parallel.is_marked(chunk):
                 raise ValueError(_NOT_PREPARED.format(name=pipeline.name, chunk=number))
@@ -345,10 +371,12 @@ class OwnLoop:
                 logging.getLogger(__name__).warning("%s", text)
 
     def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
-        stage = EQUAL_PASSES.share(placement.chunks)
+        stages: Sequence[StageCosts] = (EQUAL_PASSES.share(placement.chunks),) * placement.depth
+        if self._balanced and self._request.memory_limit is None:  # which is in microbatches, as if stages were equal
+            stages = equal_stages(self._balanced, EQUAL_PASSES, placement, vocabulary)
         if self._trained is None or len(self._trained) != placement.depth:
-            return (stage,) * placement.depth
-        return [replace(stage, weight=stage.weight * trained) for trained in self._trained]
+            return stages
+        return [replace(stage, weight=stage.weight * trained) for stage, trained in zip(stages, self._trained, strict=True)]
 
 
 def _check_watch(watch: str, request: Request, every_batch: bool) -> None:
@@ -361,26 +389,31 @@ def _check_watch(watch: str, request: Request, every_batch: bool) -> None:
     Facts(facts, pipeline_watch=watch, offload=request.offload, pipeline_costs=request.costs).refuse(topics.WATCH)
 
 
-def _stages(config: TransformerConfig, placement: Placement, pattern: str | None = None) -> Sequence[Sequence[LayerType]]:
-    """Contents of every stage in the model's order, from a configuration that upstream has checked.
-
-    Args:
-        pattern: with ``|``, which says them.
-    """
-    if pattern is None and (layout := config.pipeline_model_parallel_layout) is not None:  # of as many stages, in this order
+def _stages(config: TransformerConfig, placement: Placement) -> Sequence[Sequence[LayerType]]:
+    """Contents of every stage in the model's order, from a configuration that upstream has checked."""
+    if (layout := config.pipeline_model_parallel_layout) is not None:  # of as many stages, in this order
         return [row[chunk] for chunk in range(placement.chunks) for row in layout.layout]
-    flags = Settings(
-        num_layers=config.num_layers,
-        mtp_num_layers=config.mtp_num_layers,
-        pipeline_model_parallel_layout=None,
-        hybrid_layer_pattern=pattern,
-        decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
-        decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
-        account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=config.account_for_loss_in_pipeline_split,
-        vocabulary=VocabularySettings(),
-    )
-    return stage_layers(flags, placement)
+    return stage_layers(_flags(vars(config)), placement)
+
+
+def _flags(config: Mapping[str, Any], **known: Any) -> Settings:
+    """Flags of a model, from megatron-core's configuration of it and what else is known; one that says no layout."""
+    ours = {
+        "hybrid_layer_pattern": None,
+        "mtp_num_layers": config.get("mtp_num_layers"),
+        "pipeline_model_parallel_layout": None,
+        "decoder_first_pipeline_num_layers": config.get("num_layers_in_first_pipeline_stage"),
+        "decoder_last_pipeline_num_layers": config.get("num_layers_in_last_pipeline_stage"),
+        "account_for_embedding_in_pipeline_split": config.get("account_for_embedding_in_pipeline_split"),
+        "account_for_loss_in_pipeline_split": config.get("account_for_loss_in_pipeline_split"),
+        "num_experts": config.get("num_moe_experts"),
+        "swiglu": config.get("gated_linear_unit", False),
+        "group_query_attention": True,
+        "pipeline": PipelineSettings(),
+        "vocabulary": VocabularySettings(),
+        "steps": StepSettings(),
+    }
+    return Settings(**{name: value for name, value in config.items() if value is not None} | ours | known)
 
 
 def _check_tied(call: Call, boundary: BoundaryModules) -> None:
