@@ -67,7 +67,7 @@ class Watched:
         found = taken(report, self.costs)
         excess = self.gauge.excess(found, self.slow())
         _, shares = added(self.costs, self.schedule, excess)
-        self.gauge.learn(found, [thing for thing, share in shares.items() if share > LEAVE])
+        self.gauge.learn(found, self.slow(), [thing for thing, share in shares.items() if share > LEAVE])
         return [thing for thing, share in shares.items() if self.verdicts[thing].take(share, excess[thing])]
 
     def slow(self) -> dict[Thing, Excess]:

@@ -234,7 +234,7 @@ def test_chunks_that_were_built_for_another_placement_are_refused_on_every_rank(
         ("zb-h1", {"watchdog": float("inf")}, "give seconds above 0"),
         ("zb-h1", {"mesure": True}, "mesure"),
         ("zb-h1", {"watch": "on"}, r"install\(watch='on'\): give 'off', 'report' or 'replan'"),
-        ("stock", {"watch": "replan"}, "take a family's schedule, or --pipeline-watch report"),
+        ("stock", {"watch": "replan"}, "take one of these, or leave --pipeline-watch out"),
         ("zb-v", {"watch": "replan", "every_batch": EveryBatch()}, "--pipeline-plan every-batch has the next"),
     ],
 )

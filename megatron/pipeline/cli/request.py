@@ -79,9 +79,11 @@ def requested(options: Namespace) -> Request:
         if not options.costs:
             raise ValueError(f"--balance {layers} needs what each letter takes: give --costs of mpipe costs --by-layer")
         try:
-            layers = balance.Model.by_layer(cutting.with_shards(options.costs, vocabulary, options.pp), layers)
+            letters = written_costs.with_links(options.costs, costs.cost or {}, options.pp)
+            layers = balance.Model.by_layer(cutting.with_shards(letters, vocabulary, options.pp), layers)
         except ValueError as error:
             raise ValueError(f"--balance {error}") from None
+        costs = replace(costs, costs=replace(options.costs, pattern=""))
     return Request(
         name,
         options.pp,

@@ -7,7 +7,7 @@ and ``Verdict`` whether it lasts.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from statistics import median, median_low
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -101,14 +101,16 @@ class Gauge:
         """More than usual in an iteration, of every rank and link of which that is known.
 
         All ranks are slow together where a batch is long or a room is hot: how much longer a rank's passes take is compared with
-        half of the ranks, too.
+        half of the ranks, too. One is not slow because others have become faster.
 
         Args:
             slow: what was slow before.
         """
         usual = self._usual
         times = {rank: each / usual[rank] for rank, each in taken.ranks.items() if rank in usual}
-        found: dict[Thing, Excess] = {rank: Excess(each / median_low(times.values()) - 1) for rank, each in times.items()}
+        found: dict[Thing, Excess] = {
+            rank: Excess(each / max(1.0, median_low(times.values())) - 1) for rank, each in times.items()
+        }
         for link in self._things:
             if isinstance(link, tuple) and {link, link[::-1]} <= usual.keys() & taken.ways.keys():
                 there, back = (taken.ways[way] for way in (link, link[::-1]))
@@ -116,12 +118,18 @@ class Gauge:
                 found[link] = _likely(most, slow.get(link, Excess()), (there[1], back[1]))
         return found
 
-    def learn(self, taken: Taken, slow: Container[Thing]) -> None:
-        """Count an iteration as usual, but for what is slow in it."""
+    def learn(self, taken: Taken, slow: Mapping[Thing, Excess], doubtful: Collection[Thing]) -> None:
+        """Count an iteration as usual.
+
+        Args:
+            slow: of these ranks what the iteration would have shown without it counts, for the pace of all may change meanwhile.
+            doubtful: that may be slow: they do not count.
+        """
         for rank, times in taken.ranks.items():
-            self._kept[rank].extend([] if rank in slow else [times])
+            if rank in slow or rank not in doubtful:
+                self._kept[rank].append(times / (1 + slow.get(rank, Excess()).there))
         for way, (seconds, _) in taken.ways.items():
-            self._kept[way].extend([] if way in slow or way[::-1] in slow else [seconds])
+            self._kept[way].extend([] if {way, way[::-1]} & {*slow, *doubtful} else [seconds])
 
 
 def _by_one_clock(there: float, back: float) -> Excess:

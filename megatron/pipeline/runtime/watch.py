@@ -24,6 +24,7 @@ from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import TIMED
 
 MODES = ("off", "report", "replan")
+_TRIES = 2
 _UNKNOWN, _MAX = -1.0, torch.distributed.ReduceOp.MAX
 
 
@@ -55,8 +56,8 @@ class Slow(NamedTuple):
         whose = " and ".join(f"global rank {rank} on {host}" for rank, host in zip(self.ranks, self.hosts, strict=True))
         how = f"a message takes {1e3 * there:.3g} ms more there and {1e3 * back:.3g} ms more back"
         how = f"its passes take {1 + there:.3g} times as long" if isinstance(self.thing, int) else how
-        cost = f"{1e3 * self.seconds * self.verdict.share:.3g} ms of an iteration ({self.verdict.share:.1%})"
-        return f"{_name(self.thing)} is slow ({whose}): {how}, which costs {cost}"
+        cost = f"{1e3 * self.seconds * self.verdict.share:.3g} ms beside the {1e3 * self.seconds:.4g} of an iteration as usual"
+        return f"{_name(self.thing)} is slow ({whose}): {how}, {cost}"
 
 
 class Watch:
@@ -88,6 +89,8 @@ class Watch:
         self._reports: list[Report] = []  # for costs, where none are known
         self._costs = self._known
         self._asks = False  # whether what is slow is other than what was planned for
+        self._tries = 0  # how often planning may still fail for it
+        self._numbers: set[int] = set()  # of microbatches, for which that was planned
         self.slow: dict[slow.Thing, Slow] = {}
 
     def step(self, pending: PendingReport | None) -> list[str]:
@@ -109,14 +112,15 @@ class Watch:
     def _measured(self, report: Report) -> list[float]:
         """Seconds of an iteration as usual, and of every thing its share of them and ``Excess``."""
         taken = slow.taken(report, self._assumed)
-        found = self._gauge.excess(taken, {thing: one.verdict.excess for thing, one in self.slow.items()})
+        verdicts = {thing: one.verdict.excess for thing, one in self.slow.items()}
+        found = self._gauge.excess(taken, verdicts)
         if self._costs is None and found:
             measured = with_sizes(measured_costs(self._reports, report), self._assumed)
             self._costs = replace(measured, hop=self._gauge.hop)
         elif not found:
             self._reports = [*self._reports, report][-TIMED:]
         seconds, shares = slow.added(self._costs, self._schedule(report), found) if self._costs and found else (_UNKNOWN, {})
-        self._gauge.learn(taken, {*self.slow, *(thing for thing, share in shares.items() if share > slow.LEAVE)})
+        self._gauge.learn(taken, verdicts, {thing for thing, share in shares.items() if share > slow.LEAVE})
         numbers = [(shares[thing], *found[thing]) if thing in shares else [_UNKNOWN] * 3 for thing in self._things]
         return [seconds, *(each for row in numbers for each in row)]
 
@@ -138,7 +142,7 @@ class Watch:
         if not changed:
             return []
         pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        self._asks, own = True, (socket.gethostname(), pipeline, mine[1:])
+        self._asks, self._tries, own = True, _TRIES, (socket.gethostname(), pipeline, mine[1:])
         everyone = [own] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, own, group=self._pipeline.background.world)
         return [self._line(place, everyone, seconds) for place in changed]
@@ -158,10 +162,14 @@ class Watch:
         found = self._coming.take() if self._coming else None
         if found is not None:
             self._coming = None
-            return [] if self._asks else self._adopted(found)  # if something else is slow by now, they are not for that
-        if self._coming or not self._asks:
+            lines = [] if self._asks else self._adopted(found)  # if something else is slow by now, they are not for that
+            if isinstance(found, Exception) and self._tries:
+                self._asks, self._tries = True, self._tries - 1
+            return lines
+        numbers = set(self._pipeline.plans.planned)
+        if self._coming or not (self._asks or (self.slow and numbers - self._numbers)):  # another number of microbatches has come
             return []
-        self._asks = False
+        self._asks, self._numbers = False, numbers
         if self.slow:
             self._coming = self._pipeline.background.again(self._slow_costs(), self._pipeline.plans.memory_limit)
             return []

@@ -190,11 +190,11 @@ WATCH = (
     Row("pipeline_watch=replan", "offload", "needs to know what copies take", "add --offload-profile, or --pipeline-costs FILE",
         when=lambda to: not (to.pipeline_costs or to.offload_profile)),
     Row("pipeline_watch=replan", "pipeline_schedule", "plans again, and {other} is one order",
-        "take a family's schedule, or --pipeline-watch report",
-        when=lambda to: to.pipeline_schedule == "stock" or str(to.pipeline_schedule).startswith("file:")),
+        "take a family's schedule, or --pipeline-watch report", when=lambda to: str(to.pipeline_schedule).startswith("file:")),
     Row("pipeline_watch=report | pipeline_watch=replan", "rehearse", "times ranks that run side by side, and {other} has them in "
         "turns"),
-    Row("pipeline_watch=report", "pipeline_schedule=stock", "reads what schedules of ours record"),
+    Row("pipeline_watch=report | pipeline_watch=replan", "pipeline_schedule=stock", "reads what schedules of ours record",
+        "take one of these, or leave --pipeline-watch out"),
 )  # fmt: skip
 FLAGS = (
     Row("recompute_fused_backward", "no recompute_granularity", "needs --recompute-granularity full or selective",

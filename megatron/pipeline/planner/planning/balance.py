@@ -75,8 +75,10 @@ class Model:
                 f"{pattern} has {len(pattern.letters)} layers, and the costs are of {len(costs.stages)} stages: give "
                 f"{len(pattern.letters) + 2}, of each layer and of what is before and behind them, as mpipe costs --by-layer"
             )
-        if costs.pattern not in ("", pattern.whole):
-            raise ValueError(f"{pattern}: costs are of {costs.pattern}: give those of this pattern, of mpipe costs --by-layer")
+        if costs.pattern != pattern.whole:
+            raise ValueError(
+                f"{pattern}: costs are of {costs.pattern or 'no letters'}: give those of this pattern, of mpipe costs --by-layer"
+            )
         first, *layers, last = costs.stages
         return cls(tuple(layers), first, last, costs, pattern)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from megatron.pipeline.planner.schedule.core import cutting, link_costs
@@ -92,6 +92,18 @@ def checked(given: object, names: tuple[str, ...]) -> Numbers:
 def _link(name: object) -> str:
     """The link that a cost is of, such as 2-3 for ``comm[2-3]``; empty where it is of none."""
     return name[5:-1] if isinstance(name, str) and name.startswith("comm[") and name.endswith("]") else ""
+
+
+def with_links(costs: Costs, cost: Numbers, ranks: int) -> Costs:
+    """The costs with those of single links in ``--cost``.
+
+    Raises:
+        ValueError: there is no such link among these ranks, or one is given twice.
+    """
+    links = link_costs.read_all((link, seconds, 0.0) for name, seconds in cost.items() if (link := _link(name)))
+    links = link_costs.joined(costs.links, links)
+    link_costs.check(links, ranks)
+    return replace(costs, links=links)
 
 
 def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | None = None, copies: bool = False) -> Costs:
@@ -307,9 +319,7 @@ def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers 
             raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which R remains before R")
         named |= {"activation": 1 / parts, "retained": retained / held / parts, "checkpoint": kept / held / parts}
     shared: dict[str, Any] = {field.name: cost[field.flag] for field in rows if field.of is CostOf.ALL}
-    links = [link_costs.read(link, seconds) for name, seconds in cost.items() if (link := _link(name))]
-    shared["links"] = link_costs.joined(costs.links, chain.from_iterable(links))
-    link_costs.check(shared["links"], placement.ranks)
+    costs = with_links(costs, cost, placement.ranks)
     costs = replace(costs, stages=tuple(replace(stage, **named) for stage in costs.stages), **shared)
     if not any(name in cost for name in COPIES):
         return costs

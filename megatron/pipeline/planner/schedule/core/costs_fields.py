@@ -105,15 +105,15 @@ def _loads(rows: object) -> tuple[Load, ...]:
 def _links(data: object) -> tuple[LinkCosts, ...]:
     if not isinstance(data, dict):
         raise ValueError(f'links: expected seconds by link, such as {{"2-3": 0.06}}, got {data!r:.40}')
-    found: tuple[LinkCosts, ...] = ()
+    named: list[tuple[str, float, float]] = []
     for name, value in data.items():
         given = value if isinstance(value, list) else [value]
         if not 1 <= len(given) <= 2:
             raise ValueError(f"link {name}: expected seconds, or [seconds, latency], got {value!r:.40}")
         for number in given:
             _check_number(f"link {name}", number)
-        found = link_costs.joined(found, link_costs.read(name, *given))
-    return found
+        named.append((name, given[0], given[1] if len(given) > 1 else 0.0))
+    return link_costs.read_all(named)
 
 
 def _shared(data: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,12 @@ def of_depth(costs: Costs, stages: int) -> Costs:
 
     What the first and the last stage cost more than the stages between them (the embedding, the output layer) stays at the
     ends.
+
+    Raises:
+        ValueError: the costs are of a pattern's letters.
     """
+    if costs.pattern:
+        raise ValueError(f"these costs are of the letters {costs.pattern}, not of stages: split them, as --balance PATTERN does")
     if stages == len(costs.stages):
         return costs
     common = lcm(stages, len(costs.stages))

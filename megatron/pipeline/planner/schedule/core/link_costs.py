@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-_WRITTEN = re.compile(r"(\d{1,4})(-|to)(\d{1,4})")
+_WRITTEN = re.compile(r"(\d{1,4})(-|to)(\d{1,4})", re.ASCII)
 _HOW = "a link is written 2-3 (both directions between ranks 2 and 3) or 2to3 (from rank 2 to rank 3 alone)"
 
 
@@ -42,6 +42,21 @@ def read(name: str, seconds: float, latency: float = 0.0) -> list[LinkCosts]:
     if match[2] == "-":
         ways.append(ways[0][::-1])
     return [LinkCosts(*way, float(seconds), float(latency)) for way in ways]
+
+
+def read_all(named: Iterable[tuple[str, float, float]]) -> tuple[LinkCosts, ...]:
+    """The links of names with seconds and latencies, sorted.
+
+    Raises:
+        ValueError: as ``read``, or two names say the same way.
+    """
+    found: dict[tuple[int, ...], LinkCosts] = {}
+    for name, seconds, latency in named:
+        for link in read(name, seconds, latency):
+            if link[:2] in found:
+                raise ValueError(f"link {name}: a message from rank {link.sender} to rank {link.receiver} is given twice")
+            found[link[:2]] = link
+    return joined(found.values(), ())
 
 
 def written(links: Iterable[LinkCosts]) -> dict[str, tuple[float, float]]:
