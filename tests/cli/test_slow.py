@@ -90,6 +90,7 @@ def test_links_of_a_file_of_costs_and_on_top_of_it(capsys: pytest.CaptureFixture
         ({"1-2": 1e300}, "got 1e+300"),
         ({"1-2": [1, 2, 3]}, "link 1-2: expected seconds, or [seconds, latency]"),
         ({"1+2": 1}, "a link is written 2-3"),
+        ({"1-2": 1, "2to1": 2}, "link 2to1: a message from rank 2 to rank 1 is given twice"),
         ([1], "expected seconds by link"),
     ],
 )
@@ -104,6 +105,7 @@ def test_wrong_links_of_a_file_are_one_line(links: object, says: str, capsys: py
     [
         ("--cost comm[3-4]=1", "there is no link 3-4: links of 4 ranks are"),
         ("--cost comm[1-1]=1", "a link is written 2-3"),
+        ("--cost comm[1-2]=3,comm[2-1]=4", "link 2-1: a message from rank 2 to rank 1 is given twice"),
         ("--cost comm[1-2]=-1", "comm[1-2]=-1.0; allowed are"),
         ("--cost comm[1-2]=1e101", "comm[1-2]=1e+101; allowed are"),
         ("--cost comm[1-2]=nan", "comm[1-2]=nan; allowed are"),
@@ -160,3 +162,13 @@ def test_a_plan_with_sums_says_so_and_is_read_back(capsys: pytest.CaptureFixture
     assert "AR and F.combine both say" in refusal(capsys, plan.replace("AR=0.4", "AR=0.4,F.combine=0.1"))
     braided = report(capsys, plan.replace("zb-v", "dualpipe-v"), "--overlap-experts")["overlap"]
     assert braided["exposed"] < found["overlap"]["exposed"] / 2
+
+
+def test_links_and_costs_of_letters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Costs of letters are split as the pattern says, with the links of the flags; they are of no stages."""
+    path, plan = tmp_path / "costs.json", "plan --schedule 1f1b --pp 2 --microbatches 4 --costs"
+    path.write_text(json.dumps({"hop": 0.5, "pattern": "*-*-", "stages": [PASS] * 6}))
+    planned = [output(capsys, plan, str(path), "--balance '*-*-'", more) for more in ("", "--cost comm[0-1]=9")]
+    assert "links" not in planned[0] and "0-1 takes 9" in planned[1]
+    for more in ("--pp 2", "--balance 4"):
+        assert "these costs are of the letters *-*-, not of stages" in refusal(capsys, plan, str(path), more)

@@ -149,7 +149,8 @@ def test_in_training_a_configuration_is_made_once() -> None:
     assert run.configure(make, args, "another class") is not asked
 
 
-SAYS = "import os, sys, time; os.environ['RANK'] == '0' or time.sleep(60); {}"
+# The last rank that torchrun starts: a signal before that would leave it running, without what started it.
+SAYS = "import os, sys, time; os.environ['RANK'] == '1' or time.sleep(60); {}"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ SAYS = "import os, sys, time; os.environ['RANK'] == '0' or time.sleep(60); {}"
     [
         ("sys.exit(print('one line', file=sys.stderr) or 2)", 2, r"one line\n"),
         rest("sys.exit(3)", 1, r"(?s).*closing signal SIGTERM.*Root Cause.*exitcode  : 3 .*"),
-        ("os.kill(os.getppid(), 15); time.sleep(60)", 128 + 15, r"(?s)(?!.*Traceback).*closing signal SIGTERM.*"),
+        ("time.sleep(1); os.kill(os.getppid(), 15); time.sleep(60)", 128 + 15, r"(?s)(?!.*Traceback).*closing signal SIGTERM.*"),
     ],
 )
 def test_how_ranks_end_is_how_their_start_ends(code: str, ends: int, says: str) -> None:

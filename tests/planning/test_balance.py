@@ -188,7 +188,7 @@ def by_letter(text: str, last: float = 1.0) -> Model:
     """Layers that take what their letters do, and an output layer."""
     pattern, end = Pattern.of(text), StageCosts(last / 3, last / 3, last / 3, 0.1)
     each = [StageCosts(SECONDS[letter] / 3, SECONDS[letter] / 3, SECONDS[letter] / 3, 1.0) for letter in pattern.letters]
-    return Model.by_layer(Costs((StageCosts(0.0, 0.0, 0.0, 0.0), *each, end), hop=0.01), pattern)
+    return Model.by_layer(Costs((StageCosts(0.0, 0.0, 0.0, 0.0), *each, end), hop=0.01, pattern=pattern.whole), pattern)
 
 
 @examples(25)
@@ -221,3 +221,5 @@ def test_a_pattern_of_other_stages_is_refused() -> None:
         Request("1f1b", 3, 6, layers=by_letter("EM|*M")).plan()
     with pytest.raises(ValueError, match=r"EM has 2 layers, and the costs are of 3 stages: give 4, .* mpipe costs --by-layer"):
         Model.by_layer(Costs((StageCosts(1.0, 1.0, 1.0),) * 3), Pattern.of("EM"))
+    with pytest.raises(ValueError, match="EM: costs are of no letters: give those of this pattern"):
+        Model.by_layer(Costs((StageCosts(1.0, 1.0, 1.0),) * 4), Pattern.of("EM"))

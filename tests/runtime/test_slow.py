@@ -107,6 +107,24 @@ def test_a_clock_that_is_set_and_ranks_that_are_all_slower_change_nothing() -> N
         assert not watched.iteration(report_of(watched.schedule, costs, (0.0, 7.0 if number > 8 else 0.0, 0.0, 0.0)))
 
 
+def test_a_slow_rank_is_as_slow_while_the_pace_of_all_changes_and_is_not_when_it_recovers() -> None:
+    watched = Watched()
+    for number in range(160):
+        pace = 1.2 if number >= 30 else 1.0
+        ranks = dict.fromkeys(range(4), pace) | ({1: 1.3 * pace} if 10 <= number < 100 else {})
+        watched.iteration(report_of(watched.schedule, watched.slowed(ranks)))
+        if 13 <= number < 100:
+            assert watched.slow() == {1: pytest.approx((0.3, 0.0))}
+    assert not watched.slow()
+
+
+def test_no_rank_is_slow_because_others_have_become_faster() -> None:
+    watched = Watched()
+    for number in range(60):
+        watched.iteration(report_of(watched.schedule, watched.slowed({0: 1.5, 2: 1.5, 3: 1.5} if number < 20 else {})))
+        assert not watched.slow()
+
+
 @pytest.mark.parametrize("knows_loads", [True, False])
 def test_a_long_batch_is_no_slow_rank(knows_loads: bool) -> None:
     """Also where its plan was late, and nothing says how long its microbatches are."""

@@ -14,7 +14,7 @@ from megatron.pipeline.planner.costmodel.estimate import costs_of_training, laye
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core import cutting
-from megatron.pipeline.tune import costs, iteration, relax
+from megatron.pipeline.tune import iteration, relax
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.costs import CandidateCosts
 from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds
@@ -121,7 +121,7 @@ def test_parts_add_up_and_what_is_not_planned_takes_what_planning_it_would(
     assert isinstance(evaluate(on.cluster, one, beat=found.seconds * 1.0001), Result)
     plans_for_limits = schedule in ("zb-auto", "v-auto")
     assert (found.memory_limit is not None) == plans_for_limits and not found.memory_bound
-    monkeypatch.setattr(costs, "_ROUNDS", 1000)
+    monkeypatch.setattr("megatron.pipeline.planner.costmodel.memory._ROUNDS", 1000)
     whole = result(on, one)
     assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
     if not plans_for_limits:
