@@ -46,6 +46,7 @@ while kill -0 "$child" 2> /dev/null; do
 done
 wait "$child" 2> /dev/null
 status=$?
+((status >= 0)) || status=0 # bash loses that of a command that ends just as a signal comes, which has asked it to
 trap '' TERM USR1
 wait "$shown"
 
