@@ -160,7 +160,7 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --sequence-parallel"
         ("--distributed-backend nccl", 4, "needs a CUDA device"),
         ("--pipeline-timeout 600", 4, "600 seconds must be less than --distributed-timeout-minutes 10 = 600 seconds"),
         ("--pipeline-costs profile --timing-log-level 2", 4, "--timing-log-level 2 waits for the whole GPU"),
-        ("--pipeline-watch replan --pipeline-schedule stock", 4, "take a family's schedule, or --pipeline-watch report"),
+        ("--pipeline-watch replan --pipeline-schedule stock", 4, "take one of these, or leave --pipeline-watch out"),
         (
             "--pipeline-watch replan --pipeline-plan every-batch --pipeline-schedule zb-v",
             2,
