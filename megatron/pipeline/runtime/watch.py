@@ -112,15 +112,14 @@ class Watch:
     def _measured(self, report: Report) -> list[float]:
         """Seconds of an iteration as usual, and of every thing its share of them and ``Excess``."""
         taken = slow.taken(report, self._assumed)
-        verdicts = {thing: one.verdict.excess for thing, one in self.slow.items()}
-        found = self._gauge.excess(taken, verdicts)
+        found = self._gauge.excess(taken, self._excess)
         if self._costs is None and found:
             measured = with_sizes(measured_costs(self._reports, report), self._assumed)
             self._costs = replace(measured, hop=self._gauge.hop)
         elif not found:
             self._reports = [*self._reports, report][-TIMED:]
         seconds, shares = slow.added(self._costs, self._schedule(report), found) if self._costs and found else (_UNKNOWN, {})
-        self._gauge.learn(taken, verdicts, {thing for thing, share in shares.items() if share > slow.LEAVE})
+        self._gauge.learn(taken, self._excess, {thing for thing, share in shares.items() if share > slow.LEAVE})
         numbers = [(shares[thing], *found[thing]) if thing in shares else [_UNKNOWN] * 3 for thing in self._things]
         return [seconds, *(each for row in numbers for each in row)]
 
@@ -180,8 +179,11 @@ class Watch:
     def _slow_costs(self) -> Costs:
         """With what is slow. Those of rank 0 of the world count, which plans."""
         [schedule, *_] = self._pipeline.plans.planned.values()
-        found = {thing: one.verdict.excess for thing, one in self.slow.items()}
-        return slow.slowed(self._costs or self._assumed, schedule, found)
+        return slow.slowed(self._costs or self._assumed, schedule, self._excess)
+
+    @property
+    def _excess(self) -> dict[slow.Thing, slow.Excess]:
+        return {thing: one.verdict.excess for thing, one in self.slow.items()}
 
     def _adopted(self, found: dict[int, Planned] | Exception) -> list[str]:
         plans, name = self._pipeline.plans, self._pipeline.name

@@ -227,12 +227,10 @@ class Costs:
         """The costs where some ranks and links are slow.
 
         Args:
-            ranks: how many times as long passes of their stages take.
+            ranks: how many times as long passes of their stages take, as ``StageCosts.slowed`` has it.
             links: by sender and receiver, seconds that a message takes longer.
         """
-        homes = [placement.home(stage)[0] for stage in range(placement.depth)]
-        times = [ranks.get(home, 1.0) for home in homes]
-        stages = [stage.times(Load(more, more, more)) for stage, more in zip(self.stages, times, strict=True)]
+        stages = [stage.slowed(ranks.get(placement.home(number)[0], 1.0)) for number, stage in enumerate(self.stages)]
         before = {(link.sender, link.receiver): link for link in self.links}
         slow = [before.get(way, LinkCosts(*way, self.hop)) for way in links]
         slow = [link._replace(latency=link.latency + more) for link, more in zip(slow, links.values(), strict=True)]
