@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import tiny_gpt
 from example_runs import example, optimizer_of
+from optimizer import injected_runs
 from runtime.batches import _make_groups, on_time
 
 from megatron.pipeline import install
@@ -112,6 +113,28 @@ def train(
             if is_over:
                 break
     return found
+
+
+def whole(flags: str, link: tuple[int, int]) -> tuple[Any, list[str], list[int]]:
+    """A training of ``pretrain_gpt.py`` over a link that is slow from its tenth iteration on.
+
+    Returns:
+        Steps and digests of weights and state, lines of the watch, and of every iteration a number for the order of passes.
+    """
+    more, lines, orders, numbers, use = [0.0], list[str](), list[Any](), list[int](), Reports.use
+
+    def used(reports: Any, iteration: int) -> list[str]:
+        more[0] = 0.03 if iteration >= 9 else 0.0
+        found = use(reports, iteration)
+        lines.extend(found)
+        order = reports._pipeline._iteration.plan.schedule.passes
+        orders.extend([] if order in orders else [order])
+        numbers.append(orders.index(order))
+        return found
+
+    with slow_link(link, more), patch.object(PlanningProcess, "plan", on_time), slow_passes(), patch.object(Reports, "use", used):
+        told, digests, _ = injected_runs.train(flags, {})
+    return (told, digests), lines, numbers
 
 
 def loop(schedule: str, watch: str, ends: int = 18) -> tuple[list[Any], list[str]]:
