@@ -69,6 +69,25 @@ def test_a_whole_training_keeps_its_bits_and_changes_its_order_on_all_ranks_at_o
     assert any("planned for what is slow" in line for line in lines) and orders[0] == 0 < orders[-1], lines
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", rest("zb-h1")])
+def test_a_rank_that_is_slow_from_the_start_is_named(pool: Pool, schedule: str) -> None:
+    ours = pool.run(4, watched.from_the_start, schedule, timeout=300)
+    assert all(rank == ours[0] for rank in ours)
+    lines, slow = ours[0]
+    assert any("rank 2 is slow" in line for line in lines), lines
+    [found] = [one for one in slow if one["what"] == "rank 2"]
+    assert found["times"] > 1.5
+
+
+def test_batches_are_planned_for_what_is_slow(pool: Pool) -> None:
+    off, ours = (pool.run(4, watched.every_batch, mode, timeout=300) for mode in ("off", "replan"))
+    assert [steps for steps, *_ in ours] == [steps for steps, *_ in off]
+    assert all(rank[1:] == ours[0][1:] for rank in ours)
+    _, lines, planned = ours[0]
+    assert any("link 1-2 is slow" in line for line in lines), lines
+    assert planned[-1] and not any(planned[:10]), planned
+
+
 def test_metrics_and_traces_have_what_is_slow(tmp_path: Path) -> None:
     verdict, steps = Verdict(), Metrics(str(tmp_path / "metrics"), 16)
     assert [verdict.take(0.1, Excess(0.06, 0.05)) for _ in range(3)] == [False, False, True]
