@@ -142,7 +142,7 @@ def test_no_rank_is_slow_because_others_have_become_faster() -> None:
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "1f1b", "zb-auto"])
 @pytest.mark.parametrize("slow", [[2], [2, 3]])
 def test_ranks_that_are_slow_from_the_first_iteration_on_are_named_beside_others_with_equal_work(
-    name: str, slow: list[Thing]
+    name: str, slow: list[int]
 ) -> None:
     """Up to half of these; ends, which do more, are compared with themselves."""
     watched = Watched(name, 6, works=[0, 1, 1, 1, 1, 5])

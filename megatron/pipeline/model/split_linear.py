@@ -102,13 +102,9 @@ def work_of(chunks: Sequence[torch.nn.Module]) -> int:
 
     No other rank's equals it where layers with the same weights may differ: in experts, or in windows of attention.
     """
-    weights = [
-        [(name, tuple(weight.shape), weight.requires_grad) for name, weight in chunk.named_parameters()] for chunk in chunks
-    ]
+    weights = repr([(name, each.shape, each.requires_grad) for chunk in chunks for name, each in chunk.named_parameters()])
     windows = any(getattr(getattr(chunk, "config", None), "window_attn_skip_freq", None) for chunk in chunks)
-    if windows or "experts" in repr(weights):
-        return -1 - torch.distributed.get_rank()
-    return zlib.crc32(repr(weights).encode())
+    return -1 - torch.distributed.get_rank() if windows or "experts" in weights else zlib.crc32(weights.encode())
 
 
 def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:

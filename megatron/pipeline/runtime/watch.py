@@ -75,7 +75,8 @@ class Watch:
         self._things = slow.things(pipeline.placement.ranks)
         self._measures = parallel_state.get_pipeline_model_parallel_rank() == 0 or torch.distributed.get_rank() == 0
         self._summed: tuple[torch.Tensor, list[float], Any] | None = None  # in the iteration before
-        self._met: list[tuple[int, ...]] = [()]  # ``Pipeline.works`` of the ranks of this pipeline
+        self._ranks: list[int] = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        self._works: list[tuple[int, ...]] = [()] * len(self._ranks)  # ``Pipeline.works`` of the ranks of this pipeline
         self._usual: dict[int, Planned] = {}  # by number of microbatches, while others are in their place
         self._coming: Coming | None = None
         self._start()
@@ -83,11 +84,12 @@ class Watch:
     def _start(self) -> None:
         """Nothing is known, as before the first iteration."""
         self._known, self._assumed = self._pipeline.plans.costs, self._pipeline.plans.planned_costs
-        self._gauge = slow.Gauge(self._pipeline.placement.ranks, self._met if self._met[0] else ())
+        self._gauge = slow.Gauge(self._pipeline.placement.ranks, self._works)
         self._verdicts = {thing: slow.Verdict() for thing in self._things}
         self._pending: PendingReport | None = None  # of the iteration before
         self._reports: list[Report] = []  # for costs, where none are known
-        self._costs = self._known and self._evened(self._known)
+        # As usual: costs that were measured, in this training or before, may have a slow rank.
+        self._costs = self._known and cutting.evened(self._known, self._pipeline.placement, self._works)
         self._asks = False  # whether what is slow is other than what was planned for
         self._tries = 0  # how often planning may still fail for it
         self._numbers: set[int] = set()  # of microbatches, for which that was planned
@@ -99,11 +101,10 @@ class Watch:
         Args:
             pending: waited for in the next iteration, on the first rank of the pipeline; None counts for nothing.
         """
-        works = tuple(self._pipeline.works)
-        if len(works) != len(self._met[0]):  # the same on all ranks
+        if len(works := tuple(self._pipeline.works)) != len(self._works[0]):  # on all ranks
             everyone = [works] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(everyone, works, group=self._pipeline.background.world)
-            self._met = [everyone[rank] for rank in _pipeline_ranks()]
+            self._works = [everyone[rank] for rank in self._ranks]
             self._start()
         if self._pipeline.plans.costs is not self._known:  # measured and planned again meanwhile
             self._start()
@@ -121,17 +122,13 @@ class Watch:
         found = self._gauge.excess(taken, self._excess)
         if self._costs is None and found:
             measured = with_sizes(measured_costs(self._reports, report), self._assumed)
-            self._costs = self._evened(replace(measured, hop=self._gauge.hop))
+            self._costs = cutting.evened(replace(measured, hop=self._gauge.hop), self._pipeline.placement, self._works)
         elif not found:
             self._reports = [*self._reports, report][-TIMED:]
         seconds, shares = slow.added(self._costs, self._schedule(report), found) if self._costs and found else (_UNKNOWN, {})
         self._gauge.learn(taken, self._excess, {thing for thing, share in shares.items() if share > slow.LEAVE})
         numbers = [(shares[thing], *found[thing]) if thing in shares else [_UNKNOWN] * 3 for thing in self._things]
         return [seconds, *(each for row in numbers for each in row)]
-
-    def _evened(self, costs: Costs) -> Costs:
-        """Costs as usual: those that were measured, in this training or before, may have a slow rank."""
-        return cutting.evened(costs, self._pipeline.placement, self._met) if self._met[0] else costs
 
     def _schedule(self, report: Report) -> Schedule:
         """The schedule that an iteration would have run as usual."""
@@ -150,7 +147,7 @@ class Watch:
         ]
         if not changed:
             return []
-        self._asks, self._tries, own = True, _TRIES, (socket.gethostname(), _pipeline_ranks(), mine[1:])
+        self._asks, self._tries, own = True, _TRIES, (socket.gethostname(), self._ranks, mine[1:])
         everyone = [own] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, own, group=self._pipeline.background.world)
         return [self._line(place, everyone, seconds) for place in changed]
@@ -217,12 +214,6 @@ class Watch:
             f"{1e3 * now[number]:.4g} -> {1e3 * length(plan.timeline):.4g} ms"
             for number, plan in shorter.items()
         ]
-
-
-def _pipeline_ranks() -> list[int]:
-    """Of the world."""
-    ranks: list[int] = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    return ranks
 
 
 def _name(thing: slow.Thing) -> str:

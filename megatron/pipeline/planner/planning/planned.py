@@ -85,8 +85,8 @@ class Planned:
 
     @property
     def slow(self) -> dict[str, float]:
-        """See ``Costs.slow_ranks``."""
-        return self.problem.costs.slow_ranks(self.schedule.placement)
+        """See ``Costs.slow``."""
+        return self.problem.costs.slow(self.schedule.placement)
 
     @property
     def memory_limit(self) -> float | tuple[float, ...] | None:
