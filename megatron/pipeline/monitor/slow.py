@@ -1,4 +1,5 @@
-"""Slow ranks and links: those whose passes or messages take longer than they did, for several iterations on end.
+"""Slow ranks and links: those whose passes or messages take longer than they did, or than those of ranks with equal work, for
+several iterations on end.
 
 Without torch: ``taken`` reads an iteration's report, ``Gauge`` says what is more than usual in it, ``added`` what that costs,
 and ``Verdict`` whether it lasts.
