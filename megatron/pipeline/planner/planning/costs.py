@@ -48,7 +48,7 @@ class CostFlags:
         first_stage, last_stage: what is added to the first and the last stage, by ``EXTRA``.
         costs: of every stage, in place of ``cost`` but for single links, ``activation``, ``first_stage`` and ``last_stage``.
         boundary: what a rank does between two iterations, ``RS`` and ``AG``, also on top of ``costs``.
-        slow: by rank, how many times as long its passes take, on top of all others.
+        slow: by rank, how many times as long as usual its passes take, on top of all others.
     """
 
     cost: Numbers | None = None
@@ -128,7 +128,8 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     if flags.costs:
         for flag in ("cost", "activation", "first_stage", "last_stage"):
             if getattr(flags, flag) and not (flag == "cost" and all(map(_link, flags.cost or ()))):
-                raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
+                rest = ", but for comm[..] of single links" if flag == "cost" else ""
+                raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out{rest}, or --costs")
         costs = _set(cutting.of_depth(flags.costs, placement.depth), placement, flags.cost or {}, None)
     elif file.get("stage_costs") is not None:
         if "AR" in (flags.cost or {}):
@@ -164,7 +165,7 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
         costs = _set(costs, placement, flags.boundary, None)
     costs = _with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {})
     slow = slow_stages(placement, flags.slow or {})
-    stages = tuple(each.slowed(slow[stage]) if stage in slow else each for stage, each in enumerate(costs.stages))
+    stages = tuple(each.slowed(slow[stage] / each.pace) if stage in slow else each for stage, each in enumerate(costs.stages))
     return taking_time(replace(costs, stages=stages))
 
 
@@ -267,7 +268,7 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
         moved = share_of(costs, placement, StageCosts.moved)
         times |= {"D2H": costs.copies.to_host * moved, "H2D": costs.copies.to_device * moved}
         found["copies"] = {name: getattr(costs.copies, name) for name in SHARED}
-    plain = len(set(stages)) == 1 and stages[0].movable is None and stages[0].behind is None
+    plain = len(set(stages)) == 1 and stages[0].movable is stages[0].behind is stages[0].slow is None
     if plain and math.isclose(held["B"], 1.0) and not costs.loads:
         return found
     return found | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}

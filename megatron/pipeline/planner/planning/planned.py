@@ -84,6 +84,11 @@ class Planned:
         return f"{self.schedule.name}{offloaded}{steady}"
 
     @property
+    def slow(self) -> dict[str, float]:
+        """See ``Costs.slow_ranks``."""
+        return self.problem.costs.slow_ranks(self.schedule.placement)
+
+    @property
     def memory_limit(self) -> float | tuple[float, ...] | None:
         """The most activation memory of a rank, in the costs' unit: one number, or one for each rank where they differ. None for
         any amount."""

@@ -128,6 +128,6 @@ def download(plan: bytes, suffix: str) -> Answer:
         if suffix == "csv":
             return Answer(200, to_csv(whole.schedule).encode(), type)
         title, splits = whole.title, whole.schedule.splits
-        links = {title: whole.problem.costs.seconds_of_links}
+        links = {title: whole.problem.costs.seconds_of_links | whole.slow}
         draw({title: whole.timeline}, result, splits={title: splits}, **curves({title: whole}), links=links)
         return Answer(200, result.read_bytes(), type)

@@ -173,12 +173,12 @@ class Costs:
         """Seconds of a pass; of a copy, with no other copy at the same time.
 
         Args:
-            stage: where it runs; passes of the vocabulary take the same on every rank.
+            stage: where it runs; passes of the vocabulary take the same on every rank that is not slow.
             recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
         """
         if kind.is_copy:
             return self.stages[stage].moved(recomputed) * float(getattr(self.copies, kind.row.seconds))
-        return (self.vocabulary if kind.row.shard else self.stages[stage]).seconds(kind)
+        return self.stages[stage].pace * self.vocabulary.seconds(kind) if kind.row.shard else self.stages[stage].seconds(kind)
 
     def bucket_seconds(self, kind: Kind, stage: int, buckets: int) -> float:
         """Seconds of RS, OPT or AG of one of a stage's buckets, which are equally large."""
@@ -230,7 +230,8 @@ class Costs:
             ranks: how many times as long passes of their stages take, as ``StageCosts.slowed`` has it.
             links: by sender and receiver, seconds that a message takes longer.
         """
-        stages = [stage.slowed(ranks.get(placement.home(number)[0], 1.0)) for number, stage in enumerate(self.stages)]
+        times = [ranks.get(placement.home(stage)[0]) for stage in range(placement.depth)]
+        stages = [stage.slowed(more) if more else stage for stage, more in zip(self.stages, times, strict=True)]
         before = {(link.sender, link.receiver): link for link in self.links}
         slow = [before.get(way, LinkCosts(*way, latency=self.hop)) for way in links]
         slow = [link._replace(latency=link.latency + more) for link, more in zip(slow, links.values(), strict=True)]
@@ -250,6 +251,11 @@ class Costs:
     def seconds_of_links(self) -> dict[str, float]:
         """Seconds of a message over each link that differs, by its name such as 2-3 or 2to3."""
         return {name: sum(seconds) for name, seconds in link_costs.written(self.links).items()}
+
+    def slow_ranks(self, placement: Placement) -> dict[str, float]:
+        """How many times as long passes take on each rank where that is not 1, by its number."""
+        times = {str(rank): round(self.stages[first].pace, 9) for rank, (first, *_) in enumerate(placement.stages)}
+        return {rank: more for rank, more in times.items() if more != 1}
 
     @cached_property
     def in_line(self) -> dict[tuple[int, int], float]:
