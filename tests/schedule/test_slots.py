@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from math import ceil
+from pathlib import Path
 
 import pytest
 from examples import examples
@@ -12,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, schedules
 
+from megatron.pipeline.cli import main
 from megatron.pipeline.planner.planning import Request
-from megatron.pipeline.planner.planning.document import report
 from megatron.pipeline.planner.planning.planned import Planned
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.passes import Kind
@@ -56,7 +57,6 @@ def test_there_are_as_many_as_microbatches_at_a_time(name: str, most: int, poste
     assert (max(counts(planned)), max(counts(planned, posted=True))) == (most, posted)
     if planned.schedule.placement.chunks == 1:
         assert counts(planned) == list(planned.peaks)
-    assert json.loads(json.dumps(report(planned)))["slots"] == json.loads(json.dumps(planned.slots(posted=True)))
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "v-half"])
@@ -86,6 +86,14 @@ def test_slots_that_are_wrong_are_refused() -> None:
                 verify_slots(schedule, programs, wrong)
     with pytest.raises(ScheduleError, match=r"rank 1: Receive of the activation .* is in slot"):
         verify_slots(schedule, programs, slots, posted=True)  # whose buffers are there before F
+
+
+def test_they_are_exported(tmp_path: Path) -> None:
+    plan, exported = tmp_path / "plan.json", tmp_path / "exported.json"
+    main(["plan", "--schedule", "zb-v", "--pp", "4", "--microbatches", "8", "-o", str(plan)])
+    main(["export", str(plan), "-o", str(exported)])
+    slots = json.loads(exported.read_text())["slots"]
+    assert slots == json.loads(json.dumps(Request("zb-v", ranks=4, microbatches=8).plan().slots(posted=True)))
 
 
 def check(planned: Planned, layers: tuple[int, ...]) -> list[GraphOrder]:

@@ -44,7 +44,7 @@ _OF_EACH = (
 
 def report(planned: Planned) -> dict[str, Any]:
     """Data that ``--json`` prints of a schedule; ``read`` reads it."""
-    return _report(planned) | {"message_buffers": planned.message_buffers, "slots": planned.slots(posted=True)}
+    return _report(planned) | {"message_buffers": planned.message_buffers}
 
 
 def _report(planned: Planned) -> dict[str, Any]:
