@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from marked import rest
+from optimizer import injected_runs
 from pool import Pool
 from runtime import watched
 from runtime.test_slow import report_of
@@ -46,6 +47,45 @@ def test_a_slow_link_of_one_replica_is_named_on_all_ranks(pool: Pool) -> None:
     assert all(rank.lines == ours[0].lines for rank in ours)
     found = [one for one in ours[0].slow[-1] if one["what"] == "link 0-1"]
     assert [one["ranks"] for one in found] == [[1, 3]] and len(found[0]["hosts"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("pp", "flags", "link"),
+    [
+        (4, f"{injected_runs.POST} --global-batch-size 16", (1, 2)),
+        (2, "--eval-interval 3 --eval-iters 1 --global-batch-size 32", (1, 3)),
+        rest(4, "--eval-interval 2 --eval-iters 1 --global-batch-size 16", (1, 2)),
+    ],
+)
+def test_a_whole_training_keeps_its_bits_and_changes_its_order_on_all_ranks_at_once(
+    pool: Pool, data: str, pp: int, flags: str, link: tuple[int, int]
+) -> None:
+    """Two replicas; evaluations in between; steps taken ahead."""
+    flags = f"{data} --pipeline-model-parallel-size {pp} --pipeline-schedule zb-v --num-layers 8 --train-iters 22 {flags}"
+    off, ours = (pool.run(4, watched.whole, f"{flags} --pipeline-watch {mode}", link, timeout=300) for mode in ("off", "replan"))
+    assert [rank[0] for rank in ours] == [rank[0] for rank in off]
+    assert all(rank[1:] == ours[0][1:] for rank in ours)
+    _, lines, orders = ours[0]
+    assert any("planned for what is slow" in line for line in lines) and orders[0] == 0 < orders[-1], lines
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", rest("zb-h1")])
+def test_a_rank_that_is_slow_from_the_start_is_named(pool: Pool, schedule: str) -> None:
+    ours = pool.run(4, watched.from_the_start, schedule, timeout=300)
+    assert all(rank == ours[0] for rank in ours)
+    lines, slow = ours[0]
+    assert any("rank 2 is slow" in line for line in lines), lines
+    [found] = [one for one in slow if one["what"] == "rank 2"]
+    assert found["times"] > 1.5
+
+
+def test_batches_are_planned_for_what_is_slow(pool: Pool) -> None:
+    off, ours = (pool.run(4, watched.every_batch, mode, timeout=300) for mode in ("off", "replan"))
+    assert [steps for steps, *_ in ours] == [steps for steps, *_ in off]
+    assert all(rank[1:] == ours[0][1:] for rank in ours)
+    _, lines, planned = ours[0]
+    assert any("link 1-2 is slow" in line for line in lines), lines
+    assert planned[-1] and not any(planned[:10]), planned
 
 
 def test_metrics_and_traces_have_what_is_slow(tmp_path: Path) -> None:

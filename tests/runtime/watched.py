@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import tiny_gpt
+import torch
 from example_runs import example, optimizer_of
-from runtime.batches import _make_groups, on_time
+from megatron.core.utils import get_model_config
+from optimizer import injected_runs
+from runtime.batches import _make_groups, _Unequal, on_time
 
 from megatron.pipeline import install
 from megatron.pipeline.planner.planning.aside import PlanningProcess
@@ -78,12 +81,12 @@ def slow_link(link: tuple[int, int], seconds: list[float]) -> Iterator[None]:
 
 
 @contextmanager
-def slow_passes() -> Iterator[None]:
+def slow_passes(seconds: float = 0.004) -> Iterator[None]:
     """Passes take longer than what other processes take from one."""
     compute = Executor._compute
 
     def computing(*given: Any) -> None:
-        time.sleep(0.004)
+        time.sleep(seconds)
         compute(*given)
 
     with patch.object(Executor, "_compute", computing):
@@ -112,6 +115,64 @@ def train(
             if is_over:
                 break
     return found
+
+
+def from_the_start(schedule: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Lines, and what metrics have in the end, of a training whose rank 2 takes three times as long as others from the start."""
+    run = tiny_gpt.Run(schedule, pp=4, microbatches=8, flags=("--num-layers", "8", "--pipeline-watch", "replan"))
+    reports, lines = Reports(run.args, run.pipeline), list[str]()
+    with slow_passes(0.012 if torch.distributed.get_rank() == 2 else 0.004), patch.object(PlanningProcess, "plan", on_time):
+        for iteration in range(14):
+            run.step(iteration)
+            measured = reports.measured(iteration + 1, run.pipeline.start_report(), wanted=True)
+            lines.extend(reports.use(iteration + 1))
+    return lines, measured.slow if measured else []
+
+
+def every_batch(mode: str) -> tuple[list[Any], list[str], list[bool]]:
+    """Steps, lines, and whether each batch was planned for a slow link: 1-2 is slow from the tenth iteration on. Microbatches are
+    of unequal lengths, which are announced."""
+    flags = ("--num-layers", "8", "--pipeline-watch", mode, "--pipeline-plan", "every-batch")
+    run = _Unequal("zb-v", pp=4, microbatches=8, flags=flags)
+    reports, batches, more = Reports(run.args, run.pipeline), run.pipeline.batches, [0.0]
+    assert batches is not None
+    steps, lines, planned = list[Any](), list[str](), list[bool]()
+    for chunk in run.chunks:
+        get_model_config(chunk).variable_seq_lengths = True
+    with slow_link((1, 2), more), patch.object(PlanningProcess, "plan", on_time), slow_passes():
+        batches.announce([[length] * 2 for length in run.lengths(0)])
+        for iteration in range(18):
+            batches.announce([[length] * 2 for length in run.lengths(iteration + 1)])
+            more[0] = 0.03 if iteration >= 9 else 0.0
+            steps.append(run.step(iteration))
+            assert run.pipeline._iteration is not None
+            costs = run.pipeline._iteration.plan.problem.costs
+            planned.append(bool(costs.loads and any(link.latency > 0.01 for link in costs.links)))
+            reports.measured(iteration + 1, run.pipeline.start_report(), wanted=True)
+            lines.extend(reports.use(iteration + 1))
+    return steps, lines, planned
+
+
+def whole(flags: str, link: tuple[int, int]) -> tuple[Any, list[str], list[int]]:
+    """A training of ``pretrain_gpt.py`` over a link that is slow from its tenth iteration on.
+
+    Returns:
+        Steps and digests of weights and state, lines of the watch, and of every iteration a number for the order of passes.
+    """
+    more, lines, orders, numbers, use = [0.0], list[str](), list[Any](), list[int](), Reports.use
+
+    def used(reports: Any, iteration: int) -> list[str]:
+        more[0] = 0.03 if iteration >= 9 else 0.0
+        found = use(reports, iteration)
+        lines.extend(found)
+        order = reports._pipeline._iteration.plan.schedule.passes
+        orders.extend([] if order in orders else [order])
+        numbers.append(orders.index(order))
+        return found
+
+    with slow_link(link, more), patch.object(PlanningProcess, "plan", on_time), slow_passes(), patch.object(Reports, "use", used):
+        told, digests, _ = injected_runs.train(flags, {})
+    return (told, digests), lines, numbers
 
 
 def loop(schedule: str, watch: str, ends: int = 18) -> tuple[list[Any], list[str]]:

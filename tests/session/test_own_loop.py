@@ -16,7 +16,7 @@ from reductions import costs
 from replanned import planned_again
 from session import own_loops, refused_loops
 
-from megatron.pipeline import EveryBatch, install
+from megatron.pipeline import install
 from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning.request import Request
@@ -235,7 +235,6 @@ def test_chunks_that_were_built_for_another_placement_are_refused_on_every_rank(
         ("zb-h1", {"mesure": True}, "mesure"),
         ("zb-h1", {"watch": "on"}, r"install\(watch='on'\): give 'off', 'report' or 'replan'"),
         ("stock", {"watch": "replan"}, "take one of these, or leave --pipeline-watch out"),
-        ("zb-v", {"watch": "replan", "every_batch": EveryBatch()}, "--pipeline-plan every-batch has the next"),
     ],
 )
 def test_what_does_not_train_is_refused_at_once(schedule: Any, options: dict[str, Any], message: str) -> None:

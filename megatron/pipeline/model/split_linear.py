@@ -6,6 +6,7 @@ Engine's). B finishes the gradients of all other parameters: norms, biases, embe
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -94,6 +95,20 @@ def trained_share(chunk: torch.nn.Module) -> float:
     elements = sum(weight.numel() for weight in matrices)
     trained = sum(weight.numel() for weight, split in matrices.items() if split and weight.requires_grad)
     return trained / elements if elements else 1.0
+
+
+def work_of(chunks: Sequence[torch.nn.Module]) -> int:
+    """A number for what a rank has to do, equal where its chunks have the same weights and train the same of them.
+
+    No other rank's equals it where layers with the same weights may differ: in experts, or in windows of attention.
+    """
+    weights = [
+        [(name, tuple(weight.shape), weight.requires_grad) for name, weight in chunk.named_parameters()] for chunk in chunks
+    ]
+    windows = any(getattr(getattr(chunk, "config", None), "window_attn_skip_freq", None) for chunk in chunks)
+    if windows or "experts" in repr(weights):
+        return -1 - torch.distributed.get_rank()
+    return zlib.crc32(repr(weights).encode())
 
 
 def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -107,7 +107,7 @@ class OwnLoop:
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
             request.facts.refuse(topics.EVERY_BATCH)
-        _check_watch(watch, request, bool(options.get("every_batch")))
+        _check_watch(watch, request)
         options |= {"measure": True} if watch != "off" else {}
         self._request, self._options, self._watch = request, options, CallWatch(watchdog)
         self._slow_of = cache(lambda pipeline: watching(pipeline, watch))
@@ -379,14 +379,14 @@ class OwnLoop:
         return [replace(stage, weight=stage.weight * trained) for stage, trained in zip(stages, self._trained, strict=True)]
 
 
-def _check_watch(watch: str, request: Request, every_batch: bool) -> None:
+def _check_watch(watch: str, request: Request) -> None:
     """Raises:
     ValueError: there is no such mode, or it does not go with the rest.
     """
     if watch not in WATCH_MODES:
         raise ValueError(f"install(watch={watch!r}): give {', '.join(map(repr, WATCH_MODES[:-1]))} or {WATCH_MODES[-1]!r}")
-    facts = {"pipeline_schedule": request.schedule, "pipeline_plan": "every-batch" if every_batch else "once"}
-    Facts(facts, pipeline_watch=watch, offload=request.offload, pipeline_costs=request.costs).refuse(topics.WATCH)
+    facts = {"pipeline_watch": watch, "pipeline_schedule": request.schedule}
+    Facts(facts, offload=request.offload, pipeline_costs=request.costs).refuse(topics.WATCH)
 
 
 def _stages(config: TransformerConfig, placement: Placement) -> Sequence[Sequence[LayerType]]:

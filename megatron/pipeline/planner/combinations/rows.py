@@ -185,8 +185,6 @@ VOCABULARY = (
         "makes up for vocabulary layers on the first and the last stage, and {other} leaves none there"),
 )  # fmt: skip
 WATCH = (
-    Row("pipeline_watch=replan", "pipeline_plan=every-batch | post_validation",
-        "swaps plans between two iterations, and {other} has the next begun or planned by then", "take --pipeline-watch report"),
     Row("pipeline_watch=replan", "offload", "needs to know what copies take", "add --offload-profile, or --pipeline-costs FILE",
         when=lambda to: not (to.pipeline_costs or to.offload_profile)),
     Row("pipeline_watch=replan", "pipeline_schedule", "plans again, and {other} is one order",

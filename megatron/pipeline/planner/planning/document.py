@@ -169,9 +169,10 @@ def curves(shown: Mapping[str, Planned]) -> dict[str, Any]:
 
 
 def unit_of_fields(report: Mapping[str, Any]) -> Unit:
-    """Unit of memory of a report: costs of every stage may count it in any unit, unless a rank's share of a microbatch is 1."""
-    given = "stage_costs" in report and not math.isclose(report["activation"]["B"], 1.0)
-    return unit_of(Costs.from_fields(report["stage_costs"]) if given else None)
+    """Unit of memory of a report: costs of every stage may count it in any, unless a rank's share of every microbatch is 1."""
+    stages = report.get("stage_costs")
+    named = stages and "loads" not in stages and math.isclose(report["activation"]["B"], 1.0)
+    return unit_of(None if named or not stages else Costs.from_fields(stages))
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class PlanCache:
         self.name, self.vocabulary = request.schedule, request.vocabulary
         self.objective, self.offload = Objective(request.objective), request.offload
         self.notes: list[str] = []  # remarks of planning, for the log
+        self.costs_now: Costs | None = None  # of single batches, while something is slow
         self._request = request
         self.posting = posting
         self._host_bytes = host_bytes
@@ -130,7 +131,7 @@ class PlanCache:
     def of_batch(self, microbatches: int, loads: Sequence[Load] = ()) -> Request:
         """The request for microbatches, with these loads or equal ones, which another process can read; to be planned quickly."""
         request = self._without_functions(self._at(microbatches, self.costs, self._request.memory_limit))
-        return replace(request, costs=replace(self.planned_costs, loads=tuple(loads)), quick=True)
+        return replace(request, costs=replace(self.costs_now or self.planned_costs, loads=tuple(loads)), quick=True)
 
     def again(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> dict[int, Request]:
         """Requests at other costs, which another process can read, for every number of microbatches that is planned by now."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from math import lcm
+from statistics import median_low
 from typing import Any
 
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_SHARDS, Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.kinds import Vocabulary
+from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.stage_costs import ALL_TO_ALL, PARTS, combined
 
 
@@ -45,6 +47,16 @@ def _parts(costs: Costs, place: int, parts: int) -> list[StageCosts]:
 def with_recomputation(costs: Costs, weights: bool = False) -> Costs:
     """The costs where backwards make again what forwards did not keep, and no R runs: as of ``StageCosts``."""
     return replace(costs, stages=tuple(stage.with_recomputation(weights) for stage in costs.stages))
+
+
+def evened(costs: Costs, placement: Placement, works: Sequence[object]) -> Costs:
+    """The costs where ranks with equal work take equally long: as half of them do at most."""
+    alike = [[row for row, other in zip(placement.stages, works, strict=True) if other == work] for work in works]
+    made = list(costs.stages)
+    for stages, rows in zip(placement.stages, alike, strict=True):
+        for stage, same in zip(stages, zip(*rows, strict=True), strict=True):
+            made[stage] = combined(median_low, [costs.stages[other] for other in same])
+    return replace(costs, stages=tuple(made))
 
 
 def shielded(costs: Costs, stages: Set[int]) -> Costs:
