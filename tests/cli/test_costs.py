@@ -252,7 +252,7 @@ def test_costs_of_stages_exclude_the_flags_they_replace(tmp_path: Path, capsys: 
     path.write_text('{"stages": [{"forward": 1, "backward": 1, "weight": 1}, {"forward": 1, "backward": 1, "weight": 1}]}')
     plan = ["plan", "--schedule", "zb-h1", "--pp", "2", "--microbatches", "2", "--costs", str(path)]
     assert "leave --first-stage out, or --costs" in refusal(capsys, *plan, "--first-stage", "F=1")
-    assert "leave --cost out, or --costs" in refusal(capsys, *plan, "--cost", "comm=1")
+    assert "leave --cost out, but for comm[..] of single links, or --costs" in refusal(capsys, *plan, "--cost", "comm=1")
 
 
 def test_layers_are_split_with_the_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

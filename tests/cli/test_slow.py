@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from command import output, refusal, report
 
+from megatron.pipeline.planner.planning import document
+from megatron.pipeline.planner.schedule.core.passes import Kind
+
 PLAN = "plan --pp 4 --microbatches 8 --cost F=1,B=1,W=1,comm=0.5"
 PASS = {"forward": 1.0, "backward": 1.0, "weight": 1.0}
 
@@ -31,6 +34,42 @@ def test_a_slow_rank_is_slow_in_comparisons_and_in_what_else_its_passes_have(cap
     assert [(stage["fused"], stage["recompute"], stage["step"]) for stage in stages] == [(1.5, 1, 3), (3, 2, 6)] + 2 * [
         (1.5, 1, 3)
     ]
+
+
+def test_a_plan_says_which_ranks_are_slow_and_none_is_slow_twice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan, path, picture = f"{PLAN} --schedule zb-v", tmp_path / "plan.json", tmp_path / "plan.svg"
+    slow = report(capsys, plan, "--slow 0=1.3,3=1.1")
+    path.write_text(json.dumps(slow))
+    assert slow["slow"] == {"0": 1.3, "3": 1.1} and "slow" not in report(capsys, plan)
+    said = "rank 0 takes 1.3 times as long, rank 3 takes 1.1 times as long"
+    text = output(capsys, "plan", str(path), "--draw", str(picture))
+    assert f"2  in the costs: {said}\n" in text and "no order within 4 microbatches has" in text
+    assert "<!-- 1.3x -->" in picture.read_text()
+    assert output(capsys, "plan", str(path), "--text").splitlines()[1] == f"slow: {said}"
+    output(capsys, "plan", str(path), "--draw", str(tmp_path / "plan.html"), "--trace", str(trace := tmp_path / "a.trace.json"))
+    assert "this is a trace, for Perfetto: give the schedule itself" in refusal(capsys, "plan", str(trace))
+    assert '"slow ranks": "0: 1.3 times, 3: 1.1 times"' in (tmp_path / "plan.html").read_text()
+    again, usual = (report(capsys, "plan", str(path), f"--slow 0={times}") for times in (1.3, 1))
+    assert (again["makespan"], again["slow"]) == (slow["makespan"], slow["slow"])
+    assert usual["slow"] == {"3": 1.1} and usual["stage_costs"]["stages"][0]["forward"] == pytest.approx(0.5)
+
+
+def test_a_slow_rank_is_slow_in_its_shard_of_the_vocabulary_or_in_all_of_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for variant in ("1", "2", "interlaced"):
+        path = tmp_path / f"{variant}.json"
+        slow = report(capsys, PLAN, f"--schedule 1f1b --slow 2=1.5 --vocab-parallel {variant}")
+        assert slow["lower_bound"] == pytest.approx(8 * 1.5 * (3 + 1)) and slow["span"] < 1.4 * slow["lower_bound"]
+        path.write_text(json.dumps(slow))
+        found = document.read(str(path), document.Changes()).timeline
+        seconds = [{round(end - start, 9) for work, start, end in row if work.kind is Kind.S} for row in found.ranks]
+        assert seconds == [{0.5}, {0.5}, {0.75}, {0.5}]
+    whole = {"vocabulary": {"S": 0.5, "T": 0.25, "IF": 0.1}, "stages": [PASS] * 4}
+    (path := tmp_path / "costs.json").write_text(json.dumps(whole))
+    plan = f"plan --schedule zb-h1 --pp 4 --microbatches 8 --slow 0=2,3=1.5 --costs {path}"
+    first, *_, last = report(capsys, plan)["stage_costs"]["stages"]
+    assert [first["forward"], last["forward"], last["weight"]] == pytest.approx([2 * 1.4, 1.5 * 3, 1.5 * 2])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

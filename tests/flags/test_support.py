@@ -146,6 +146,8 @@ def test_the_page_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == markdown()
     features, _, combinations = markdown().partition("\n\n")
     assert features in PAGE.read_text() and combinations.startswith("These do not go together")
+    for table in (features, combinations):
+        assert len({line.replace("\\|", "").count("|") for line in table.splitlines() if line.startswith("|")}) == 1
 
 
 def test_columns(capsys: pytest.CaptureFixture[str]) -> None:

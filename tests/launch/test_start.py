@@ -43,6 +43,22 @@ def test_where_upstream_comes_from_is_said(core: str, training: str, words: str)
     assert Versions("0.19.2", Path(core), Path(training), None).in_words == f"megatron-core 0.19.2 {words}"
 
 
+def test_a_wrong_choice_is_one_line_of_the_first_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(processes.time, "sleep", waited.append)
+    parser = ArgumentParser(allow_abbrev=False)
+    Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1")).add_flags(parser)
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(["--pipeline-watch", "loud"])
+        assert ended.value.code == 2 and bool(waited) == (rank == "1")
+        said = capsys.readouterr().err
+        assert said.startswith("mpipe launch: argument --pipeline-watch: invalid choice: 'loud'") and said.count("\n") == 1
+
+
 def test_a_yaml_file_of_megatron_lm_is_refused_before_it_replaces_our_flags(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from marked import rest
 from pool import Pool, RankFailed, forked, free_port
 from reductions import costs
 from replanned import planned_again
-from session import own_loops
+from session import own_loops, refused_loops
 
 from megatron.pipeline import EveryBatch, install
 from megatron.pipeline.flags.facts import cautions_of
@@ -144,12 +144,12 @@ def test_an_evaluation_of_one_replica_waits_for_no_searched_plan(pool: Pool, tmp
 def test_a_loss_that_megatron_core_gets_wrong_is_named(pool: Pool) -> None:
     """The loss without smoothing is right of logits in parts, and of gathered ones too high by log 2."""
     right = math.log(sum(map(math.exp, range(8)))) - 1
-    (parts, said), (others, also) = pool.run(2, own_loops.warned, False)
+    (parts, said), (others, also) = pool.run(2, refused_loops.warned, False)
     assert parts[0] == others[0] == pytest.approx(right) and parts[1] != others[1]
     assert (
         said == also and len(said) == 1 and said[0].startswith("vocab_parallel_cross_entropy with label_smoothing with --tensor")
     )
-    assert pool.run(2, own_loops.warned, True)[0][0][0] == pytest.approx(right + math.log(2))
+    assert pool.run(2, refused_loops.warned, True)[0][0][0] == pytest.approx(right + math.log(2))
     facts = {"tensor_model_parallel_size": 2, "gathered_logits": True}
     assert [text.partition(":")[0] for text in cautions_of(Facts(facts))] == [
         "parallel_output=False with --tensor-model-parallel-size 2"
@@ -174,32 +174,32 @@ def test_another_schedule_takes_over_models_that_train(pool: Pool) -> None:
 
 
 def test_the_last_that_is_installed_counts(pool: Pool) -> None:
-    assert pool.run(1, own_loops.taken_over) == [("megatron.core.pipeline_parallel.schedules", "None")]
+    assert pool.run(1, refused_loops.taken_over) == [("megatron.core.pipeline_parallel.schedules", "None")]
 
 
 @pytest.mark.parametrize(("schedule", "given", "planned"), [("interleaved", 4, 4), ("v-auto", 4, 4), ("zb-v", 4, 2)])
 def test_the_model_says_how_many_chunks_there_are(pool: Pool, schedule: str, given: int, planned: int) -> None:
-    assert pool.run(1, own_loops.chunks_planned, schedule, given) == [planned]
+    assert pool.run(1, refused_loops.chunks_planned, schedule, given) == [planned]
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(4, None), (2, 4)])
 def test_a_model_with_other_chunks_than_a_v_is_refused_on_every_rank(pool: Pool, ranks: int, chunks: int | None) -> None:
-    messages = pool.run(ranks, own_loops.with_chunks, "zb-v", chunks)
+    messages = pool.run(ranks, refused_loops.with_chunks, "zb-v", chunks)
     assert set(messages) == {messages[0]} and f"2 chunks per rank, but the model has {chunks or 1}" in messages[0]
 
 
 def test_further_tokens_before_the_last_stage_are_stocks(pool: Pool) -> None:
-    assert "(stock trains them where they are)" in pool.run(1, own_loops.early_prediction, "zb-h1")[0]
-    assert pool.run(1, own_loops.early_prediction, "stock") == [""]
+    assert "(stock trains them where they are)" in pool.run(1, refused_loops.early_prediction, "zb-h1")[0]
+    assert pool.run(1, refused_loops.early_prediction, "stock") == [""]
 
 
 def test_interleaved_messages_between_two_ranks_need_their_own_calls(pool: Pool) -> None:
     """Without ``overlap_p2p_comm`` megatron-core's own function trains garbage on two."""
-    assert "on 2 pipeline ranks without overlap_p2p_comm: " in pool.run(2, own_loops.with_chunks, "stock", 2)[0]
+    assert "on 2 pipeline ranks without overlap_p2p_comm: " in pool.run(2, refused_loops.with_chunks, "stock", 2)[0]
 
 
 def test_a_model_that_was_built_before_is_refused(pool: Pool) -> None:
-    [one, other] = pool.run(2, own_loops.built_before)
+    [one, other] = pool.run(2, refused_loops.built_before)
     assert one == other and "call install before the model is built" in one
 
 
@@ -217,7 +217,7 @@ def test_a_model_that_was_built_before_is_refused(pool: Pool) -> None:
 def test_chunks_that_were_built_for_another_placement_are_refused_on_every_rank(
     pool: Pool, first: str, then: str, says: str
 ) -> None:
-    messages = pool.run(4, own_loops.built_too_early, then, first)
+    messages = pool.run(4, refused_loops.built_too_early, then, first)
     assert set(messages) == {messages[0]} and says in messages[0]
 
 
@@ -283,7 +283,7 @@ def test_failures_at_checkpoints_are_one_line_on_every_rank(pool: Pool, tmp_path
         rf"the checkpoint {saved}/iter_0000002 could not be written \(no space left on {saved}: [\d.,]+ MB free, the checkpoint "
         rf"needs [\d.,]+ MB\); the checkpoint {saved}/iter_0000001 is complete and unchanged"
     )
-    for full, damaged, *left in pool.run(2, own_loops.checkpoints, str(saved)):
+    for full, damaged, *left in pool.run(2, refused_loops.checkpoints, str(saved)):
         assert re.fullmatch(words, full), full
         assert damaged.startswith(f"the checkpoint {saved}/iter_0000001 is damaged: "), damaged
         assert left == ["iter_0000001", "iter_0000002.incomplete", "iter_0000003"]

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     say_not_modelled(args)
     gpu = measured_gpu(gpu, options, args)
     model = describe(args)
-    links = Links.of(gpu, options.gpus_per_node or gpu.node(model.gpus), model.ranks)
+    links = Links.of_model(gpu, model, options.gpus_per_node)
     letters = by_letter(model, gpu, placement.depth, links, timed=True)
     if options.by_layer:
         costs = estimate.by_layer(model, gpu, placement.depth, links)

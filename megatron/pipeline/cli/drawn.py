@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from megatron.pipeline.cli.arguments import Parser
 from megatron.pipeline.cli.request import changes
-from megatron.pipeline.cli.summary import check_suffix, drawing, said_links, wrote
+from megatron.pipeline.cli.summary import check_suffix, drawing, said_links, said_ranks, wrote
 from megatron.pipeline.planner import Planned, Timeline, document, view
 
 Shown: TypeAlias = Mapping[str, tuple[Timeline, Planned | None]]  # by title; a recorded timeline has no schedule
@@ -69,8 +69,10 @@ def as_text(shown: Shown) -> str:
     """Timelines as text, each under its title."""
     texts = []
     for title, (timeline, planned) in shown.items():
-        links = said_links(planned.problem.costs.seconds_of_links) if planned else ""
-        said = f"{title}\nlinks: {links}" if links else title
+        said = title
+        if planned:
+            links, slow = planned.problem.costs.seconds_of_links, planned.slow
+            said += f"\nlinks: {said_links(links)}" * bool(links) + f"\nslow: {said_ranks(slow)}" * bool(slow)
         texts.append(f"{said}\n{drawing(timeline, planned.schedule.splits if planned else 1)}")
     return "\n\n".join(texts)
 
@@ -84,7 +86,7 @@ def write_drawn(shown: Shown, options: argparse.Namespace) -> None:
             timelines = {title: timeline for title, (timeline, _) in shown.items()}
             schedules = {title: planned for title, (_, planned) in shown.items() if planned}
             splits = {title: planned.schedule.splits for title, planned in schedules.items()}
-            links = {title: planned.problem.costs.seconds_of_links for title, planned in schedules.items()}
+            links = {title: planned.problem.costs.seconds_of_links | planned.slow for title, planned in schedules.items()}
             curves = document.curves(schedules) if options.memory else {}
             view.draw(timelines, options.draw, splits=splits, links=links, **curves)
     if options.trace:

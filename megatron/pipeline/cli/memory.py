@@ -323,8 +323,7 @@ def _text(
         most = max(rank.total for rank in unfused) / rank_memory.GIB
         parts.append(f"{FUSED}; with --transformer-impl {LOCAL} the fullest rank needs {most:.1f} GiB")
     model, gpu = describe(prediction.args), rank_memory.any_device(shape_of(prediction.args))
-    links = Links.of(gpu, gpu.node(model.gpus), model.ranks)
-    letters = by_letter(model, gpu, prediction.schedule.placement.depth, links, timed=False)
+    letters = by_letter(model, gpu, prediction.schedule.placement.depth, Links.of_model(gpu, model), timed=False)
     return "\n\n".join([*parts, *([letters] if letters else []), NOTE])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from megatron.pipeline.planner import SLACK, Costs, Timeline, counted, refusals, view
+from megatron.pipeline.planner import SLACK, Timeline, counted, document, refusals, view
 
 
 def above_bound(objective: str) -> str:
@@ -27,7 +27,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     peaks, limit = data["peak_activation"], data.get("memory_limit")
     if isinstance(limit, (list, tuple)):
         limit = min(limit)  # an order within the lowest of them is within all of them
-    unit = _unit(data)
+    unit = document.unit_of_fields(data)
     amounts = partial(_amounts, unit)
     # Of a schedule with copies the bound is that of what it holds on the device and in host memory.
     held = max(data["offload"]["peak_without"] if "offload" in data else peaks)
@@ -68,7 +68,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         what = "all-reduces" if data["costs"].get("F.experts") == 0 else "all-to-alls"
         words = f"{share:.0%} of the {found['communication']:g} that a rank spends in {what} (mean); {found['braids']} braids"
         add("exposed", found["exposed"], words)
-    rows += _links(data["costs"]) + (_offloaded(data, unit) if "offload" in data else [])
+    rows += _links(data["costs"]) + _slow(data.get("slow", {})) + (_offloaded(data, unit) if "offload" in data else [])
     if limit is not None and "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - SLACK):
         why = "cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is"
         add("limit", unit.number(limit), f"{why} {unit.amount(data['sustaining_limit'])}")
@@ -87,9 +87,19 @@ def _links(costs: dict[str, float]) -> list[tuple[str, str, str]]:
     return [("links", str(len(links)), words)] if links else []
 
 
+def _slow(ranks: dict[str, float]) -> list[tuple[str, str, str]]:
+    """Line of a report about ranks that are slow."""
+    return [("slow ranks", str(len(ranks)), f"in the costs: {said_ranks(ranks)}")] if ranks else []
+
+
 def said_links(links: Mapping[str, float]) -> str:
     """Seconds of messages over single links, by name, as text."""
     return ", ".join(f"{name} takes {seconds:g}" for name, seconds in links.items())
+
+
+def said_ranks(ranks: Mapping[str, float]) -> str:
+    """Slow ranks, by number, as text."""
+    return ", ".join(f"rank {rank} takes {times:g} times as long" for rank, times in ranks.items())
 
 
 def _period(data: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -119,11 +129,6 @@ def _batch(data: dict[str, Any], unit: refusals.Unit) -> list[tuple[str, str, st
     return rows + ([("order", str(len(order)), f"of the microbatches: {' '.join(map(str, order))}")] if order else [])
 
 
-def _unit(data: dict[str, Any]) -> refusals.Unit:
-    """Unit of memory: costs of every stage, from a file, may count it in any unit."""
-    return refusals.unit_of(Costs.from_fields(data["stage_costs"]) if "stage_costs" in data else None)
-
-
 def _amounts(unit: refusals.Unit, values: Sequence[float], number: str = "g") -> tuple[str, str]:
     """The most of an amount of memory, and what a report says of it and of every rank."""
     most, *by_rank = (format(value / unit.size, number) for value in (max(values), *values))
@@ -141,7 +146,7 @@ def brief(data: dict[str, Any]) -> str:
     chunks = f" with {data['chunks']} chunks" if data["chunks"] > 1 else ""
     kind = data["objective"]
     length = f"{kind} {data[kind]:g}, {_bound(data)[1]:z.1%} above the lower bound"
-    return f"{data['schedule']}{chunks}, {length}; memory {_unit(data).amount(max(data['peak_activation']))}"
+    return f"{data['schedule']}{chunks}, {length}; memory {document.unit_of_fields(data).amount(max(data['peak_activation']))}"
 
 
 def _offloaded(data: dict[str, Any], unit: refusals.Unit) -> list[tuple[str, str, str]]:

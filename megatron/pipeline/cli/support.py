@@ -39,8 +39,8 @@ def markdown() -> str:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     header, *rest = rows
-    lines = [header, ("---",) * len(header), *rest]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (header, ("---",) * len(header), *rest)]
+    return "\n".join(f"| {line} |".replace("|  |", "| |") for line in lines)
 
 
 def _rows() -> list[tuple[str, ...]]:

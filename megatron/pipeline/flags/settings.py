@@ -25,6 +25,7 @@ from megatron.pipeline.planner import OFF, Links, Offload, Vocabulary
 
 PROFILE = "profile"  # in place of a file of costs: they are measured in this run
 ONCE, EVERY_BATCH = "once", "every-batch"  # of --pipeline-plan
+WATCH_MODES = "off", "report", "replan"
 
 
 class Role(Enum):
@@ -113,7 +114,7 @@ class PipelineSettings:
     watch: str | None = _add("--pipeline-watch",
         "ranks and links that become slow: off; report: name them, with what they cost; replan: also plan for them while "
         "training goes on, and swap the plan in. If not given, report where iterations are measured anyway, as by --metrics or "
-        "--pipeline-trace", ["off", "report", "replan"])
+        "--pipeline-trace", [*WATCH_MODES])
     costs_cache: str | None = _files("--pipeline-costs-cache",
         "file for the costs that --pipeline-costs profile measures; pipeline_costs.json in the directory of --save, else "
         "of --pipeline-trace, if not given", str, metavar="FILE")

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.pipeline.distributed.processes import let_rank_0_speak
 from megatron.pipeline.flags.arguments import with_config
@@ -49,6 +49,13 @@ def extend(parser: ArgumentParser, say: Callable[[Sequence[str]], object]) -> No
         return Namespace(**vars(parsed[0]) | without), parsed[1]
 
     parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
+    parser.error = _refuse  # type: ignore[method-assign]
+
+
+def _refuse(message: str) -> NoReturn:
+    """Without the usage, which has hundreds of flags, on every rank."""
+    with refusing():
+        raise ValueError(f"{message} (--help lists all flags)")
 
 
 @contextmanager

@@ -185,8 +185,7 @@ def balanced_by_cost(args: Namespace, placement: Placement, gpu: Device | None =
     """
     if (costs := getattr(args, "letter_costs", None)) is None:
         described, gpu = describe(args), gpu or rank_memory.any_device(shape_of(args))
-        links = Links.of(gpu, per_node or gpu.node(described.gpus), described.ranks)
-        costs = estimate.by_layer(described, gpu, placement.depth, links)
+        costs = estimate.by_layer(described, gpu, placement.depth, Links.of_model(gpu, described, per_node))
     model = balance.Model.by_layer(costs, hybrid.Pattern.of(args.hybrid_layer_pattern))
     return balanced_by_weight([layer.total for layer in model.layers], placement, model.extra(placement))
 

@@ -23,7 +23,6 @@ from megatron.pipeline.runtime.background import Coming
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import TIMED
 
-MODES = ("off", "report", "replan")
 _TRIES = 2
 _UNKNOWN, _MAX = -1.0, torch.distributed.ReduceOp.MAX
 

@@ -27,7 +27,7 @@ from megatron.pipeline.patches import compat, distributed_data_parallel, loops
 
 from megatron.pipeline import patches
 from megatron.pipeline.flags.facts import cautions_of
-from megatron.pipeline.flags.settings import PipelineSettings, Settings, StepSettings, VocabularySettings
+from megatron.pipeline.flags.settings import WATCH_MODES, PipelineSettings, Settings, StepSettings, VocabularySettings
 from megatron.pipeline.model import chunk_marks, te_linear
 from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
@@ -54,7 +54,7 @@ from megatron.pipeline.planner import (
 )
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.runtime.watch import MODES, watching
+from megatron.pipeline.runtime.watch import watching
 from megatron.pipeline.session import checkpoint_failures
 from megatron.pipeline.session.call_watch import CallWatch
 from megatron.pipeline.session.last_rank import LastRank
@@ -383,8 +383,8 @@ def _check_watch(watch: str, request: Request, every_batch: bool) -> None:
     """Raises:
     ValueError: there is no such mode, or it does not go with the rest.
     """
-    if watch not in MODES:
-        raise ValueError(f"install(watch={watch!r}): give {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}")
+    if watch not in WATCH_MODES:
+        raise ValueError(f"install(watch={watch!r}): give {', '.join(map(repr, WATCH_MODES[:-1]))} or {WATCH_MODES[-1]!r}")
     facts = {"pipeline_schedule": request.schedule, "pipeline_plan": "every-batch" if every_batch else "once"}
     Facts(facts, pipeline_watch=watch, offload=request.offload, pipeline_costs=request.costs).refuse(topics.WATCH)
 

@@ -353,7 +353,7 @@ def _stage(seconds: Work, saved: float = 0.0) -> StageCosts:
 def _sum(one: StageCosts, other: StageCosts) -> StageCosts:
     """Both in one stage; its parts and its layers are those of the halves that have some."""
     costs: dict[str, Any] = {}
-    for name in (field.name for field in fields(StageCosts) if field.name != "movable"):  # all of it is
+    for name in (field.name for field in fields(StageCosts) if field.name not in ("movable", "slow")):  # all of it is movable
         if name not in (*PARTS, "layers", "behind", "saved"):
             costs[name] = one.value(name) + other.value(name)
         elif given := [value for half in (one, other) if (value := getattr(half, name)) is not None]:

@@ -12,7 +12,7 @@ from megatron.pipeline.planner.costmodel.device import Device, Link
 from megatron.pipeline.planner.schedule.core import link_costs
 from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.link_costs import LinkCosts
-from megatron.pipeline.planner.shape.description import Ranks
+from megatron.pipeline.planner.shape.description import ModelDescription, Ranks
 from megatron.pipeline.planner.shape.gpt import Shape
 
 
@@ -93,6 +93,11 @@ class Links:
     def within(cls, device: Device) -> Links:
         """All ranks on one node."""
         return cls.of(device, 1, Ranks(1, 1, 1, 1, 1))
+
+    @classmethod
+    def of_model(cls, device: Device, model: ModelDescription, per_node: int | None = None) -> Links:
+        """For a training, on nodes of ``per_node`` GPUs; None for those that the device has."""
+        return cls.of(device, per_node or device.node(model.gpus), model.ranks)
 
     @classmethod
     def of(cls, device: Device, per_node: int, ranks: Ranks) -> Links:

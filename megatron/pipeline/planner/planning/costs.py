@@ -48,7 +48,7 @@ class CostFlags:
         first_stage, last_stage: what is added to the first and the last stage, by ``EXTRA``.
         costs: of every stage, in place of ``cost`` but for single links, ``activation``, ``first_stage`` and ``last_stage``.
         boundary: what a rank does between two iterations, ``RS`` and ``AG``, also on top of ``costs``.
-        slow: by rank, how many times as long its passes take, on top of all others.
+        slow: by rank, how many times as long as usual its passes take, on top of all others.
     """
 
     cost: Numbers | None = None
@@ -89,18 +89,19 @@ def checked(given: object, names: tuple[str, ...]) -> Numbers:
     return {name: float(value) for name, value in given.items()}
 
 
-def _link(name: object) -> str:
+def _link(name: object, of: tuple[str, ...] = ("comm[", "busy[")) -> str:
     """The link that a cost is of, such as 2-3 for ``comm[2-3]``; empty where it is of none."""
-    return name[5:-1] if isinstance(name, str) and name.startswith("comm[") and name.endswith("]") else ""
+    return name[5:-1] if isinstance(name, str) and name.startswith(of) and name.endswith("]") else ""
 
 
 def with_links(costs: Costs, cost: Numbers, ranks: int) -> Costs:
-    """The costs with those of single links in ``--cost``.
+    """The costs with those of single links in ``--cost``: the latency ``comm[..]``, and the seconds ``busy[..]``.
 
     Raises:
         ValueError: there is no such link among these ranks, or one is given twice.
     """
-    links = link_costs.read_all((link, seconds, 0.0) for name, seconds in cost.items() if (link := _link(name)))
+    comm, busy = ({link: cost[name] for name in cost if (link := _link(name, (of,)))} for of in ("comm[", "busy["))
+    links = link_costs.read_all((link, comm.get(link, 0.0), busy.get(link, 0.0)) for link in comm | busy)
     links = link_costs.joined(costs.links, links)
     link_costs.check(links, ranks)
     return replace(costs, links=links)
@@ -127,7 +128,8 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     if flags.costs:
         for flag in ("cost", "activation", "first_stage", "last_stage"):
             if getattr(flags, flag) and not (flag == "cost" and all(map(_link, flags.cost or ()))):
-                raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
+                rest = ", but for comm[..] of single links" if flag == "cost" else ""
+                raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out{rest}, or --costs")
         costs = _set(cutting.of_depth(flags.costs, placement.depth), placement, flags.cost or {}, None)
     elif file.get("stage_costs") is not None:
         if "AR" in (flags.cost or {}):
@@ -163,7 +165,7 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
         costs = _set(costs, placement, flags.boundary, None)
     costs = _with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {})
     slow = slow_stages(placement, flags.slow or {})
-    stages = tuple(each.slowed(slow[stage]) if stage in slow else each for stage, each in enumerate(costs.stages))
+    stages = tuple(each.slowed(slow[stage] / each.pace) if stage in slow else each for stage, each in enumerate(costs.stages))
     return taking_time(replace(costs, stages=stages))
 
 
@@ -254,7 +256,8 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
         for field in COST_FIELDS
         if _is_written(field, costs)
     }
-    times |= {f"comm[{name}]": seconds for name, seconds in costs.seconds_of_links.items()}
+    for name, (busy, latency) in link_costs.written(costs.links).items():
+        times |= {f"comm[{name}]": latency} | ({f"busy[{name}]": busy} if busy else {})
     held = {"B": share("activation"), "W": share("retained")}
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")
@@ -265,7 +268,7 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
         moved = share_of(costs, placement, StageCosts.moved)
         times |= {"D2H": costs.copies.to_host * moved, "H2D": costs.copies.to_device * moved}
         found["copies"] = {name: getattr(costs.copies, name) for name in SHARED}
-    plain = len(set(stages)) == 1 and stages[0].movable is None and stages[0].behind is None
+    plain = len(set(stages)) == 1 and stages[0].movable is stages[0].behind is stages[0].slow is None
     if plain and math.isclose(held["B"], 1.0) and not costs.loads:
         return found
     return found | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}

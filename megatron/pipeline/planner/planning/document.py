@@ -58,6 +58,7 @@ def _report(planned: Planned) -> dict[str, Any]:
         "chunks": schedule.placement.chunks,
         "microbatches": schedule.microbatches,
         **cost_fields(schedule.placement, problem.costs, schedule.vocabulary is not None, copies),
+        **({"slow": planned.slow} if planned.slow else {}),
         **_limits(planned),
         **({"fuse": sorted(problem.fused)} if problem.fused else {}),
         "objective": str(problem.objective),
@@ -155,7 +156,7 @@ def gain(planned: Planned) -> dict[str, Any]:
 
 def curves(shown: Mapping[str, Planned]) -> dict[str, Any]:
     """Arguments of ``view.draw`` for the memory of schedules: by title what each rank holds over time, and the unit of all."""
-    units = {_unit(planned) for planned in shown.values()}
+    units = {unit_of_fields(cost_fields(planned.schedule.placement, planned.problem.costs)) for planned in shown.values()}
     unit = units.pop() if len(units) == 1 else COSTS_UNIT
     memory = {
         title: [
@@ -167,9 +168,10 @@ def curves(shown: Mapping[str, Planned]) -> dict[str, Any]:
     return {"memory": memory, "memory_unit": unit.name.strip()}
 
 
-def _unit(planned: Planned) -> Unit:
-    costs = planned.problem.costs
-    return unit_of(costs if "stage_costs" in cost_fields(planned.schedule.placement, costs) else None)
+def unit_of_fields(report: Mapping[str, Any]) -> Unit:
+    """Unit of memory of a report: costs of every stage may count it in any unit, unless a rank's share of a microbatch is 1."""
+    given = "stage_costs" in report and not math.isclose(report["activation"]["B"], 1.0)
+    return unit_of(Costs.from_fields(report["stage_costs"]) if given else None)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def draw(
         splits: for some of the titles, into how many slices each microbatch is cut.
         memory_unit: of the memory, such as ``MiB``.
         waits: for some of the titles, for each rank, from when to when it waited for messages; drawn as flat bars.
-        links: for some of the titles, ``Costs.seconds_of_links``; drawn as lines between the rows of their ranks.
+        links: for some of the titles, ``Costs.seconds_of_links``, drawn as lines between the rows of their ranks, and
+            ``Costs.slow_ranks``, drawn beside these.
 
     Raises:
         ValueError: there is nothing to draw, or the suffix is another one.
@@ -95,7 +96,7 @@ def draw(
     for title, timeline in timelines.items():
         top -= _TITLE
         _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), unit)
-        _mark_links(axes[-1], (links or {}).get(title, {}), timeline)
+        _mark_slow(axes[-1], (links or {}).get(title, {}), timeline)
         top -= rows[title] + _GAP
         if title in memory:
             _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit)
@@ -164,12 +165,18 @@ def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits:
     axes.text(1, 1.0, _summary(timeline, unit), transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=INK)
 
 
-def _mark_links(axes: Axes, links: Mapping[str, float], timeline: Timeline) -> None:
-    """Lines between the rows of ranks whose link has a time of its own, which is said at the left where rows are not too flat."""
+def _mark_slow(axes: Axes, slow: Mapping[str, float], timeline: Timeline) -> None:
+    """Lines between the rows of ranks whose link has a time of its own, and beside a rank that is slow; which is said at the
+    left where rows are not too flat, and at the right."""
     found: dict[int, list[str]] = {}  # by the row above
-    for name, seconds in links.items():
+    for name, value in slow.items():
+        if name.isdigit():
+            axes.plot([timeline.makespan] * 2, [int(name) - 0.42, int(name) + 0.42], color=_LINK, linewidth=3, clip_on=False)
+            text = axes.text(1.004, int(name), f"{value:.3g}x", va="center", fontsize=_HALF_FONT, color=_LINK)
+            text.set_transform(axes.get_yaxis_transform())
+            continue
         ends = sorted(map(int, name.replace("to", "-").split("-")))
-        found.setdefault(ends[ends[1] - ends[0] > 1], []).append(f"{name}: {seconds:.3g}")
+        found.setdefault(ends[ends[1] - ends[0] > 1], []).append(f"{name}: {value:.3g}")
     for above, words in found.items():
         axes.plot([0, timeline.makespan], [above + 0.5] * 2, color=_LINK, linestyle="--", clip_on=False)
         if _row(timeline) >= _ROW / 2:

@@ -173,12 +173,12 @@ class Costs:
         """Seconds of a pass; of a copy, with no other copy at the same time.
 
         Args:
-            stage: where it runs; passes of the vocabulary take the same on every rank.
+            stage: where it runs; passes of the vocabulary take the same on every rank that is not slow.
             recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
         """
         if kind.is_copy:
             return self.stages[stage].moved(recomputed) * float(getattr(self.copies, kind.row.seconds))
-        return (self.vocabulary if kind.row.shard else self.stages[stage]).seconds(kind)
+        return self.stages[stage].pace * self.vocabulary.seconds(kind) if kind.row.shard else self.stages[stage].seconds(kind)
 
     def bucket_seconds(self, kind: Kind, stage: int, buckets: int) -> float:
         """Seconds of RS, OPT or AG of one of a stage's buckets, which are equally large."""
@@ -230,9 +230,10 @@ class Costs:
             ranks: how many times as long passes of their stages take, as ``StageCosts.slowed`` has it.
             links: by sender and receiver, seconds that a message takes longer.
         """
-        stages = [stage.slowed(ranks.get(placement.home(number)[0], 1.0)) for number, stage in enumerate(self.stages)]
+        times = [ranks.get(placement.home(stage)[0]) for stage in range(placement.depth)]
+        stages = [stage.slowed(more) if more else stage for stage, more in zip(self.stages, times, strict=True)]
         before = {(link.sender, link.receiver): link for link in self.links}
-        slow = [before.get(way, LinkCosts(*way, self.hop)) for way in links]
+        slow = [before.get(way, LinkCosts(*way, latency=self.hop)) for way in links]
         slow = [link._replace(latency=link.latency + more) for link, more in zip(slow, links.values(), strict=True)]
         return replace(self, stages=tuple(stages), links=link_costs.joined(self.links, slow))
 
@@ -243,13 +244,28 @@ class Costs:
         return max(self.hop, *self._messages.values(), 0.0) if given is None else given
 
     def message(self, sender: int, receiver: int) -> float:
-        """Seconds from the end of a pass on a rank until another, or the same, has its result."""
+        """Seconds from the end of a pass on a rank until another, or the same, has its result, if no message is before it."""
         return 0.0 if sender == receiver else self._messages.get((sender, receiver), self.hop)
 
     @property
     def seconds_of_links(self) -> dict[str, float]:
         """Seconds of a message over each link that differs, by its name such as 2-3 or 2to3."""
         return {name: sum(seconds) for name, seconds in link_costs.written(self.links).items()}
+
+    def slow_ranks(self, placement: Placement) -> dict[str, float]:
+        """How many times as long passes take on each rank where that is not 1, by its number."""
+        times = {str(rank): round(self.stages[first].pace, 9) for rank, (first, *_) in enumerate(placement.stages)}
+        return {rank: more for rank, more in times.items() if more != 1}
+
+    @cached_property
+    def in_line(self) -> dict[tuple[int, int], float]:
+        """By sender and receiver, the seconds for which a message occupies their link, where later ones stand in line for it."""
+        return {(link.sender, link.receiver): link.seconds for link in self.links if link.seconds}
+
+    def overlapping(self) -> Costs:
+        """The costs if no message stood in line."""
+        links = (link._replace(seconds=0.0, latency=link.seconds + link.latency) for link in self.links)
+        return replace(self, links=tuple(links)) if self.in_line else self
 
     @cached_property
     def _messages(self) -> dict[tuple[int, int], float]:
@@ -281,8 +297,8 @@ class Costs:
         ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
         with its defaults; ``beside_communication`` is 1 where it is left out, ``latency`` and ``norm`` are 0, and
         ``at_once`` is false; ``pattern`` is as in the class; ``loads`` has the numbers of a ``Load`` for every microbatch;
-        ``links`` has seconds, or seconds and latency, by names as ``link_costs.read`` reads. ``of`` may say of which training
-        they are; nothing here reads it.
+        ``links`` has latencies, or ``LinkCosts``' seconds and latency, by names as ``link_costs.read`` reads. ``of`` may say of
+        which training they are; nothing here reads it.
 
         Raises:
             ValueError: not JSON, or as ``costs_fields.read``.

@@ -101,13 +101,14 @@ def with_whole_vocabulary(costs: Costs, ranks: int) -> Costs:
     if not shards.total:
         return costs
     first, *inner, last = costs.stages if len(costs.stages) > 1 else (costs.stages[0], StageCosts(0, 0, 0, 0, 0))
-    first = replace(first, forward=first.forward + ranks * shards.IF, weight=first.weight + ranks * shards.IB, fused=None)
+    here, there = ranks * first.pace, ranks * last.pace
+    first = replace(first, forward=first.forward + here * shards.IF, weight=first.weight + here * shards.IB, fused=None)
     kept = ranks * shards.activation
     last = replace(
         last,
-        forward=last.forward + ranks * shards.S,
+        forward=last.forward + there * shards.S,
         # T makes the gradient by the weights; S made the one by the input, next to the logits.
-        weight=last.weight + ranks * shards.T,
+        weight=last.weight + there * shards.T,
         activation=last.activation + kept,
         retained=last.retained + kept,
         fused=None,

@@ -133,7 +133,8 @@ class Schedule:
             raise ValueError(f"not a schedule: expected a JSON object, got {type(data).__name__}")
         missing = [key for key in ("schedule", "placement", "microbatches", "passes") if key not in data]
         if missing:
-            raise ValueError(f"not a schedule: missing {', '.join(missing)}")
+            trace = "this is a trace, for Perfetto: give the schedule itself, as mpipe plan -o writes it"
+            raise ValueError(trace if "traceEvents" in data else f"not a schedule: missing {', '.join(missing)}")
         name, rows, microbatches, passes = data["schedule"], data["placement"], data["microbatches"], data["passes"]
         if data.get("replicas", 1) != 1:
             raise ValueError("not a schedule: ranks that hold every stage several times (replicas) are gone: plan dualpipe-v")

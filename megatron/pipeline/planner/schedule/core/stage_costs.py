@@ -122,6 +122,8 @@ class StageCosts:
             None for 0.
         reduce, step, gather: seconds, once an iteration, of all buckets' RS, OPT and AG, without the latency of each; None for 0.
         layers: of the stage; None for 1. A braid takes those of its two halves in turn.
+        slow: how many times as long as usual passes take on its rank, which all times here are of, and those of the vocabulary
+            there take; None for 1.
     """
 
     forward: float
@@ -146,6 +148,7 @@ class StageCosts:
     reduce: float | None = None
     step: float | None = None
     gather: float | None = None
+    slow: float | None = None
 
     def value(self, name: str) -> float:
         """A cost by name; where it is None, what follows from the others."""
@@ -269,7 +272,11 @@ class StageCosts:
     def slowed(self, times: float) -> StageCosts:
         """The costs on a device on which passes, their parts and steps take that many times as long."""
         longer = self.times(Load(times, times, times))
-        return replace(longer, step=None if self.step is None else times * self.step)
+        return replace(longer, step=None if self.step is None else times * self.step, slow=times * self.pace)
+
+    @property
+    def pace(self) -> float:
+        return self.slow or 1.0
 
     @property
     def has_boundary(self) -> bool:
@@ -287,7 +294,7 @@ class StageCosts:
 
     def share(self, parts: int) -> StageCosts:
         """The costs of one of equal parts of a stage."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "slow"}
         return replace(self, **{name: value / parts for name, value in values.items() if value is not None})
 
 
@@ -383,7 +390,7 @@ def combined(combine: Callable[[Sequence[float]], float], stages: Sequence[Stage
     for field in fields(StageCosts):
         given = any(getattr(stage, field.name) is not None for stage in stages)
         costs[field.name] = combine([stage.value(field.name) for stage in stages]) if given else None
-    return StageCosts(**costs)
+    return StageCosts(**costs | {"slow": stages[0].slow if len({stage.slow for stage in stages}) == 1 else None})
 
 
 def by_name(costs: StageCosts | VocabularyCosts) -> dict[str, Any]:

@@ -66,7 +66,9 @@ def lower_bound(problem: Problem) -> float:
         # Without them it is a schedule of the stages' passes; with them every rank has this much to do.
         stages = replace(problem, vocabulary=None)
         shards = math.fsum(problem.costs.each(lambda costs: costs.vocabulary.total, problem.microbatches))
-        return max(lower_bound(stages), max(rank_seconds(stages)) + shards)
+        paces = [problem.costs.stages[first].pace for first, *_ in problem.placement.stages]
+        work = [seconds + pace * shards for seconds, pace in zip(rank_seconds(stages), paces, strict=True)]
+        return max(lower_bound(stages), *work)
     limits = [usable(problem, rank) for rank in range(problem.ranks)]
     if any(least_limit(problem, rank) > limit * (1 + SLACK) for rank, limit in enumerate(limits)):
         return math.inf

@@ -158,8 +158,9 @@ class _Insertion:
         """
         if self._schedule.vocabulary is Vocabulary.INTERLACED:
             costs, rows = self._costs.of(len(self._together)), self._schedule.placement.stages
-            stages = max(sum(costs.stages[stage].total for stage in row) for row in rows)
-            interval = stages + costs.vocabulary.total + costs.exchange
+            spread = costs.vocabulary.total
+            work = max(sum(costs.stages[stage].total for stage in row) + costs.stages[row[0]].pace * spread for row in rows)
+            interval = work + costs.exchange
             before = self._together[-1] + interval if self._together else 0.0
             self._together.append(max(end + self._costs.exchange, before))
             self._look_at_all(self._together[-1])
