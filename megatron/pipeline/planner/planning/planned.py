@@ -15,7 +15,7 @@ from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.posting import leads, message_buffers
 from megatron.pipeline.planner.schedule.lower.program import Program
-from megatron.pipeline.planner.schedule.lower.slots import GraphOrder, Slots, graph_order, slots_of
+from megatron.pipeline.planner.schedule.lower.slots import Slots, slots_of
 from megatron.pipeline.planner.schedule.optimum.bound import own_bound
 from megatron.pipeline.planner.schedule.optimum.period import period_bound
 from megatron.pipeline.planner.schedule.rules.verify_slots import verify_slots
@@ -119,10 +119,6 @@ class Planned:
         found = tuple(slots_of(*each, posted) for each in zip(self.programs, self.schedule.placement.stages, strict=True))
         verify_slots(self.schedule, self.programs, found, posted)
         return found
-
-    def graph_order(self, rank: int, layers: Sequence[int]) -> GraphOrder:
-        """Order in which a rank captures graphs of its layers, ``layers`` of them on each chunk, by slot."""
-        return graph_order(self.programs[rank], self.slots()[rank], layers)
 
     @cached_property
     def timeline(self) -> Timeline:
