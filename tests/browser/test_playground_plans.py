@@ -284,6 +284,52 @@ def test_downloads_have_what_is_shown(opened: Opened, tmp_path: Path) -> None:
         assert cli.main(["plan", str(tmp_path / name)]) == 0
 
 
+def test_the_front_is_that_of_compare_and_another_size_leaves_nothing_stale(
+    opened: Opened, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = opened.page
+    opened.go({"schedule": "1f1b"})
+    expect(page.locator("#planned")).to_contain_text("schedules of mpipe compare and auto, all chunks", timeout=TIMEOUT)
+    assert cli.main(["compare", *(f"--{name}={value}" for name, value in SMALL.items()), "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)["schedules"]
+    points = {(round(one["bubble_rate"], 9), round(max(one["peak_activation"]), 9)) for one in compared}
+    front = {one for one in points if not any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in points)}
+    blue = page.evaluate(
+        "window.playground.pareto.points.filter((_, i) => window.playground.pareto.marks[i].classList.contains('best'))"
+    )
+    assert {(round(one["bubble"], 9), round(one["memory"], 9)) for one in blue} == front
+    assert f"the {len(compared)} schedules" in page.locator("#planned").inner_text()
+    opened.go({"schedule": "1f1b"}, {"schedule": "v-auto", "memory-limit": "3"})
+    page.locator("#pareto g[role=button]").first.focus()
+    told = page.locator("#pareto figcaption")
+    expect(told).to_contain_text("memory")
+    page.get_by_label("ranks, p").fill("8")  # 1F1B then holds 8 microbatches
+    expect(page.get_by_label("memory limit of schedule 2")).to_have_value("6")
+    expect(told).to_contain_text("blue: none that holds as little")
+    page.get_by_label("microbatches, m").fill("4")
+    expect(page.get_by_label("memory limit of schedule 2")).to_have_value("3")
+
+
+def test_thin_rows_have_the_colours_of_the_legend(opened: Opened) -> None:
+    opened.go({"schedule": "zb-v"}, {"schedule": "interleaved"}, pp="32", microbatches="256")
+    page = opened.page
+    found = page.evaluate(
+        """() => {
+            const { chart, kinds } = window.playground.timelines;
+            chart.boxHeight = 2;
+            chart.place();
+            chart.scroll = 0;
+            chart.resize(chart.width, 400);
+            chart.paint();
+            const name = (rgb) => "#" + [...rgb].map((one) => one.toString(16).padStart(2, "0")).join("");
+            const { data } = chart.pen.getImageData(chart.width / 2, chart.panels[0].top, 40, 2);
+            const colours = Array.from({ length: data.length / 4 }, (_, i) => name(data.slice(4 * i, 4 * i + 3)));
+            return [chart.crowded, [...new Set(colours)].filter((one) => !kinds.some((kind) => kind.colour.toLowerCase() === one))];
+        }"""
+    )
+    assert found[0] and len(found[1]) <= 1  # what is left is idle
+
+
 def test_a_point_of_the_front_shows_its_schedule(opened: Opened) -> None:
     opened.go({"schedule": "1f1b"})
     expect(opened.page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -188,3 +189,21 @@ def test_ours_stands_beside_what_it_runs(capsys: pytest.CaptureFixture[str]) -> 
 def test_widths_of_latent_attention_that_upstream_has() -> None:
     args = predicted(f"{LINE} --multi-latent-attention --q-lora-rank 96".split()).args
     assert (args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim) == (32, 128, 64, 128)
+
+
+@pytest.mark.parametrize("command", ["memory", "costs --gpu H200", "tune --gpu H200 --gpus 8", "check --shrink --"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-layers 1000000000",
+        "--num-experts 10001",
+        "--pipeline-model-parallel-size 100000",
+        "--expert-model-parallel-size 100000",
+        "--moe-layer-freq [0]*9999*9999*9999",
+        "--pipeline-model-parallel-layout Et*1000000000|L",
+    ],
+)
+def test_more_than_10000_of_anything_is_refused_at_once(command: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = flags.partition(" ")[0]
+    said = refusal(capsys, *command.split(), *flags.split())
+    assert re.search(rf"argument {flag}: expected (a whole number from 1 to|at most) 10,000", said)

@@ -169,10 +169,11 @@ def test_compiled_replays_of_other_orders_are_the_simulation(name: str, seed: in
 
     lengths, excess = Reordered(planned.schedule, problem).lengths(np.array(order))
     timeline = simulate(planned.schedule, other)
-    assert (lengths.span, lengths.makespan) == (timeline.span, timeline.makespan)
+    rounded = pytest.approx((timeline.span, timeline.makespan), rel=1e-12)  # of messages that stand in line
+    assert (lengths.span, lengths.makespan) == rounded
     assert excess == pytest.approx(max(1.0, max(activation_peaks(planned.schedule, other)) / 2))
     again = Orders(planned.schedule, other).lengths(planned.schedule)
-    assert (again.span, again.makespan) == (timeline.span, timeline.makespan)
+    assert (again.span, again.makespan) == rounded
 
 
 SMALL = (("zb-auto", 2, 4), ("zb-auto", 3, 3), ("v-auto", 2, 3), ("zb-auto", 2, 5))

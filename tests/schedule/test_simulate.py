@@ -1,6 +1,7 @@
 """The replay against costs: when passes run, what they hold."""
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,17 +37,27 @@ def test_every_pass_starts_as_soon_as_it_can(data: st.DataObject) -> None:
     timeline = simulate(schedule, costs)
     ends = {(rank, timed.work): timed.end for rank, row in enumerate(timeline.ranks) for timed in row}
     ways = {(link.sender, link.receiver): link.seconds + link.latency for link in costs.links}
+    turns: dict[Any, Any] = {}  # of messages that stand in line
+    free: dict[Any, Any] = {}
+    placement = schedule.placement
+    for link, (work, _, end) in ((each, timed) for each in costs.links for timed in timeline.ranks[each.sender]):
+        stage = placement.stage(link.sender, work.chunk) + (1 if work.kind is Kind.F else -1)
+        if work.kind is not Kind.W and 0 <= stage < placement.depth and placement.home(stage)[0] == link.receiver:
+            turns[link.sender, work] = max(free.get(link, 0), end)
+            free[link] = turns[link.sender, work] + link.seconds
     for rank, row in enumerate(timeline.ranks):
         assert tuple(timed.work for timed in row) == schedule.passes[rank]
-        free = 0.0
+        now = 0.0
         for work, start, end in row:
             inputs = [
-                ends[home, other] + (ways.get((home, rank), costs.hop) if home != rank else 0)
+                turns.get((home, other), ends[home, other]) + ways.get((home, rank), costs.hop)
+                if home != rank
+                else ends[home, other]
                 for home, other in schedule.predecessors(rank, work)
             ]
-            assert start == max([free, *inputs])
+            assert start == max([now, *inputs])
             assert end == start + costs.stages[schedule.placement.stage(rank, work.chunk)].seconds(work.kind)
-            free = end
+            now = end
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
 """Slow links, against published runs: what 1F1B and ZB took over each, and how long the plans that were made for them are."""
 
 import json
+import random
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
@@ -16,9 +21,10 @@ from megatron.pipeline.planner.schedule.core import link_costs
 from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.planner.schedule.core.link_costs import LinkCosts
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
-from megatron.pipeline.planner.schedule.core.placement import linear, v
+from megatron.pipeline.planner.schedule.core.placement import interleaved, linear, v
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.families import gis
 from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.traffic import Traffic, of_programs
 from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
@@ -114,3 +120,18 @@ def test_a_link_may_be_slow_one_way(family: str) -> None:
     assert simulate(planning.plan(family, RANKS, 8), uniform(placement, 3.0, 3.0, 3.0)).makespan < min(seconds.values())
     assert max(seconds["1to2"], seconds["2to1"]) < seconds["1-2"]
     assert placement == (v(RANKS) if family == "zb-v" else linear(RANKS))
+
+
+@given(st.integers(0, 2**32))
+def test_gis_is_no_longer_where_links_are_known_than_where_they_are_not(seed: int) -> None:
+    generator = random.Random(seed)
+    ranks, chunks, microbatches = generator.choice([(2, 2, 5), (3, 3, 7), (4, 2, 12)])
+    placement, number = interleaved(ranks, chunks), partial(generator.uniform, 0.5, 1.5)
+    stages = tuple(StageCosts(number(), number(), number()) for _ in range(placement.depth))
+    links = link_costs.read(f"{ranks - 1}-{ranks - 2}", generator.uniform(0, 6))
+    problem = Problem(placement, microbatches, Costs(stages, 0.1, links=tuple(links)))
+    known, unknown = (gis.plan(one) for one in (problem, replace(problem, costs=Costs(stages, 0.1))))
+    of_known, of_unknown = (
+        problem.value(simulate(Schedule("gis", placement, microbatches, order), problem.costs)) for order in (known, unknown)
+    )
+    assert of_known <= of_unknown

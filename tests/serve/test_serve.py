@@ -25,6 +25,7 @@ from served import ask, command, get, serving, untimed
 
 from megatron.pipeline import cli
 from megatron.pipeline.cli.serve import requested
+from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.serve import server, workers
 from megatron.pipeline.planner.serve.answers import FLAGS, LONG, Answer, planned, work
 from megatron.pipeline.planner.serve.workers import Late, Workers
@@ -296,6 +297,32 @@ def test_fixed_orders_are_less_work_than_searches_and_small_ones_less_than_large
     assert work(tuple(ENDLESS.items())) > LONG
     for given in ({"pp": "64"}, {"pp": "many", "microbatches": "2000"}, {"pp": "9" * 5000, "microbatches": "8"}):
         assert work(tuple((given | {"schedule": "v-auto"}).items())) < LONG
+
+
+@pytest.mark.parametrize("cost", ["F=1,B=1.2,W=0.8,comm=0.05", "F=1,B=1,W=1,comm=0.5", "F=2,B=1,W=3,comm=0"])
+def test_the_page_compare_and_auto_plan_the_same_schedules(cost: str, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page once had one number of chunks of all families but interleaved, so its front was none."""
+    sizes = SMALL | {"cost": cost}
+    status, body, _ = get(f"{address}api/candidates?{urllib.parse.urlencode(SMALL)}")
+    plans = [json.loads(planned(tuple((sizes | one).items()), requested).body)["plan"] for one in json.loads(body)]
+    assert status == 200 and [one for one in json.loads(body) if one["schedule"] == "v-auto" and one.get("chunks") == "4"]
+    assert cli.main(["compare", *(f"--{name}={value}" for name, value in sizes.items()), "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert not compared["refused"]
+    auto, _ = command(sizes | {"schedule": "auto"})
+    figures = [
+        sorted((one["makespan"], max(one["peak_activation"])) for one in found)
+        for found in (plans, compared["schedules"], auto["candidates"])  # type: ignore[index]
+    ]
+    assert figures[0] == figures[1] == figures[2] and len(figures[0]) > 25
+
+
+def test_on_one_rank_there_are_only_schedules_that_train(address: str) -> None:
+    status, body, _ = get(f"{address}api/candidates?pp=1&microbatches=8")
+    assert status == 200 and {one["schedule"] for one in json.loads(body)} == set(families.trained(1)) != set(families.FAMILIES)
+    for pp in ("0", "many", "5000"):
+        status, body, _ = get(f"{address}api/candidates?pp={pp}")
+        assert status == 400 and "expected a whole number from 1 to 4096" in json.loads(body)["message"]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ FLAGS = (
         ("--rehearse --rehearse-park", "flags of an earlier release: --rehearse-park: weights stay on the device"),
         ("--rehearse --rehearse-replicas fake", "--rehearse-replicas: all ranks of a rehearsal are there; leave it out"),
         ("--rehearse --rehearse-hop -1", "--rehearse-hop -1: a message takes 0 seconds or more"),
-        ("--rehearse --rehearse-hop H100", "unknown GPU 'H100'; known are .*; did you mean H100-80GB?"),
+        ("--rehearse --rehearse-hop H10", "unknown GPU 'H10'; known are .*; did you mean H20"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, flags: str, words: str) -> None:

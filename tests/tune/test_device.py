@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.pipeline.cli.gpu import named_gpu
 from megatron.pipeline.planner.costmodel.device import Device, Link, named, of_maker, read, shipped
 
 
@@ -19,7 +21,7 @@ def told(**changes: Any) -> dict[str, Any]:
 
 def test_what_comes_with_the_package_says_where_it_is_from() -> None:
     nvidia = ["A100-40GB", "A100-80GB", "B200", "B300", "GB200", "GB300", "H100-80GB", "H20", "H200"]
-    assert shipped() == [*nvidia, "MI300X", "MI355X"]
+    assert shipped() == [*nvidia, "MI300X", "MI355X", "RTX-4090", "RTX-5090", "RTX-6000-Ada", "RTX-PRO-6000"]
     for name in shipped():
         device = named(name)
         assert device.name == name and Device.from_json(device.to_json()) == device
@@ -84,11 +86,34 @@ def test_a_malformed_field_is_one_clear_error(changes: dict[str, Any], message: 
         ("NVIDIA H100 80GB HBM3", "H100-80GB"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
     ],
 )
 def test_the_makers_numbers_are_found_by_the_name_that_cuda_gives(name: str, kind: str | None) -> None:
     found = of_maker(name)
     assert (found and found.name) == kind
+
+
+@pytest.mark.parametrize(
+    ("typed", "kind"),
+    [("H100", "H100-80GB"), ("a100", "A100-80GB"), ("h100-80gb", "H100-80GB"), ("RTX 4090", "RTX-4090"), ("rtx5090", "RTX-5090")],
+)
+def test_names_are_those_that_people_type(typed: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert named(typed).name == kind
+    assert named_gpu(Namespace(gpu=typed)) == named(kind)
+    said = capsys.readouterr().err
+    assert said == ("" if typed.lower() == kind.lower() else f"mpipe: --gpu {typed} is {kind}\n")
+
+
+@pytest.mark.parametrize("name", ["H", "RTX", "h10", "", "V100"])
+def test_an_unknown_one_says_how_a_file_is_made(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown GPU .*; known are A100-40GB, .* For another one, mpipe tune .* --gpu-from COSTS"
+    ):
+        named(name)
 
 
 def test_rings() -> None:

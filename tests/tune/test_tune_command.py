@@ -195,12 +195,15 @@ def test_where_stock_is_the_best_all_say_so(capsys: pytest.CaptureFixture[str], 
         (
             BATCH,
             "give --gpus N and --gpu NAME; known GPUs are A100-40GB, A100-80GB, B200, B300, GB200, GB300, H100-80GB, H20, H200, "
-            "MI300X, MI355X and files of --gpu-from",
+            "MI300X, MI355X, RTX-4090, RTX-5090, RTX-6000-Ada, RTX-PRO-6000 and files of --gpu-from",
         ),
         ([*BATCH, *FOUR, "--gpu-from", "configs/none.json"], "configs/none.json"),
         (["--measure"], "--measure is gone: measure with mpipe rehearse, .*: mpipe tune --gpu-from runs/rehearsal/costs.json"),
         ([*BATCH, "--gpus", "4"], "give --gpu NAME; known GPUs are"),
-        ([*BATCH, "--gpus", "4", "--gpu", "A100"], "unknown GPU 'A100'; known are .* did you mean A100-40GB or A100-80GB"),
+        (
+            [*BATCH, "--gpus", "4", "--gpu", "A100-8GB"],
+            "unknown GPU 'A100-8GB'; known are .* did you mean A100-80GB.* writes gpu.json",
+        ),
         ([*BATCH, "--gpus", "4", "--gpu", "none.json"], "none.json: No such file or directory"),
         ([*BATCH, "--gpus", "12", "--gpu", "A100-80GB"], "12 GPUs are not whole nodes of 8: change --gpus or --gpus-per-node"),
         ([*BATCH, "--gpus", "0", "--gpu", "A100-80GB"], "--gpus: expected a whole number of at least 1, got 0"),

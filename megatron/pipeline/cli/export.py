@@ -41,6 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
         text = to_csv(document.read(options.file, changes(options)).schedule)
     else:
-        text = json.dumps(document.report(document.read(options.file, changes(options)))) + "\n"
+        planned = document.read(options.file, changes(options))
+        text = json.dumps(document.report(planned) | {"slots": planned.slots(posted=True)}) + "\n"
     Path(options.output).write_text(text, encoding="utf-8")
     wrote(options.output)

@@ -35,9 +35,12 @@ def named_gpu(options: Namespace) -> Device | None:
     """
     if options.gpu:
         try:
-            return device.read(options.gpu)
+            known = device.read(options.gpu)
         except ValueError as error:
             raise ValueError(f"--gpu: {error}") from None
+        if not options.gpu.endswith(".json") and options.gpu.lower() != known.name.lower():
+            print(f"mpipe: --gpu {options.gpu} is {known.name}", file=sys.stderr)
+        return known
     if options.gpu_from is None:
         return None
     found = device.of_maker(options.gpu_from.gpu)

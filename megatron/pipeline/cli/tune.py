@@ -21,7 +21,7 @@ from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings
 from megatron.pipeline.model.description import shape_of
-from megatron.pipeline.planner import MOST_RANKS, device, families, parameters, ranges, rank_memory, view
+from megatron.pipeline.planner import device, families, parameters, ranges, rank_memory, view
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
@@ -45,6 +45,7 @@ _WORTH_SAYING = 0.005  # of an iteration
 _LOST = {"between": "step", "imbalance": "unequal stages"}
 _FILES = ("best", "second", "third")
 _STOCKS = ", megatron-core's own schedule, and none of ours that was planned is predicted to be faster"
+_MOST_GPUS = 2**17  # more than any cluster, and the search ends in a minute
 _TRIED = 3  # of the best that --verify runs
 
 
@@ -257,8 +258,8 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     per_node = min(gpus, options.gpus_per_node or gpu.node(gpus))
     if gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change --gpus or --gpus-per-node")
-    if gpus > MOST_RANKS**2:
-        raise ValueError(f"--gpus {gpus}: give at most {MOST_RANKS**2}")
+    if gpus > _MOST_GPUS:
+        raise ValueError(f"--gpus {gpus}: give at most {_MOST_GPUS}")
     memory = rank_memory.usable(gpu.memory) if options.gpu_memory is None else options.gpu_memory * rank_memory.GIB
     if memory > gpu.memory:
         raise ValueError(f"--gpu-memory {options.gpu_memory:g}: {gpu.name} has {gpu.memory / rank_memory.GIB:g} GB")

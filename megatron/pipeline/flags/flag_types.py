@@ -28,11 +28,13 @@ def number_type(kind: type[int] | type[float], wanted: str, low: float, high: fl
 
 
 _ABOVE_0 = math.nextafter(0, 1)
+MOST = 10_000
 _YEAR = 366 * 24 * 60  # minutes
 
 positive_int = number_type(int, "a whole number of at least 1", 1)
 count = number_type(int, "a whole number of at least 1", 1, 999_999_999)
-layers = number_type(int, "a whole number from 1 to 10,000", 1, 10_000)  # planning takes time and memory by layer
+# Of layers, ranks and experts, by which planning takes time and memory.
+to_10_000 = number_type(int, "a whole number from 1 to 10,000", 1, MOST)
 whole = number_type(int, "a whole number of at least 0", 0)
 positive_float = number_type(float, "a number above 0", _ABOVE_0)
 at_least_one = number_type(float, "a number of at least 1", 1, sys.float_info.max)
@@ -64,12 +66,19 @@ def layer_pattern(text: str) -> int | list[int]:
     if not re.fullmatch(r"[\[\]()01+, ]*(\*\s*\d{1,4}[\[\]()01+, ]*)*", text):
         raise argparse.ArgumentTypeError(wanted)
     try:
-        pattern = eval(text, {"__builtins__": {}})  # brackets, zeros, ones, sums and small multiples
+        pattern = eval(stages(text), {"__builtins__": {}})  # brackets, zeros, ones, sums and small multiples
     except (SyntaxError, TypeError):
         pattern = None
     if not isinstance(pattern, list) or not all(one in (0, 1) for one in pattern):
         raise argparse.ArgumentTypeError(wanted)
     return pattern
+
+
+def stages(text: str) -> str:
+    """The same text, whose factors make no more than a model can have."""
+    if math.prod(int(times[:9]) for times in re.findall(r"\*\s*(\d+)", text)) > MOST**2 // 2:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST:,} layers, got {text!r}")
+    return text
 
 
 def window(text: str) -> tuple[int, int]:

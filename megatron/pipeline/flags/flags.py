@@ -11,12 +11,13 @@ from typing import Any
 from megatron.pipeline.flags.flag_types import (
     at_least_one,
     layer_pattern,
-    layers,
     minutes,
     not_negative,
     positive_float,
     positive_int,
     probability,
+    stages,
+    to_10_000,
     whole,
     window,
 )
@@ -79,7 +80,7 @@ def _plain(value: Any, action: argparse.Action) -> Any:
 # fmt: off
 MEGATRON = {
     "model": [
-        add("--num-layers", "transformer layers", layers),
+        add("--num-layers", "transformer layers", to_10_000),
         add("--hidden-size", "width of the residual stream", positive_int),
         add("--ffn-hidden-size", "width of the MLP; 4*hidden, or 8/3*hidden rounded to 64 with --swiglu", positive_int),
         add("--num-attention-heads", "attention heads", positive_int),
@@ -100,7 +101,7 @@ MEGATRON = {
         add("--add-qkv-bias", "biases in the QKV projection, also with --disable-bias-linear"),
         add("--untie-embeddings-and-output-weights", "separate weights for embedding and output layer"),
         add("--make-vocab-size-divisible-by", "pad the vocabulary to a multiple of this", positive_int, 128),
-        add("--mtp-num-layers", "multi-token prediction layers: each predicts one token further", positive_int),
+        add("--mtp-num-layers", "multi-token prediction layers: each predicts one token further", to_10_000),
         add("--mtp-loss-scaling-factor", "weight of the losses of the multi-token prediction layers", positive_float, 0.1),
         add("--init-method-std", "standard deviation of the initial weights", not_negative, 0.02),
         add("--attention-dropout", "dropout of attention probabilities", probability, 0.1),
@@ -111,14 +112,14 @@ MEGATRON = {
         add("--seed", "seed of weights, dropout and data order", whole, 1234),
     ],
     "parallel sizes": [
-        layout("--tensor-model-parallel-size", "ranks that share each layer", positive_int, 1),
-        layout("--pipeline-model-parallel-size", "ranks that share the layers' sequence", positive_int, 1),
-        layout("--context-parallel-size", "ranks that share each sequence", positive_int, 1),
+        layout("--tensor-model-parallel-size", "ranks that share each layer", to_10_000, 1),
+        layout("--pipeline-model-parallel-size", "ranks that share the layers' sequence", to_10_000, 1),
+        layout("--context-parallel-size", "ranks that share each sequence", to_10_000, 1),
         layout("--sequence-parallel", "cut norms and dropout along the sequence over the tensor ranks"),
         chunks("--num-layers-per-virtual-pipeline-stage", "layers of one chunk; sets the chunks per rank", positive_int),
-        chunks("--num-virtual-stages-per-pipeline-rank", "chunks per rank", positive_int),
+        chunks("--num-virtual-stages-per-pipeline-rank", "chunks per rank", to_10_000),
         chunks("--pipeline-model-parallel-layout",
-            "the layers of every stage, in the model's order, such as 'Ett|(tt|)*2tL'", str, metavar="STAGES"),
+            "the layers of every stage, in the model's order, such as 'Ett|(tt|)*2tL'", stages, metavar="STAGES"),
         chunks(GROUP_FLAG,
             "microbatches that run through a chunk before the next one's turn, for interleaved, gis and stock; as many as "
             "pipeline ranks if not given", positive_int, dest="microbatch_group_size_per_vp_stage", metavar="N"),
@@ -188,10 +189,10 @@ MEGATRON = {
         predicted("--offload-modules", "which: attn_norm, qkv_linear, core_attn, attn_proj, expert_fc1, ...", str, nargs="+"),
     ],
     "mixture of experts": [
-        add("--num-experts", "experts of a layer, which replace its MLP", positive_int),
-        layout("--expert-model-parallel-size", "ranks that share the experts of a layer", positive_int, 1),
+        add("--num-experts", "experts of a layer, which replace its MLP", to_10_000),
+        layout("--expert-model-parallel-size", "ranks that share the experts of a layer", to_10_000, 1),
         layout("--expert-tensor-parallel-size",
-            "ranks that share each expert; --tensor-model-parallel-size when not given", positive_int),
+            "ranks that share each expert; --tensor-model-parallel-size when not given", to_10_000),
         add("--moe-layer-freq", "experts in every Nth layer, or a list with 1 (experts) or 0 for every layer: '([0]+[1]*3)*2'",
             layer_pattern, 1, metavar="N"),
         add("--moe-ffn-hidden-size", "width of an expert; --ffn-hidden-size when not given", positive_int),

@@ -289,7 +289,7 @@ def _best(args: Settings, request: Request) -> tuple[Variant, str]:
     """
     chunks, equal = args.chunks, request.costs is None
     tried = []
-    for variant in variants(request.ranks, families.trained(request.ranks), None if chunks is None else [chunks]):
+    for variant in variants(request.ranks, chunks=None if chunks is None else [chunks]):
         family = families.named(variant.name)
         wanted = chunks or (family.chunks if equal else variant.chunks)
         # Slices change sums: seq-1f1b is asked for by name.

@@ -29,7 +29,8 @@ def smallest_changes(layouts: Layouts) -> list[str]:
             break
     for other in sorted(map(device.named, device.shipped()), key=lambda one: one.memory):
         enough = replace(other, memory=rank_memory.usable(other.memory))
-        if enough.memory > cluster.device.memory and fits(replace_cluster(layouts, device=enough)):
+        links_too = other.within.bandwidth >= cluster.device.within.bandwidth  # no card without NVLink in place of one with it
+        if links_too and enough.memory > cluster.device.memory and fits(replace_cluster(layouts, device=enough)):
             found.append(f"--gpu {other.name}")
             break
     return found

@@ -22,6 +22,7 @@ MIB = 2**20
 NOT_FITTED = "not fitted"
 _SERVER = 8
 _MOST = 1e100  # of any number in a file
+_LESSER = {"D", "Laptop", "Max"}  # of names of GPUs: slower ones of another's name
 _SHIPPED = Path(__file__).parent / "devices"
 
 
@@ -236,23 +237,31 @@ def shipped() -> list[str]:
 
 @cache
 def named(name: str) -> Device:
-    """A device that comes with the package.
+    """A device that comes with the package: case, blanks and dashes do not matter, and H100 is the one with most memory.
 
     Raises:
         ValueError: there is none of this name.
     """
-    if name not in shipped():
-        near = [one for one in shipped() if one.startswith(name)] or difflib.get_close_matches(name, shipped(), cutoff=0.3)
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    asked, known = _letters(name), {_letters(kind): kind for kind in shipped()}
+    sizes = [kind for kind in shipped() if re.fullmatch(r"\w+-\d+GB", kind) and _letters(kind.partition("-")[0]) == asked]
+    found = known.get(asked) or max(sizes, default=None)  # with most memory
+    if found is None:
+        near = [known[key] for key in difflib.get_close_matches(asked, known, cutoff=0.4)]
+        meant = f"; did you mean {' or '.join(near)}?" if near else "."
         raise ValueError(
-            f"unknown GPU {name!r}; known are {', '.join(shipped())}, and files that mpipe tune --gpu-from has written{meant}"
+            f"unknown GPU {name!r}; known are {', '.join(shipped())}{meant} For another one, mpipe tune --gpu "
+            f"{(near or ['H100'])[0]} --gpu-from COSTS writes gpu.json, of what mpipe rehearse has measured on it: correct its "
+            "memory and links by the data sheet, and give --gpu gpu.json"
         )
-    return Device.from_json((_SHIPPED / f"{name}.json").read_text(encoding="utf-8"))
+    return Device.from_json((_SHIPPED / f"{found}.json").read_text(encoding="utf-8"))
 
 
 def of_maker(name: str) -> Device | None:
-    """The shipped device of a GPU that CUDA calls so, such as A100-80GB of NVIDIA A100-SXM4-80GB; a GH200 is no H200."""
+    """The shipped device of a GPU that CUDA calls so, such as A100-80GB of NVIDIA A100-SXM4-80GB; a GH200 is no H200, and an RTX
+    4090 D or one of a laptop no RTX 4090."""
     words = set(re.split(r"[\s-]+", name))
+    if words & _LESSER:
+        return None
     return next((named(kind) for kind in shipped() if set(kind.split("-")) <= words), None)
 
 
@@ -269,6 +278,10 @@ def read(name: str) -> Device:
         return Device.from_json(text)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _row(what: str, content: object, kind: type[Any]) -> dict[str, Any]:

@@ -89,18 +89,19 @@ def checked(given: object, names: tuple[str, ...]) -> Numbers:
     return {name: float(value) for name, value in given.items()}
 
 
-def _link(name: object) -> str:
+def _link(name: object, of: tuple[str, ...] = ("comm[", "busy[")) -> str:
     """The link that a cost is of, such as 2-3 for ``comm[2-3]``; empty where it is of none."""
-    return name[5:-1] if isinstance(name, str) and name.startswith("comm[") and name.endswith("]") else ""
+    return name[5:-1] if isinstance(name, str) and name.startswith(of) and name.endswith("]") else ""
 
 
 def with_links(costs: Costs, cost: Numbers, ranks: int) -> Costs:
-    """The costs with those of single links in ``--cost``.
+    """The costs with those of single links in ``--cost``: the latency ``comm[..]``, and the seconds ``busy[..]``.
 
     Raises:
         ValueError: there is no such link among these ranks, or one is given twice.
     """
-    links = link_costs.read_all((link, seconds, 0.0) for name, seconds in cost.items() if (link := _link(name)))
+    comm, busy = ({link: cost[name] for name in cost if (link := _link(name, (of,)))} for of in ("comm[", "busy["))
+    links = link_costs.read_all((link, comm.get(link, 0.0), busy.get(link, 0.0)) for link in comm | busy)
     links = link_costs.joined(costs.links, links)
     link_costs.check(links, ranks)
     return replace(costs, links=links)
@@ -255,7 +256,8 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
         for field in COST_FIELDS
         if _is_written(field, costs)
     }
-    times |= {f"comm[{name}]": seconds for name, seconds in costs.seconds_of_links.items()}
+    for name, (busy, latency) in link_costs.written(costs.links).items():
+        times |= {f"comm[{name}]": latency} | ({f"busy[{name}]": busy} if busy else {})
     held = {"B": share("activation"), "W": share("retained")}
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")

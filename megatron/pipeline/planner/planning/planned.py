@@ -15,8 +15,10 @@ from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.posting import leads, message_buffers
 from megatron.pipeline.planner.schedule.lower.program import Program
+from megatron.pipeline.planner.schedule.lower.slots import Slots, slots_of
 from megatron.pipeline.planner.schedule.optimum.bound import own_bound
 from megatron.pipeline.planner.schedule.optimum.period import period_bound
+from megatron.pipeline.planner.schedule.rules.verify_slots import verify_slots
 from megatron.pipeline.planner.schedule.time.cycle import Cycle
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.planner.schedule.transforms.boundary import waits_for_norm
@@ -111,6 +113,12 @@ class Planned:
     def message_buffers(self) -> int:
         """The most messages whose memory a rank needs at a time on a GPU, in addition to what ``peaks`` counts."""
         return max(map(message_buffers, self.programs, self.leads))
+
+    def slots(self, posted: bool = False) -> tuple[Slots, ...]:
+        """Slots of every rank, checked: which microbatches share memory in turn (``slots_of``, and there for ``posted``)."""
+        found = tuple(slots_of(*each, posted) for each in zip(self.programs, self.schedule.placement.stages, strict=True))
+        verify_slots(self.schedule, self.programs, found, posted)
+        return found
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -219,17 +219,18 @@ class Request:
 
 
 def variants(ranks: int, names: Iterable[str] | None = None, chunks: Sequence[int] | None = None) -> list[Variant]:
-    """The families to try, each with the numbers of chunks and groups that are worth trying.
+    """The families to try, each with the numbers of chunks and groups that are worth trying: what ``auto``, ``mpipe compare`` and
+    the page plan.
 
     Args:
-        names: of the families; by default all.
+        names: of the families; by default all that train on that number of ranks.
         chunks: the numbers of chunks per rank to try for families that take several; by default up to ``MOST_CHUNKS``.
 
     Raises:
         ValueError: a name is unknown.
     """
     listed = []
-    for name in families.FAMILIES if names is None else dict.fromkeys(names):
+    for name in families.trained(ranks) if names is None else dict.fromkeys(names):
         family = families.named(name)
         numbers: Iterable[int | None] = [None]
         if family.any_chunks:

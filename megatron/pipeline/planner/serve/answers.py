@@ -11,7 +11,7 @@ import math
 import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +19,7 @@ from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.choose import best
 from megatron.pipeline.planner.planning.document import Changes, choice_fields, curves, read, report
 from megatron.pipeline.planner.planning.no_gc import without_gc
-from megatron.pipeline.planner.planning.request import Request, Variant, variants
+from megatron.pipeline.planner.planning.request import MOST_RANKS, Request, Variant, variants
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
 from megatron.pipeline.planner.schedule.lower.torch_csv import to_csv
@@ -80,6 +80,25 @@ def work(query: Query) -> int:
         for family in [families.FAMILIES[variant.name]]
     )
     return math.prod(map(int, sizes)) * sum(each)
+
+
+def candidates(query: Query) -> list[dict[str, str]]:
+    """What the page plans for its picture of all: the schedules of ``mpipe compare`` and ``auto``, as parameters of a plan, those
+    that are the least work first.
+
+    Raises:
+        ValueError: ``pp`` is not a number of ranks.
+    """
+    sizes = dict(query)
+    ranks = sizes.get("pp", "")
+    if not ranks.isdecimal() or not 1 <= int(ranks) <= MOST_RANKS:
+        raise ValueError(f"pp={ranks}: expected a whole number from 1 to {MOST_RANKS}")
+    found = []
+    for name, chunks, group, _ in map(astuple, variants(int(ranks))):
+        chunks = None if chunks == families.FAMILIES[name].chunks else chunks  # which the page leaves out
+        given = {"schedule": name, "chunks": chunks, "group": group}
+        found.append({flag: str(value) for flag, value in given.items() if value is not None})
+    return sorted(found, key=lambda one: work((*one.items(), *query)))
 
 
 def command(query: Query, costs: str = "") -> str:

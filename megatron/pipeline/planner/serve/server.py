@@ -114,6 +114,10 @@ class _Api:
         """``POST /api/costs?name=..``: a costs file."""
         return JSONResponse(self._opened.add(request.query_params.get("name", ""), await _text(request)))
 
+    async def candidates(self, request: Request) -> Response:
+        """``/api/candidates?pp=8&microbatches=32``: the schedules that the page plans ahead."""
+        return JSONResponse(answers.candidates(_query(request.query_params)))
+
     async def costs(self, request: Request) -> Response:
         """``/api/costs/ID``: what there is to know of a file that was opened."""
         return JSONResponse(self._opened.about(request.path_params["id"]))
@@ -167,6 +171,7 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
             Route("/", _index),
             Route("/api/about", _about),
             Route("/api/plan", api.plan),
+            Route("/api/candidates", api.candidates),
             Route("/api/costs", api.open_costs, methods=["POST"]),
             Route("/api/costs/{id}", api.costs),
             Route("/api/plan.{suffix}", api.download),

@@ -232,7 +232,7 @@ class Costs:
         """
         stages = [stage.slowed(ranks.get(placement.home(number)[0], 1.0)) for number, stage in enumerate(self.stages)]
         before = {(link.sender, link.receiver): link for link in self.links}
-        slow = [before.get(way, LinkCosts(*way, self.hop)) for way in links]
+        slow = [before.get(way, LinkCosts(*way, latency=self.hop)) for way in links]
         slow = [link._replace(latency=link.latency + more) for link, more in zip(slow, links.values(), strict=True)]
         return replace(self, stages=tuple(stages), links=link_costs.joined(self.links, slow))
 
@@ -243,7 +243,7 @@ class Costs:
         return max(self.hop, *self._messages.values(), 0.0) if given is None else given
 
     def message(self, sender: int, receiver: int) -> float:
-        """Seconds from the end of a pass on a rank until another, or the same, has its result."""
+        """Seconds from the end of a pass on a rank until another, or the same, has its result, if no message is before it."""
         return 0.0 if sender == receiver else self._messages.get((sender, receiver), self.hop)
 
     @property
@@ -255,6 +255,16 @@ class Costs:
         """``seconds_of_links``, and for each rank that is slow, such as ``rank 3``, how many times as long its passes take."""
         times = {f"rank {rank}": round(self.stages[first].pace, 9) for rank, (first, *_) in enumerate(placement.stages)}
         return self.seconds_of_links | {rank: more for rank, more in times.items() if more != 1}
+
+    @cached_property
+    def in_line(self) -> dict[tuple[int, int], float]:
+        """By sender and receiver, the seconds for which a message occupies their link, where later ones stand in line for it."""
+        return {(link.sender, link.receiver): link.seconds for link in self.links if link.seconds}
+
+    def overlapping(self) -> Costs:
+        """The costs if no message stood in line."""
+        links = (link._replace(seconds=0.0, latency=link.seconds + link.latency) for link in self.links)
+        return replace(self, links=tuple(links)) if self.in_line else self
 
     @cached_property
     def _messages(self) -> dict[tuple[int, int], float]:
@@ -286,8 +296,8 @@ class Costs:
         ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
         with its defaults; ``beside_communication`` is 1 where it is left out, ``latency`` and ``norm`` are 0, and
         ``at_once`` is false; ``pattern`` is as in the class; ``loads`` has the numbers of a ``Load`` for every microbatch;
-        ``links`` has seconds, or seconds and latency, by names as ``link_costs.read`` reads. ``of`` may say of which training
-        they are; nothing here reads it.
+        ``links`` has latencies, or ``LinkCosts``' seconds and latency, by names as ``link_costs.read`` reads. ``of`` may say of
+        which training they are; nothing here reads it.
 
         Raises:
             ValueError: not JSON, or as ``costs_fields.read``.

@@ -112,7 +112,7 @@ def _links(data: object) -> tuple[LinkCosts, ...]:
             raise ValueError(f"link {name}: expected seconds, or [seconds, latency], got {value!r:.40}")
         for number in given:
             _check_number(f"link {name}", number)
-        named.append((name, given[0], given[1] if len(given) > 1 else 0.0))
+        named.append((name, given[-1], given[0] if len(given) > 1 else 0.0))
     return link_costs.read_all(named)
 
 

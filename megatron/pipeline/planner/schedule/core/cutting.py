@@ -76,7 +76,8 @@ def sliced(costs: Costs, splits: int) -> Costs:
     if splits == 1:
         return costs
     loads = tuple(load for load in costs.loads for _ in range(splits))
-    return replace(costs, stages=tuple(stage.sliced(splits) for stage in costs.stages), loads=loads)
+    links = tuple(link._replace(seconds=link.seconds / splits) for link in costs.links)
+    return replace(costs, stages=tuple(stage.sliced(splits) for stage in costs.stages), loads=loads, links=links)
 
 
 def hidden(costs: Costs) -> Costs:

@@ -11,16 +11,17 @@ _HOW = "a link is written 2-3 (both directions between ranks 2 and 3) or 2to3 (f
 
 
 class LinkCosts(NamedTuple):
-    """Cost of a message from one rank to another.
+    """Cost of a message from one rank to another: what a link that lacks bandwidth takes, and a delay, as of a way around.
 
     Attributes:
-        seconds: of a microbatch's message; they grow with its tokens.
-        latency: seconds besides, of any message.
+        seconds: for which the message of a microbatch occupies the link, so that later ones of this way stand in line; they grow
+            with its tokens.
+        latency: seconds besides, of any message; those of several messages overlap.
     """
 
     sender: int
     receiver: int
-    seconds: float
+    seconds: float = 0.0
     latency: float = 0.0
 
 
@@ -30,8 +31,8 @@ def joined(links: Iterable[LinkCosts], others: Iterable[LinkCosts]) -> tuple[Lin
     return tuple(found[way] for way in sorted(found))
 
 
-def read(name: str, seconds: float, latency: float = 0.0) -> list[LinkCosts]:
-    """The links that a name such as ``2-3`` or ``2to3`` says.
+def read(name: str, latency: float, seconds: float = 0.0) -> list[LinkCosts]:
+    """The links that a name such as ``2-3`` or ``2to3`` says; one number is a delay.
 
     Raises:
         ValueError: it says none.
@@ -45,14 +46,14 @@ def read(name: str, seconds: float, latency: float = 0.0) -> list[LinkCosts]:
 
 
 def read_all(named: Iterable[tuple[str, float, float]]) -> tuple[LinkCosts, ...]:
-    """The links of names with seconds and latencies, sorted.
+    """The links of names with latencies and seconds, sorted.
 
     Raises:
         ValueError: as ``read``, or two names say the same way.
     """
     found: dict[tuple[int, ...], LinkCosts] = {}
-    for name, seconds, latency in named:
-        for link in read(name, seconds, latency):
+    for name, latency, seconds in named:
+        for link in read(name, latency, seconds):
             if link[:2] in found:
                 raise ValueError(f"link {name}: a message from rank {link.sender} to rank {link.receiver} is given twice")
             found[link[:2]] = link
@@ -82,5 +83,5 @@ def check(links: Iterable[LinkCosts], ranks: int) -> None:
 
 
 def as_fields(links: Iterable[LinkCosts]) -> dict[str, Any]:
-    """The links as a costs file has them: seconds by name, or seconds and latency."""
-    return {name: each[0] if not each[1] else list(each) for name, each in written(links).items()}
+    """The links as a costs file has them: latency by name, or seconds and latency."""
+    return {name: list(each) if each[0] else each[1] for name, each in written(links).items()}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron.pipeline.planner.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.planner.schedule.core.placement import interleaved
@@ -46,7 +47,7 @@ def plan_half(problem: Problem) -> Order:
 
 
 def _best(problem: Problem, group: int) -> Order:
-    """The best of a few ways to place W.
+    """The best of a few ways to place W, each also as if links were alike: what waits for a slow one may hold up the rest.
 
     Raises:
         ValueError: the group is smaller than half the pipeline, or larger than the pipeline.
@@ -59,7 +60,8 @@ def _best(problem: Problem, group: int) -> Order:
     def value(order: Order) -> float:
         return problem.value(simulate(Schedule("gis", problem.placement, problem.microbatches, order), problem.costs))
 
-    return min((_PassChoices(problem, group, patience).order() for patience in _PATIENCE), key=value)
+    problems = dict.fromkeys((problem, replace(problem, costs=replace(problem.costs, links=()))))
+    return min((_PassChoices(one, group, patience).order() for one in problems for patience in _PATIENCE), key=value)
 
 
 class _PassChoices:

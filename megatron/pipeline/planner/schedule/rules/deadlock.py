@@ -105,7 +105,8 @@ class TrafficNetwork(Network):
     ) -> None:
         """
         Args:
-            transport: None for one without lines: a message travels as soon as it is sent, and a receive holds up nothing.
+            transport: None for one without lines: a message travels as soon as it is sent, or as costs say that links are free
+                again, and a receive holds up nothing.
             costs: without them nothing takes time.
             cold: whether hosts connect before the first messages.
         """
@@ -133,6 +134,7 @@ class TrafficNetwork(Network):
         """Add what a rank's compute stream runs."""
         now, over, blocks = self.add(), lines.over if lines else {}, self._blocks
         rest: dict[Pass, float] = {}  # seconds of a braid, after its forward
+        links: dict[int, int] = {}  # by receiver, the event at which the link is free again
         # Steps that add nothing. What a blocking rank waits for, it has waited for where it posted it.
         nothing: set[type] = set() if lines else {Copy, Validate, Wait if blocks else Copy, Copy if self._costs else Compute}
         step: Any  # isinstance is too slow here
@@ -150,7 +152,8 @@ class TrafficNetwork(Network):
                 ends = self.ends(rank, ~step.peer) if sends else self.ends(~rank, step.peer)
                 hop = 0.0 if sends and not blocks else self.hop(rank, step)
                 done = START if sends and not blocks else self.add(now if blocks else START, START, hop)
-                ends.append((now, done, (rank, place, False)))
+                begun = self._enter(links, rank, step, now) if sends and not blocks and self._costs else now
+                ends.append((begun, done, (rank, place, False)))
                 if blocks:
                     now = done
                 else:
@@ -171,6 +174,16 @@ class TrafficNetwork(Network):
         if lines:
             now = lines.start(now)
         self._row_ends.append(now)
+
+    def _enter(self, links: dict[int, int], rank: int, step: Send, now: int) -> int:
+        """The event at which a message has its turn on its link."""
+        assert self._costs
+        seconds = self._costs.of(step.message.microbatch).in_line.get((rank, step.peer))
+        if not seconds:
+            return now
+        turn = self.add(now, links.get(step.peer, START))
+        links[step.peer] = self.add(turn, START, seconds)
+        return turn
 
     def hop(self, rank: int, step: Send | Receive) -> float:
         """Seconds of a message that a rank sends or receives."""

@@ -55,7 +55,7 @@ def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
     by_start = instance.numbers[np.argsort(starts.ravel()[instance.numbers], kind="stable")]
     shape = plan.order.shape[:2]
     moving = MovingPasses(plan.order.copy(), plan.ends.copy(), *np.zeros((2, *shape)), *np.zeros((2, shape[0]), np.int64))
-    if not _compact(instance.arrays, limits, by_start, moving):
+    if not _compact(instance.arrays._replace(hops=plan.hops), limits, by_start, moving):
         return plan
     compacted = instance.replay(moving.order)
     # Where two times differ by no more than a rounding error, a pass may have moved before one that it needs.

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.pipeline.planner.schedule.core.compiled import compiled
 from megatron.pipeline.planner.schedule.core.slack import SLACK
-from megatron.pipeline.planner.schedule.time.orders import DOWN, POST, UP, Array
+from megatron.pipeline.planner.schedule.time.orders import DOWN, POST, UP, Array, Lines, enter
 
 
 class Arrays(NamedTuple):
@@ -25,11 +25,13 @@ class Arrays(NamedTuple):
         allocated: float[5, S, M], by a pass when it starts (positive) or ends (negative).
         together: float[5, S, M + 1], by the first k passes.
         lengths: int[P], how many passes a rank has.
+        waits: see ``orders.Lines``.
         lines, first: the (kind, stage) of every rank's passes: those of a rank are ``lines[first[rank] : first[rank + 1]]``.
     """
 
     home: Array
     hops: Array
+    waits: Lines
     seconds: Array
     before: Array
     allocated: Array
@@ -205,6 +207,8 @@ def _place(arrays: Any, placed: Any, rank: int, kind: int, stage: int, begin: fl
     clock[rank] = end
     neighbour = stage + (kind == DOWN) - (kind == UP)
     if neighbour != stage and 0 <= neighbour < home.shape[0] and hops[kind, neighbour, index] >= 0:
+        if arrays.waits.free.shape[0] > 0:
+            enter(arrays.waits, hops, kind, neighbour, index, end)
         waiting = home[neighbour]
         if clock[waiting] > free[waiting]:
             clock[waiting] = max(free[waiting], now)

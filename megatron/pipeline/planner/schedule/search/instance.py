@@ -14,7 +14,7 @@ from megatron.pipeline.planner.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.search import engine
-from megatron.pipeline.planner.schedule.time.orders import KINDS, POST, UP, Array, hops_of, replay, slots
+from megatron.pipeline.planner.schedule.time.orders import KINDS, POST, UP, Array, Lines, hops_of, replay, slots
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Plan:
         value: the objective, in seconds: span or makespan.
         order: int[P, N, 3]: (kind, stage, microbatch) of every rank's passes, padded with -1.
         ends: float[5, S, M].
+        hops: float[5, S, M], with what messages stand in line.
     """
 
     value: float
@@ -32,6 +33,7 @@ class Plan:
     makespan: float
     order: Array
     ends: Array
+    hops: Array
 
 
 @dataclass
@@ -91,7 +93,7 @@ class Instance:
                 self.allocated[slot, stage] = np.array(allocated, float) * (-1 if backwards else 1)
                 self.before[slot, stage] = last
                 last = slot
-        self.hops = hops_of(placement, costs, many, backwards)
+        self.hops, self.waits = hops_of(placement, costs, many, backwards), Lines.between(placement, costs, many, backwards)
         together = np.zeros((KINDS, len(stages), many + 1))
         if unequal:
             np.cumsum(self.allocated, axis=2, out=together[:, :, 1:])
@@ -115,7 +117,7 @@ class Instance:
         lines = np.stack((kind_of, stage_of), axis=1)[by_rank]
         first = np.searchsorted(home[stage_of][by_rank], np.arange(placement.ranks + 1))
         self.arrays = engine.Arrays(
-            home, self.hops, self.seconds, self.before, self.allocated, together, self.lengths, lines, first
+            home, self.hops, self.waits, self.seconds, self.before, self.allocated, together, self.lengths, lines, first
         )
 
     @cached_property
@@ -152,9 +154,11 @@ class Instance:
             quotas=any_number if policy.quotas is None else policy.quotas,
         )
         placed = engine.PlacedPasses.none(self.arrays, self._spare(longest))
-        found = engine.construct(self.arrays, limits, policy, placed, self.problem.objective is Objective.MAKESPAN)
+        hops, waits = self.waits.fresh(self.hops)
+        arrays = self.arrays._replace(hops=hops, waits=waits)
+        found = engine.construct(arrays, limits, policy, placed, self.problem.objective is Objective.MAKESPAN)
         if found < 0:
-            return Plan(np.inf, np.inf, np.inf, placed.order, placed.ends)
+            return Plan(np.inf, np.inf, np.inf, placed.order, placed.ends, hops)
         return self.replay(placed.order) if found else None
 
     def _spare(self, longest: float) -> Array:
@@ -173,10 +177,11 @@ class Instance:
     def replay(self, order: Array) -> Plan | None:
         """The earliest times of an order; None if it cannot finish."""
         ends = np.empty(self.shape)
-        span, makespan = replay(order, self.lengths, self.seconds, self.hops, self.before, ends)
+        hops, waits = self.waits.fresh(self.hops)
+        span, makespan = replay(order, self.lengths, self.seconds, self.before, ends, hops, waits)
         if span < 0:
             return None
-        return Plan(span if self.problem.objective is Objective.SPAN else makespan, span, makespan, order, ends)
+        return Plan(span if self.problem.objective is Objective.SPAN else makespan, span, makespan, order, ends, hops)
 
     def sorted(self, targets: Array) -> Plan | None:
         """Every rank runs its passes in the order of their targets, without regard to memory; None if they cannot finish."""

@@ -43,6 +43,7 @@ class Clock:
         self.ends: list[dict[Pass, float]] = [{} for _ in range(count)]
         self._ranks, self._links, self._made_at = ranks, rows.links, list(rows.made_at)
         self._switches = switches or {}
+        self._lines: dict[tuple[int, int], float] = {}  # by way, when a link is free on which messages stand in line
         self._parts: dict[int, list[float]] = {}  # by number of a result that every rank has a part in: when parts were made
         self._blocked: dict[int, set[tuple[int, float]]] = {}  # by number of a result: (row that waits, seconds it travels there)
         self._moments: list[tuple[float, int]] = []  # a heap of (moment, row): when the row chooses, if it is free
@@ -77,7 +78,7 @@ class Clock:
 
     def arrival(self, row: int, work: Pass) -> float:
         """When the result of another row that a pass needs is there; infinite as long as that is not known."""
-        _, needed, hop, _, _ = self._links[row][work.chunk][work.kind]
+        _, needed, hop, *_ = self._links[row][work.chunk][work.kind]
         made = self._made_at[needed + work.microbatch]
         if made is None:
             self._blocked.setdefault(needed + work.microbatch, set()).add((row, hop[work.microbatch]))
@@ -119,7 +120,7 @@ class Clock:
 
     def _make(self, row: int, work: Pass, end: float) -> None:
         """A pass ends, or is known to end then: the rows that wait for its result look once it has arrived."""
-        made, _, _, _, is_part = self._links[row][work.chunk][work.kind]
+        made, _, _, _, is_part, line = self._links[row][work.chunk][work.kind]
         number = made + work.microbatch
         if is_part:
             parts = self._parts.setdefault(number, [])
@@ -127,6 +128,8 @@ class Clock:
             if len(parts) < self._ranks:
                 return
             end = max(parts)
+        if line:
+            end = line.enter(self._lines, work.microbatch, end)
         self._made_at[number] = end
         for other, hop in self._blocked.pop(number, ()):
             self.look(other, end + hop)

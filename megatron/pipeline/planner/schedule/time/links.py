@@ -17,12 +17,35 @@ from megatron.pipeline.planner.schedule.core.kinds import (
     REMOTE,
     STAGE_KINDS,
     VOCABULARY_KINDS,
+    Flow,
     Lane,
     Where,
     needed_on_own_rank,
 )
 from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.schedule import RankPasses, Schedule
+
+
+class Line(NamedTuple):
+    """What a pass sends, where messages stand in line.
+
+    Attributes:
+        way: sender and receiver.
+        seconds: by microbatch, for which the message occupies the link.
+    """
+
+    way: tuple[int, int]
+    seconds: list[float]
+
+    def enter(self, free: dict[tuple[int, int], float], microbatch: int, now: float) -> float:
+        """When a message that is sent now has its turn.
+
+        Args:
+            free: by way, when the link is free; changed.
+        """
+        turn = max(now, free.get(self.way, now))
+        free[self.way] = turn + self.seconds[microbatch]
+        return turn
 
 
 class PassLink(NamedTuple):
@@ -37,6 +60,7 @@ class PassLink(NamedTuple):
     hop: list[float]
     seconds: list[float]
     is_part: bool = False  # what is made is there once all ranks have made it
+    line: Line | None = None  # where it stands in line before it can travel
 
 
 class Rows(NamedTuple):
@@ -157,7 +181,9 @@ class _Table:
         first, second = _half(forward, backward), _half(backward, forward)
         if first not in links[forward.chunk]:
             whole, at_once = links[backward.chunk][backward.kind], self._at_once
-            links[backward.chunk]["gradient", backward.kind] = whole._replace(made=self._unused, seconds=at_once, is_part=False)
+            links[backward.chunk]["gradient", backward.kind] = whole._replace(
+                made=self._unused, seconds=at_once, is_part=False, line=None
+            )
             links[forward.chunk][first] = links[forward.chunk][forward.kind]._replace(seconds=[*at_once])
             links[backward.chunk][second] = whole._replace(needed=self._nothing, hop=at_once, seconds=[*at_once])
         if self._costs and self._braid:
@@ -211,7 +237,16 @@ class _Table:
                         source.exchanges * each.exchange if source.exchanges else each.message(home, rank)
                         for each in costs.different(self._slices)
                     ] * (1 if costs.loads else self._slices)
-        return PassLink(made, needed, hop, seconds, is_part=kind.row.shard and kind in REMOTE)
+        return PassLink(made, needed, hop, seconds, kind.row.shard and kind in REMOTE, self._line(kind, rank, stage))
+
+    def _line(self, kind: Kind, rank: int, stage: int) -> Line | None:
+        """Where what a pass makes for a neighbouring stage stands in line, if it does."""
+        placement, costs = self._schedule.placement, self._costs
+        other = stage + (1 if kind.row.sends is Flow.ACTIVATION else -1)
+        if not (costs and costs.in_line and kind.row.sends and 0 <= other < placement.depth):
+            return None
+        way = rank, placement.home(other)[0]
+        return Line(way, costs.each(lambda each: each.in_line[way], self._slices)) if way in costs.in_line else None
 
     def _number(self, name: Hashable, stage: int | None, ahead: int = 0) -> int:
         """Index at which the numbers of a result begin; those of ``ahead`` microbatches before the first are there from the

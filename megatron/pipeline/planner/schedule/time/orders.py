@@ -63,13 +63,55 @@ def hops_of(placement: Placement, each: Sequence[Costs], count: int, backwards: 
     return hops
 
 
+class Lines(NamedTuple):
+    """Links on which messages stand in line.
+
+    Attributes:
+        of: int[5, S], the number of the link over which a pass has what it needs; -1 where no message stands in line.
+        seconds: float[5, S, M], for which that message occupies it.
+        free: float[L], when each is free; of no length where there are none.
+    """
+
+    of: Array
+    seconds: Array
+    free: Array
+
+    @staticmethod
+    def between(placement: Placement, each: Sequence[Costs], count: int, backwards: bool = False) -> Lines:
+        """Those of a placement; arguments as of ``hops_of``."""
+        ways = list(each[0].in_line)
+        of, seconds = np.full((KINDS, placement.depth), -1), np.zeros((KINDS, placement.depth, count if ways else 0))
+        for stage in range(1, placement.depth if ways else 0):
+            way = tuple(placement.home(one)[0] for one in ((stage, stage - 1) if backwards else (stage - 1, stage)))
+            for place, one in ((DOWN, stage), way), ((UP, stage - 1), way[::-1]):
+                if one in ways:
+                    of[place], seconds[place] = ways.index(one), [costs.in_line[one] for costs in each]
+        return Lines(of, seconds, np.zeros(len(ways)))
+
+    def fresh(self, hops: Array) -> tuple[Array, Lines]:
+        """Hops that a replay may make longer by what messages stand in line, and the links, all free."""
+        return (hops.copy(), self._replace(free=np.zeros(len(self.free)))) if len(self.free) else (hops, self)
+
+
+@compiled
+def enter(lines: Any, hops: Array, kind: int, stage: int, index: int, made: float) -> bool:
+    """Put in line what a pass of another stage needs and is made now: it arrives later by what it waits; whether it does."""
+    line = lines.of[kind, stage]
+    if line < 0:
+        return False
+    wait = max(0.0, lines.free[line] - made)
+    lines.free[line] = made + wait + lines.seconds[kind, stage, index]
+    hops[kind, stage, index] += wait
+    return bool(wait > 0)
+
+
 def can_be_compiled(schedule: Schedule) -> bool:
     """Tell whether all passes of a schedule run alone, and on the ranks."""
     return all(row.kinds <= frozenset(STAGE_KINDS) for row in schedule.rows)
 
 
 class Orders:
-    """Replays schedules on one placement at some costs, with the times of ``simulate``, bit for bit."""
+    """Replays schedules on one placement at some costs, with the times of ``simulate``, bit for bit if no message waits."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         costs, slot = schedule.costs(costs), slots()
@@ -81,7 +123,8 @@ class Orders:
             }
             for stages in schedule.placement.stages
         ]
-        self._hops = hops_of(schedule.placement, costs.different(schedule.slices), schedule.slices)
+        messages = schedule.placement, costs.different(schedule.slices), schedule.slices
+        self._hops, self._lines = hops_of(*messages), Lines.between(*messages)
         self._before = np.full(self._hops.shape[:2], -1)  # what precedes a pass on its own rank is never late
         self._ends, self._seconds = np.empty((2, *self._hops.shape))
         self._known: list[dict[int, tuple[_Row, Array, Array]]] = [{} for _ in schedule.passes]
@@ -98,7 +141,7 @@ class Orders:
         for rank, row in enumerate(schedule.passes):
             order[rank, : len(row)], taken = self._row(rank, row)
             seconds[tuple(order[rank, : len(row)].T)] = taken
-        span, makespan = replay(order, lengths, seconds, self._hops, self._before, ends)
+        span, makespan = replay(order, lengths, seconds, self._before, ends, *self._lines.fresh(self._hops))
         if span < 0:
             work = schedule.passes[0][0]
             raise Stuck(0, work, (0, work))
@@ -135,7 +178,8 @@ class Reordered:
 
         self._seconds = np.array([[costs.seconds_of_each(kind, stage, count) for stage in stages] for kind in kinds], float)
         self._changes = np.array([[changes(kind, stage) for stage in stages] for kind in kinds], float)
-        self._hops = hops_of(placement, costs.different(count), count)
+        messages = placement, costs.different(count), count
+        self._hops, self._lines = hops_of(*messages), Lines.between(*messages)
         self._before = np.full(self._hops.shape[:2], -1)
         self._lengths = np.array(list(map(len, schedule.passes)))
         self._order = np.zeros((len(self._lengths), self._lengths.max(), 3), np.int32)
@@ -161,25 +205,29 @@ class Reordered:
             self._held[self._filled] = self._changes[which]
             excess = max(excess, float((self._held.cumsum(axis=1).max(axis=1) / self._limits).max()))
         self._taken[self._at] = self._seconds[which]
-        hops = np.take(self._hops, order, axis=2)
-        span, makespan = replay(self._order, self._lengths, self._taken, hops, self._before, self._ends)
+        hops, lines = self._lines.fresh(np.take(self._hops, order, axis=2))
+        if len(lines.free):
+            lines = lines._replace(seconds=np.take(lines.seconds, order, axis=2))
+        span, makespan = replay(self._order, self._lengths, self._taken, self._before, self._ends, hops, lines)
         return Lengths(span, makespan, 0.0), excess
 
 
-def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Array, ends: Array) -> tuple[float, float]:
+def replay(
+    order: Array, lengths: Array, seconds: Array, before: Array, ends: Array, hops: Array, lines: Lines
+) -> tuple[float, float]:
     """Fill ``ends`` with the earliest times at which passes end; returns (span, makespan), or -1 if some can never run.
 
     Args:
         order: int[P, N, 3], the (kind, stage, microbatch) of every rank's passes.
         lengths: int[P], how many of the N a rank has.
         seconds: float[5, S, M], of these passes.
-        hops: float[5, S, M], see ``hops_of``.
         before: int[5, S], the kind that must precede on the stage; negative if none must.
         ends: float[5, S, M]; -1 for passes that are not in the order.
+        hops, lines: from ``Lines.fresh``; of ``hops_of``.
     """
     rows = _RowClocks(order, lengths, np.zeros(len(lengths), np.int64), *np.zeros((2, len(lengths))))
     ends.fill(-1.0)
-    if not _replay(rows, seconds, hops, before, ends):
+    if not _replay(rows, seconds, hops, before, ends, lines):
         return -1.0, -1.0
     return float((rows.free - rows.begun).max()), float(rows.free.max())
 
@@ -195,7 +243,7 @@ class _RowClocks(NamedTuple):
 
 
 @compiled
-def _replay(rows: Any, seconds: Array, hops: Array, before: Array, ends: Array) -> bool:
+def _replay(rows: Any, seconds: Array, hops: Array, before: Array, ends: Array, lines: Any) -> bool:
     """Fill ``ends``, and what is said of every rank; returns whether all came to the end."""
     order, lengths, position, begun, free = rows
     ranks = lengths.shape[0]
@@ -218,6 +266,9 @@ def _replay(rows: Any, seconds: Array, hops: Array, before: Array, ends: Array) 
                     begun[rank] = start
                 free[rank] = start + seconds[kind, stage, index]
                 ends[kind, stage, index] = free[rank]
+                neighbour = stage + (kind == DOWN) - (kind == UP)
+                if lines.free.shape[0] > 0 and neighbour != stage and 0 <= neighbour < ends.shape[1]:
+                    enter(lines, hops, kind, neighbour, index, free[rank])
                 position[rank] += 1
                 moved = True
     for rank in range(ranks):  # noqa: SIM110 - numba has no all()

@@ -78,6 +78,7 @@ def advance(rows: Rows, parts_of_all: int) -> tuple[Replay, dict[int, list[int]]
     made_at = list(rows.made_at)
     parts: dict[int, list[float]] = {}  # of results that every rank has a part in: when the parts made so far were made
     free: list[float] = [0] * len(rows.passes)
+    lines: dict[tuple[int, int], float] = {}  # by way, when a link is free on which messages stand in line
     run = Replay([], [[] for _ in rows.passes], [[] for _ in rows.passes])
     blocked: dict[int, list[int]] = {}  # the rows that wait for a result
     runnable = list(range(len(rows.passes)))
@@ -87,7 +88,7 @@ def advance(rows: Rows, parts_of_all: int) -> tuple[Replay, dict[int, list[int]]
         first = len(ends)
         for slot in range(first, len(passes)):
             kind, microbatch, chunk = passes[slot]
-            made, needed, hop, seconds, is_part = linked[chunk][kind]
+            made, needed, hop, seconds, is_part, line = linked[chunk][kind]
             ready = made_at[needed + microbatch]
             if ready is None:
                 blocked.setdefault(needed + microbatch, []).append(row)
@@ -104,7 +105,7 @@ def advance(rows: Rows, parts_of_all: int) -> tuple[Replay, dict[int, list[int]]
                     continue
                 made_at[made + microbatch] = max(there)
             else:
-                made_at[made + microbatch] = now
+                made_at[made + microbatch] = line.enter(lines, microbatch, now) if line else now
             if made + microbatch in blocked:
                 runnable += blocked.pop(made + microbatch)
         free[row] = now

@@ -24,9 +24,9 @@ R = Kind.R
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run every rank's passes in order, each as soon as the rank is free and its inputs are there.
 
-    A result reaches another rank one ``costs.hop`` after its pass ended, and its own rank at once. Copies to and from host
-    memory run concurrently with the passes (see ``lanes``). Times are in the unit of the costs, from 0; costs given as
-    ``Fraction`` give exact times.
+    A result reaches another rank one ``costs.hop`` after its pass ended, or as ``costs.links`` say, where a message may wait for
+    those before it, and its own rank at once. Copies to and from host memory run concurrently with the passes (see ``lanes``).
+    Times are in the unit of the costs, from 0; costs given as ``Fraction`` give exact times.
 
     Raises:
         ValueError: the costs are for another number of stages, or the schedule cannot finish (the stuck pass is named).

@@ -1,10 +1,11 @@
 // Bubble against memory of all plans at the same costs, to choose from, and the front: the least bubble at every amount of memory.
-/* global roundStep */
+/* global byId, roundStep */
 
 const HEIGHT = 270; // CSS pixels
 const [LEFT, RIGHT, TOP, BOTTOM] = [52, 16, 12, 40];
 const WIDEST = 0.4; // a bubble; larger ones would press all others together
-const REACH = 11; // around a point, for fingers
+const HINT = "blue: none that holds as little has a smaller bubble; ringed: in the table below; point at one for its name";
+const REACH = 11; // around a point, for fingers; less where another is near
 
 /** The points that no other beats, by memory; as plots.py's pareto. */
 export function frontier(points) {
@@ -24,7 +25,7 @@ export class Pareto {
     this.chosen = chosen;
     this.caption = document.createElement("figcaption");
     this.caption.setAttribute("aria-live", "polite");
-    this.caption.textContent = "blue: none that holds as little has a smaller bubble; ringed: in the table below; point at one for its name";
+    this.caption.textContent = HINT;
     this.pen = document.createElement("canvas").getContext("2d"); // which measures text
     this.all = [];
     new ResizeObserver(() => figure.clientWidth !== this.width && this.show(this.all)).observe(figure);
@@ -36,10 +37,12 @@ export class Pareto {
    */
   show(all, unit = this.unit) {
     Object.assign(this, { all, unit });
-    const points = all.filter((point) => point.bubble <= WIDEST || point.shown);
+    const best = new Set(frontier(all));
+    const points = all.filter((point) => point.bubble <= WIDEST || point.shown || best.has(point));
+    byId("widest").textContent = points.length < all.length ? `; ${all.length - points.length} with bubbles above ${100 * WIDEST} % are left out` : "";
+    if (!all.some((point) => point.caption === this.caption.textContent)) this.caption.textContent = HINT; // of what was here before
     this.width = Math.max(280, this.figure.clientWidth);
     const focused = this.figure.contains(document.activeElement);
-    const best = new Set(frontier(points));
     this.points = [...points].sort((a, b) => a.memory - b.memory || b.bubble - a.bubble);
     const most = 1.08 * Math.max(1e-9, ...points.map((point) => point.memory));
     const widest = 1.1 * Math.max(1e-9, ...points.map((point) => point.bubble));
@@ -49,7 +52,9 @@ export class Pareto {
     this.#axes(svg, most, widest, x, y);
     const front = [...best].map(({ memory, bubble }, i) => `${i ? `H${x(memory)}V` : `M${x(memory)} `}${y(bubble)}`);
     if (front.length) make("path", { class: "front", d: `${front.join("")}H${x(most)}` }, svg);
-    this.marks = this.points.map((point) => this.#mark(svg, point, best.has(point), x(point.memory), y(point.bubble)));
+    const at = this.points.map((point) => [x(point.memory), y(point.bubble)]);
+    const nearest = ([left, top]) => Math.min(...at.map(([x, y]) => Math.hypot(x - left, y - top) || Infinity));
+    this.marks = this.points.map((point, i) => this.#mark(svg, point, best.has(point), at[i], Math.min(REACH, Math.max(5, nearest(at[i]) / 2))));
     this.#names(svg, best, x, y);
     this.figure.replaceChildren(svg, this.caption);
     this.#current = Math.min(this.#current, Math.max(0, this.marks.length - 1));
@@ -67,10 +72,10 @@ export class Pareto {
     make("text", { x: LEFT, y: HEIGHT - 6 }, svg).textContent = `peak activation memory of a rank, in ${this.unit || "the file's unit"}`;
   }
 
-  #mark(svg, point, best, x, y) {
+  #mark(svg, point, best, [x, y], reach) {
     const classes = [best && "best", point.shown && "shown"].filter(Boolean).join(" ");
     const mark = make("g", { role: "button", tabindex: "-1", class: classes, "aria-label": point.caption }, svg);
-    make("circle", { class: "reach", cx: x, cy: y, r: REACH }, mark);
+    make("circle", { class: "reach", cx: x, cy: y, r: reach }, mark);
     make("circle", { cx: x, cy: y, r: best ? 5 : 4 }, mark);
     const tell = () => (this.caption.textContent = point.caption);
     mark.addEventListener("pointerenter", tell);

@@ -66,27 +66,26 @@ export class Plans {
   }
 
   /**
-   * Ask for many plans, in their order, while nothing else is asked for. What was asked for ahead before is given up.
-   * `useful(flags, answer)` says which others are still worth it after an answer; `progress(left)` takes how many are left.
-   * Resolves to whether it came to its end.
+   * Ask for many plans, in their order, while nothing else is asked for, until a time of `Date.now()`. What was asked for ahead
+   * before is given up. `progress(left)` takes how many are left. Resolves to how many were not planned, or null where it was stopped.
    */
-  async askAhead(wanted, useful, progress) {
+  async askAhead(wanted, until, progress) {
     this.stopAhead();
     const { signal } = this.#ahead;
-    let queue = wanted.filter((flags) => !this.known(flags));
+    const ending = AbortSignal.any([signal, AbortSignal.timeout(Math.max(0, until - Date.now()))]);
+    const queue = wanted.filter((flags) => !this.known(flags));
     const takeTurns = async () => {
-      while (queue.length && !signal.aborted) {
+      while (queue.length && !ending.aborted) {
         progress(queue.length);
-        const answer = await this.ask(queue.shift(), signal, true);
-        queue = queue.filter((flags) => useful(flags, answer));
+        await this.ask(queue.shift(), ending, true);
       }
     };
     try {
       await Promise.all(Array.from({ length: AT_ONCE }, takeTurns));
     } catch (error) {
-      if (!signal.aborted) throw error;
+      if (!ending.aborted) throw error;
     }
-    return !signal.aborted;
+    return signal.aborted ? null : wanted.filter((flags) => !this.known(flags)).length;
   }
 
   stopAhead() {

@@ -6,9 +6,9 @@ import { check, mark } from "./fields.js";
 import { Pareto } from "./pareto.js";
 import { Plans } from "./plans.js";
 import { Shown } from "./shown.js";
-import { card, flags, format, label, measures, parse, stock } from "./state.js";
+import { card, flags, format, label, measures, parse, rescaled, stock } from "./state.js";
 
-const SLOW = 30; // seconds that a plan takes, above which none is made ahead
+const AHEAD = 18000; // milliseconds for which plans are made ahead
 const PAUSE = 150; // milliseconds after the last change, before plans are made ahead and the address is written
 
 class Page {
@@ -97,7 +97,7 @@ class Page {
   async restore() {
     const { common, cards } = parse(location.hash);
     clearTimeout(this.writing);
-    this.common = common;
+    this.common = this.sizes = common;
     await this.#useAsked(() => (common.costs ? known(common.costs) : null));
     for (const [name, value] of Object.entries(common)) if (this.form.elements[name]) this.form.elements[name].value = value;
     for (const one of this.shown) one.delete();
@@ -129,7 +129,7 @@ class Page {
 
   change(one, changes) {
     one.values = { ...one.values, ...changes };
-    if ("schedule" in changes) one.chunks = one.least = undefined;
+    if ("schedule" in changes) Object.assign(one, { chunks: undefined, least: undefined, values: { ...one.values, group: "" } });
     this.update();
   }
 
@@ -214,7 +214,19 @@ class Page {
   #typed() {
     const typed = (name) => this.form.elements[name]?.value.trim() ?? this.common[name];
     this.common = Object.fromEntries(Object.keys(this.common).map((name) => [name, typed(name)]));
+    this.#rescale();
     this.update();
+  }
+
+  /** Have limits mean what they meant before the ranks or the microbatches became others; schedules have groups for their ranks. */
+  #rescale() {
+    const { pp, microbatches } = this.common;
+    if (Object.keys(check({ pp, microbatches }, this.most)).length || (pp === this.sizes.pp && microbatches === this.sizes.microbatches)) return;
+    for (const one of this.shown) {
+      const limit = this.opened ? one.values["memory-limit"] : rescaled(one.values["memory-limit"], this.sizes, this.common);
+      one.values = { ...one.values, "memory-limit": limit, group: pp === this.sizes.pp ? one.values.group : "" };
+    }
+    this.sizes = { pp, microbatches };
   }
 
   /** Mark the fields of the form that are wrong; as long as there are any, nothing is planned. */
@@ -250,22 +262,34 @@ class Page {
     }
   }
 
-  /** Ask for every family, the quick ones first, for the front; then for every limit that a line can be dragged to, the nearest first. */
+  /**
+   * Ask for the schedules of mpipe compare, the quick ones first, for the front; then for every limit that a line can be dragged to,
+   * the nearest first; all of it for a time.
+   */
   async #planAhead() {
-    const fast = (answer) => !(answer.plan?.plan_seconds > SLOW);
-    const families = [...this.families].sort((a, b) => a.searches - b.searches);
-    const all = families.map((family) => flags(this.common, card({ schedule: family.name })));
+    const until = Date.now() + AHEAD;
+    const all = (await this.#candidates()).map((one) => flags(this.common, card(one)));
+    byId("planned").textContent = "what is planned so far at these costs";
     const others = (left) => this.#report(`planning ahead: ${left} more schedules`);
-    if (!(await this.plans.askAhead(all, (_, answer) => fast(answer), others))) return;
+    const missing = await this.plans.askAhead(all, until, others);
+    if (missing === null) return;
+    const not = missing ? `; ${missing} take long and are not planned: mpipe compare has them` : "";
+    byId("planned").textContent = `the ${all.length} schedules of mpipe compare and auto, all chunks${not}`;
     for (const one of this.shown) {
-      if (one.values.schedule === this.auto || !one.plan || !fast(one.answer)) continue;
+      if (one.values.schedule === this.auto || !one.plan) continue;
       const now = this.unit.read(one.values["memory-limit"]) || one.plan.memory_limit || one.limits().at(-1);
       const near = [...one.limits()].sort((a, b) => Math.abs(a - now) - Math.abs(b - now));
       const wanted = near.map((to) => flags(this.common, { ...one.values, "memory-limit": this.unit.write(to) }));
       const limits = (left) => this.#report(`planning ahead: ${left} more limits of ${label(one.values)}`);
-      if (!(await this.plans.askAhead(wanted, (_, answer) => fast(answer), limits))) return;
+      if ((await this.plans.askAhead(wanted, until, limits)) === null) return;
     }
     this.#report("");
+  }
+
+  async #candidates() {
+    const { pp, microbatches } = this.common;
+    const response = await fetch(`/api/candidates?${new URLSearchParams({ pp, microbatches })}`).catch(() => null);
+    return response?.ok ? response.json() : [];
   }
 
   #drawParetoSoon() {
@@ -279,7 +303,7 @@ class Page {
 
   /** All plans at the costs that are shown; those at the same place share a point, which goes by the shortest name. */
   #points() {
-    const same = ({ schedule, chunks, "memory-limit": limit, ...rest }) => JSON.stringify(rest);
+    const same = ({ schedule, chunks, group, "memory-limit": limit, ...rest }) => JSON.stringify(rest);
     const now = same(flags(this.common, card()));
     const shown = new Set(this.shown.map((one) => JSON.stringify(one.values)));
     const places = new Map();
@@ -287,7 +311,7 @@ class Page {
       if (!plan || same(given) !== now) continue;
       const own = this.families.find((family) => family.name === given.schedule)?.chunks;
       const chunks = given.chunks === String(own) ? "" : (given.chunks ?? "");
-      const values = card({ schedule: given.schedule, chunks, "memory-limit": given["memory-limit"] ?? "" });
+      const values = card({ schedule: given.schedule, chunks, group: given.group ?? "", "memory-limit": given["memory-limit"] ?? "" });
       const { value, bubble, ...held } = measures(plan);
       const memory = held.memory / this.unit.size;
       const place = `${bubble.toFixed(9)} ${memory.toFixed(9)}`;

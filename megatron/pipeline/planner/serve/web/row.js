@@ -96,15 +96,15 @@ export class Row {
     this.elsewhere.hidden = !plan && !busy;
     if (this.message.textContent !== message) this.message.textContent = message;
     this.command.textContent = command(flags, file);
-    this.#choice(plan, stock.unit);
+    this.#choice(plan, stock.unit, values.group && `g=${values.group}`);
   }
 
-  /** What auto chose, and why not the others. */
-  #choice(plan, unit) {
+  /** What auto chose, and why not the others; `group`: of a schedule with groups, in words. */
+  #choice(plan, unit, group) {
     if (plan === this.plan) return;
     this.plan = plan;
     const all = plan?.candidates;
-    this.chosen.textContent = all ? chosen(plan) : "";
+    this.chosen.textContent = all ? chosen(plan) : group;
     this.why.hidden = !all;
     this.why.replaceChildren();
     if (!all) return;

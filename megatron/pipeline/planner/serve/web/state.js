@@ -20,7 +20,7 @@ const COMMON = {
   "overlap-experts": "off",
   costs: "", // which file has them; the times above then do not count
 };
-const CARD = { schedule: "zb-v", chunks: "", "memory-limit": "" };
+const CARD = { schedule: "zb-v", chunks: "", group: "", "memory-limit": "" };
 const FIRST = [{ schedule: "zb-v" }, { schedule: "v-auto", "memory-limit": "6" }, { schedule: "1f1b" }];
 const MOST_LIMITS = 64;
 
@@ -57,7 +57,7 @@ const ofLinks = (text) => text.replace(/([^,=\s]+)(\s*=)/g, "comm[$1]$2");
  * The flags of mpipe plan, without the dashes, for one card; flags that are left out are missing, and `costs` is what the server
  * calls the file.
  */
-export function flags(common, { schedule, chunks, "memory-limit": limit }) {
+export function flags(common, { schedule, chunks, group, "memory-limit": limit }) {
   const bandwidth = common.bandwidth.trim();
   const seconds = bandwidth !== "" && Number(bandwidth) > 0 ? String(1 / Number(bandwidth)) : bandwidth;
   const offloads = common.offload !== "off";
@@ -68,6 +68,7 @@ export function flags(common, { schedule, chunks, "memory-limit": limit }) {
     pp: common.pp,
     microbatches: common.microbatches,
     chunks,
+    group,
     costs: common.costs,
     cost: [common.costs ? "" : listed(["F", "B", "W", "comm", "D2H", "H2D"], cost), ofLinks(common.links)].filter(Boolean).join(","),
     slow: common.slow,
@@ -89,9 +90,15 @@ export function command(flags, file) {
 }
 
 /** A card's name beside others; `plan`: what is there for it, if anything is. */
-export function label({ schedule, chunks, "memory-limit": limit }, plan) {
-  const name = plan?.candidates ? [`${schedule}: ${chosen(plan)}`] : [schedule, chunks && `v=${chunks}`];
+export function label({ schedule, chunks, group, "memory-limit": limit }, plan) {
+  const name = plan?.candidates ? [`${schedule}: ${chosen(plan)}`] : [schedule, chunks && `v=${chunks}`, group && `g=${group}`];
   return [...name, limit && `within ${limit}`].filter(Boolean).join(" ");
+}
+
+/** A limit in microbatches that was typed for another size: the same share of 1F1B's memory; other texts stay. */
+export function rescaled(limit, before, now) {
+  const [old, most] = [before, now].map(({ pp, microbatches }) => Math.min(Number(pp), Number(microbatches)));
+  return limit !== "" && Number(limit) > 0 && old > 0 && most > 0 ? String(Number(((Number(limit) * most) / old).toPrecision(6))) : limit;
 }
 
 /** Which schedule a plan of auto is. */

@@ -7,6 +7,7 @@ const LABELS = 62;
 const RIGHT = 12;
 const BIN = 3; // width of a column where passes are too narrow to draw each of them
 const NARROWEST = 2.5; // width that passes need on average to be drawn one by one
+const THIN = 8; // height of a row whose columns have no room for several colours
 const CLEAR = 6; // width of a box that has room for marks
 const INK = "#222222"; // on the passes' own colours, which are the same in the dark
 
@@ -53,6 +54,24 @@ function stack(pen, shares, colours, left, bin, bottom, height) {
       base[i] += part;
     }
   });
+}
+
+/** Columns of one colour each, so that colours stay what the legend says: each kind as often as its share of the time. */
+function dither(pen, shares, colours, left, bin, top, height) {
+  const owed = new Float32Array(colours.length + 1); // by kind, and by idle time
+  for (let i = 0; i * colours.length < shares.length; i++) {
+    let idle = 1;
+    colours.forEach((_, kind) => {
+      owed[kind] += shares[i * colours.length + kind];
+      idle -= shares[i * colours.length + kind];
+    });
+    owed[colours.length] += idle;
+    const most = owed.indexOf(owed.reduce((a, b) => Math.max(a, b)));
+    owed[most] -= 1;
+    if (most === colours.length) continue;
+    pen.fillStyle = colours[most];
+    pen.fillRect(left + i * bin, top, bin, height);
+  }
 }
 
 class Chart {
@@ -210,6 +229,7 @@ class Chart {
   #columns(panel, rank, y) {
     const bins = Math.ceil((this.right - LABELS) / BIN);
     const shares = panel.density(rank, this.from, this.time(LABELS + bins * BIN), bins);
+    if (this.boxHeight < THIN) return dither(this.pen, shares, this.colours, LABELS, BIN, y, this.boxHeight);
     stack(this.pen, shares, this.colours, LABELS, BIN, y + this.boxHeight, this.boxHeight);
   }
 
@@ -328,11 +348,14 @@ class Chart {
     pen.font = `${Math.min(12, Math.max(9, this.boxHeight - 2))}px system-ui, sans-serif`;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
+    let above = -Infinity;
     for (let rank = first; rank < last; rank++) {
       if (rank % every) continue;
       const lit = this.pointer?.panel === panel && this.pointer.rank === rank;
       pen.fillStyle = lit ? this.theme.accent : this.theme.ink;
       const y = Math.max(this.#y(panel, rank) + this.boxHeight / 2, this.#y(panel, 0) + 5); // below the title
+      if (y < above + 11) continue; // rank 0 has moved down
+      above = y;
       pen.fillText("rank " + rank, LABELS - 6, y + 0.5);
     }
   }

@@ -1,0 +1,55 @@
+"""Transformer Engine's CUDA graphs under planned schedules, captured and replayed on a CPU (``gpu_model/graphs.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine import graphs
+from engine.releases import fetched, ranks_with
+from marked import whole
+from pool import Pool
+
+_WITH_W = [release for release in fetched() if tuple(map(int, release.split(".")[:2])) >= (2, 11)]
+_SKIP = pytest.mark.skip(reason="build/ has no Transformer Engine from 2.11 on: python scripts/fetch_transformer_engine.py")
+_RELEASES: list[Any] = [whole(one, id=one) for one in _WITH_W[:-1]] + (_WITH_W[-1:] or [pytest.param("", marks=_SKIP, id="none")])
+
+
+@pytest.fixture(scope="module", params=_RELEASES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Ranks with a release of Transformer Engine."""
+    ranks = ranks_with(request.param)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [("zb-h1", 8), ("zb-h1", 5), ("zb-v", 8), ("v-half", 8), ("interleaved", 8), ("zb-auto", 16), ("1f1b", 4), ("v-min", 12)],
+)
+def test_graphs_change_no_bit(engine: Pool, name: str, microbatches: int) -> None:
+    eager, graphed = (engine.run(1, graphs.train, name, microbatches, graphs_on)[0] for graphs_on in (False, True))
+    assert graphed == eager
+    assert len(set(eager[0])) == 5
+
+
+@pytest.mark.parametrize("mutation", graphs.MUTATIONS)
+def test_what_makes_graphs_wrong_is_seen(engine: Pool, mutation: str) -> None:
+    for name in ("zb-h1", "v-half"):
+        eager = engine.run(1, graphs.train, name, 8, False)[0]
+        assert engine.run(1, graphs.train, name, 8, True, mutation)[0] != eager, name
+
+
+def test_transformer_engines_own_order_is_right_for_a_w_behind_its_b_alone(engine: Pool) -> None:
+    def outcome(*order: float) -> str:
+        return str(engine.run(1, graphs.captured_by_microbatch, list(order), sum(step > 0 for step in order))[0])
+
+    assert outcome(1, 1, -1, -1.5, 1, -1, -1.5, -1, -1.5) == "right"
+    assert outcome(1, 1, -1, -1, -1.5, -1.5) == "AssertionError: a graph is captured twice"  # a W is that of the last B
+    assert outcome(1, 1, 1, -1, -1, -1.5, 1, -1, -1.5, -1.5, -1, -1.5) != "right"
+
+
+def test_a_capture_refuses_what_ends_one_on_a_gpu(engine: Pool) -> None:
+    read, again = engine.run(1, graphs.what_a_capture_refuses)[0]
+    assert "host reads" in read and again == "a graph is captured twice"
