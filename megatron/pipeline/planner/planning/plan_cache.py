@@ -131,7 +131,8 @@ class PlanCache:
     def of_batch(self, microbatches: int, loads: Sequence[Load] = ()) -> Request:
         """The request for microbatches, with these loads or equal ones, which another process can read; to be planned quickly."""
         request = self._without_functions(self._at(microbatches, self.costs, self._request.memory_limit))
-        return replace(request, costs=replace(self.costs_now or self.planned_costs, loads=tuple(loads)), quick=True)
+        costs = (self.costs_now if loads else None) or self.planned_costs
+        return replace(request, costs=replace(costs, loads=tuple(loads)), quick=True)
 
     def again(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> dict[int, Request]:
         """Requests at other costs, which another process can read, for every number of microbatches that is planned by now."""
