@@ -20,6 +20,7 @@ from megatron.pipeline.planner.schedule.optimum.period import period_bound
 from megatron.pipeline.planner.schedule.time.cycle import Cycle
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.planner.schedule.transforms.boundary import waits_for_norm
+from megatron.pipeline.planner.view.notebook import svg
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ class Planned:
         offloaded = ", offloaded" if self.schedule.has_copies else ""
         steady = "" if self.period is None else f", two iterations of {self.period:.4g} each"
         return f"{self.schedule.name}{offloaded}{steady}"
+
+    def _repr_svg_(self) -> str | None:
+        """Its picture, for notebooks."""
+        return svg(self.timeline, self.title, self.schedule.splits)
 
     @property
     def memory_limit(self) -> float | tuple[float, ...] | None:
