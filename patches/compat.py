@@ -246,6 +246,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "checkpoint_and_decide_exit": Name("wrapped: not with a step ahead"),
         "logical_and_across_model_parallel_group": Name("wrapped: with a step ahead every rank knows"),
         "reduce_max_stat_across_model_parallel_group": Name("wrapped: with a step ahead every rank knows"),
+        "update_seqlen_stats_from_cu_seqlens": Name("CPU backend: its sums are set", "0.18-0.19"),
         "_TRAIN_START_TIME": Name("post-validation: --exit-duration-in-mins", required=False),
         "get_signal_handler": Name("post-validation: --exit-signal-handler", required=False),
         "get_args": Name("upstream's flags"),

@@ -36,7 +36,7 @@ from megatron.pipeline.planner.schedule.transforms.braid import combined
 
 @pytest.mark.parametrize("name", ["zb-v", rest("v-half"), "dualpipe-v", "interleaved", rest("v-auto"), "gis", "1f1b", "zb-auto"])
 def test_planned_with_braids_is_between_the_bound_and_without(name: str) -> None:
-    request = Request(name, 4, 12, lambda placement: with_parts_of(placement.last_stage + 1))
+    request = Request(name, 4, 12, lambda placement: with_parts_of(placement.last_stage + 1), objective="span")
     plain, overlapping = request.plan(), replace(request, overlap=True).plan()
     verify(overlapping.schedule)
     assert overlapping.bound <= overlapping.timeline.span * (1 + 1e-9)

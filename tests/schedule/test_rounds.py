@@ -35,7 +35,7 @@ def problems(draw: st.DrawFn) -> Problem:
     stages = tuple(StageCosts(draw(TIMES), draw(TIMES), draw(TIMES), size, size * kept) for _ in range(home.last_stage + 1))
     costs = Costs(stages, draw(st.sampled_from([0.0, 0.1, 2.0])))
     limit = home.chunks * size * draw(st.floats(1, 3 * ranks))
-    return planning.Request(name, ranks, microbatches, costs, memory_limit=limit, fused=fused).problem()
+    return planning.Request(name, ranks, microbatches, costs, memory_limit=limit, fused=fused, objective="span").problem()
 
 
 @examples(40)
@@ -52,7 +52,7 @@ def test_rounds_obey_the_rules_and_the_limits(problem: Problem) -> None:
 
 def test_no_rounds_are_made_that_are_longer_than_wanted() -> None:
     costs = Costs((StageCosts(1, 1.2, 0.8),) * 6, 0.3)
-    problem = planning.Request("zb-auto", 6, 20, costs, memory_limit=9).problem()
+    problem = planning.Request("zb-auto", 6, 20, costs, memory_limit=9, objective="span").problem()
     instance, limits = Instance(problem), np.array(problem.limits, float)
     spans = [plan.span for plan in rounds(instance, limits)]
     shortest = min(spans)

@@ -10,7 +10,9 @@ import signal
 from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
+from megatron.pipeline.cli.memory import gpu_memory
 from megatron.pipeline.distributed.processes import let_rank_0_speak
+from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.packages import missing
 
 NAME = "launch"
@@ -20,6 +22,7 @@ _EPILOG = """\
 [flags] are Megatron-LM's, --pipeline-schedule and the other new ones, and --config FILE: mpipe launch SCRIPT --help lists all."""
 _EXAMPLES = [
     "mpipe launch --nproc-per-node 8 Megatron-LM/pretrain_gpt.py --pipeline-schedule zb-v ...",
+    "mpipe launch --dry-run --gpu H100 --nnodes 8 --nproc-per-node 8 Megatron-LM/pretrain_gpt.py --config train.sh",
     "torchrun --nnodes 4 ... -m megatron.pipeline.cli launch Megatron-LM/pretrain_gpt.py --pipeline-schedule zb-v ...",
 ]
 
@@ -36,6 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     at = next((index for index, token in enumerate(arguments) if token.endswith(".py")), len(arguments))
     own, others = _parser().parse_known_args(arguments[:at])
     try:
+        if own.dry_run:
+            from megatron.pipeline.cli import dry_run
+
+            return dry_run.run(own, others, arguments[at:])
         run = script.prepare(others, arguments[at:], own.core)
     except (ValueError, RuntimeError) as error:
         let_rank_0_speak()
@@ -75,4 +82,15 @@ def _parser() -> Parser:
         default="checkout",
         help="whose megatron.core runs: the checkout's, if it has one (default), or pip's",
     )
+    group = parser.add_argument_group(
+        "will it start?",
+        "Exit code 0: it starts; 1: it is not predicted to fit; 2: it is refused; 3: packages are not installed here.",
+    )
+    flag = group.add_argument
+    flag("--dry-run", action="store_true", help="say what a start refuses or leaves out, and what ranks need; start nothing")
+    flag("--json", action="store_true", help="print one JSON object")
+    flag("--world-size", type=count, metavar="N", help="all ranks, where torchrun's options do not say")
+    flag("--gpu", metavar="NAME|FILE", help="predict seconds, too: a name or a file as for mpipe tune")
+    flag("--gpu-memory", type=gpu_memory, metavar="X", help="GB of a GPU (those of --gpu, or 80)")
+    parser.set_defaults(gpu_from=None)
     return parser

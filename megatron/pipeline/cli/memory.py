@@ -279,21 +279,11 @@ def _text(
     gpu_memory: float,
     remedies: list[tuple[str, float]],
 ) -> str:
-    contents = report(prediction)
-    sizes = " x ".join(
-        f"{name.upper()} {contents[name]}" for name in ("pp", "tp", "cp", "dp") if name == "pp" or contents[name] > 1
-    )
-    count = contents["parameters"]
-    amount = f"{count / 1e9:.2f} billion" if count > 1e9 else f"{count / 1e6:.2f} million"
-    title = (
-        f"{schedule_name(prediction.args)}: {amount} parameters, {sizes}, {contents['microbatches']} "
-        f"microbatches of {prediction.args.micro_batch_size} x {prediction.args.seq_length} tokens"
-    )
-    parts = [f"{title}\n\n{_table(prediction)}"]
+    parts = [f"{title(prediction)}\n\n{table(prediction)}"]
     if other and other.ranks != prediction.ranks:
         stock = other.args.pipeline.schedule == STOCK
         what = "stock: megatron-core's own 1F1B, not interleaved" if stock else f"{schedule_name(other.args)}: our default"
-        parts.append(f"for comparison, {what}\n\n{_table(other)}")
+        parts.append(f"for comparison, {what}\n\n{table(other)}")
     if warning:
         parts.append(warning)
     fullest, size = prediction.fullest.total / rank_memory.GIB, f"{gpu_memory:g} GB"
@@ -327,7 +317,22 @@ def _text(
     return "\n\n".join([*parts, *([letters] if letters else []), NOTE])
 
 
-def _table(prediction: Prediction) -> str:
+def title(prediction: Prediction) -> str:
+    """The model, its layout and its batch in a line."""
+    contents = report(prediction)
+    sizes = " x ".join(
+        f"{name.upper()} {contents[name]}" for name in ("pp", "tp", "cp", "dp") if name == "pp" or contents[name] > 1
+    )
+    count = contents["parameters"]
+    amount = f"{count / 1e9:.2f} billion" if count > 1e9 else f"{count / 1e6:.2f} million"
+    return (
+        f"{schedule_name(prediction.args)}: {amount} parameters, {sizes}, {contents['microbatches']} "
+        f"microbatches of {prediction.args.micro_batch_size} x {prediction.args.seq_length} tokens"
+    )
+
+
+def table(prediction: Prediction) -> str:
+    """What every rank needs."""
     heads = ["rank", "layers", "parameters", "state GiB", "activations GiB", "microbatches", "other GiB", "total GiB"]
     cells = [
         [

@@ -45,6 +45,7 @@ def parse(argv: Sequence[str], predicts: bool = False) -> Flags:
     parser = _parser()
     if predicts:
         upstream.add_upstream(parser)
+        add_launched(parser)
         parser.set_defaults(pipeline_schedule=None)  # Megatron-LM has no such flag
         argv = upstream.in_words(parser, argv)
     args, unknown = parser.parse_known_args(with_config(parser, argv, predicts))
@@ -53,6 +54,18 @@ def parse(argv: Sequence[str], predicts: bool = False) -> Flags:
     if unknown:
         raise ValueError(_unknown(unknown[0], parser))
     return Flags(**vars(args))
+
+
+def add_launched(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that ``mpipe launch`` has beside those of our own program."""
+    parser.add_argument(
+        "--adapt", action="store_true", help="leave out the flags that do not go with the schedule, and say at what price"
+    )
+    parser.add_argument(
+        "--pipeline-packing", action="store_true",
+        help="pack the sequences of every batch of --sft anew, over all replicas, into as few microbatches as hold them and "
+        "of as equal work as can be",
+    )  # fmt: skip
 
 
 def with_config(parser: argparse.ArgumentParser, argv: Sequence[str], predicts: bool = False) -> list[str]:

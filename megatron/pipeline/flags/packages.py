@@ -7,7 +7,13 @@ import re
 from pathlib import Path
 
 OWN = "megatron-pipeline"
-_NAMES = {"megatron.core": "megatron-core", "yaml": "PyYAML"}  # of packages, by what Python imports, where these differ
+_NAMES = {  # of packages, by what Python imports, where these differ
+    "megatron.core": "megatron-core",
+    "megatron.training": "megatron-core>=0.17",
+    "transformer_engine": "transformer-engine[pytorch]",
+    "yaml": "PyYAML",
+}
+SCRIPTS = ("six", "regex", "pydantic", "triton", "pybind11")  # what Megatron-LM's own scripts import
 _TRAINING = ("torch", "megatron.core")
 
 
@@ -26,6 +32,18 @@ def missing(error: ModuleNotFoundError) -> str:
     packages = [_NAMES.get(each, each) for each in absent]
     needed = f"package {packages[0]}, which is" if len(packages) == 1 else f"packages {' and '.join(packages)}, which are"
     return f"this needs the {needed} not installed: pip install {' '.join(repr(_required(each)) for each in packages)}"
+
+
+def absent(engine: str, folder: Path | None) -> list[str]:
+    """Names of packages that a script of Megatron-LM's imports, and that are not installed here.
+
+    Args:
+        engine: of the layers, as --transformer-impl names it.
+        folder: of the script; its checkout may have megatron.training.
+    """
+    needed = [] if folder and (folder / "megatron" / "training").is_dir() else ["megatron.training"]
+    needed += ["transformer_engine"] if engine == "transformer_engine" else []
+    return [_NAMES.get(each, each) for each in (*needed, *SCRIPTS) if importlib.util.find_spec(each) is None]
 
 
 def refuse_without_torch() -> None:

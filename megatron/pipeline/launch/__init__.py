@@ -27,6 +27,7 @@ def install() -> None:
         RuntimeError: there is no ``megatron.training`` on Python's path, or it or ``megatron.core`` lacks what is relied on.
     """
     from megatron.pipeline import patches
+    from megatron.pipeline.flags.packages import SCRIPTS
     from megatron.pipeline.launch.versions import check
 
     with warnings.catch_warnings():
@@ -43,7 +44,7 @@ def install() -> None:
             patches.install_training(Run(versions))
         except ImportError as error:
             why = versions.difference or (
-                "install what Megatron-LM's scripts import (pip install six regex pydantic triton pybind11); it was found in "
+                f"install what Megatron-LM's scripts import (pip install {' '.join(SCRIPTS)}); it was found in "
                 f"{versions.training_path}"
             )
             raise RuntimeError(f"megatron.training cannot be imported ({error}): {why}") from error

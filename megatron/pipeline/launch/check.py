@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from megatron.pipeline.patches import compat
@@ -22,14 +23,18 @@ from megatron.pipeline.planner import STOCK, families, topics
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 
-def check_flags(args: Namespace) -> None:
-    """Refuse flags that our schedules do not support; ``args`` are as the parser has read them.
+def check_flags(args: Namespace, **known: Any) -> None:
+    """Refuse flags that our schedules do not support.
+
+    Args:
+        args: as the parser has read them.
+        known: facts of where the training will run, where that is elsewhere.
 
     Raises:
         ValueError: says which flag, and what to do without it.
     """
     families.check(args.pipeline_schedule)
-    facts = of_flags(args, launch=True, crowded=local_device(args.rehearse)[1])
+    facts = of_flags(args, launch=True, **{"crowded": local_device(args.rehearse)[1]} | known)
     wrong = facts.sentences(topics.STARTED, topics.LAUNCHED)
     if args.pipeline_schedule != STOCK:
         excluded = exclusions(args)
@@ -55,13 +60,13 @@ def separates_documents(args: Namespace) -> bool:
 
 
 def untested(args: Namespace, unasked: Namespace | None = None) -> list[str]:
-    """Warnings of flags that are accepted and not tested with our schedules.
+    """Warnings of flags that are accepted: not tested with our schedules, or wrong under megatron-core's own.
 
     Args:
         unasked: all flags with their defaults, which no warning is about.
     """
     if args.pipeline_schedule == STOCK:
-        return []
+        return [f"WARNING: {wrong}" for wrong in of_flags(args, launch=True).sentences(topics.WRONG)]
     warnings = []
     if titles := ", ".join(feature.title for feature in support.untested(args) if not feature.is_on(unasked or Namespace())):
         warnings.append(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from megatron.pipeline.distributed.processes import let_rank_0_speak
-from megatron.pipeline.flags.arguments import with_config
+from megatron.pipeline.flags.arguments import add_launched, with_config
 from megatron.pipeline.flags.settings import NEW, add_flags
 from megatron.pipeline.launch.adapt import adapt
 from megatron.pipeline.launch.check import defaults_without_gpu
@@ -23,14 +23,7 @@ def extend(parser: ArgumentParser, say: Callable[[Sequence[str]], object]) -> No
         say: gets a line for each flag that is left out.
     """
     add_flags(parser, NEW)
-    parser.add_argument(
-        "--adapt", action="store_true", help="leave out the flags that do not go with the schedule, and say at what price"
-    )
-    parser.add_argument(
-        "--pipeline-packing", action="store_true",
-        help="pack the sequences of every batch of --sft anew, over all replicas, into as few microbatches as hold them and "
-        "of as equal work as can be",
-    )  # fmt: skip
+    add_launched(parser)
     parser.set_defaults(pipeline_schedule=STOCK)
     known = {action.dest for action in parser._actions}
     parser.set_defaults(**{name: value for name, value in defaults_without_gpu().items() if name in known})

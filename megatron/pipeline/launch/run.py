@@ -124,8 +124,6 @@ class Run:
             check_flags(args)
         stock = args.pipeline_schedule == STOCK
         notes = untested(args, self.unasked)
-        if stock:
-            notes += [f"WARNING: {wrong}" for wrong in of_flags(args, launch=True).sentences(topics.WRONG)]
         if not stock and checkpoint.save_by_parameter(args):
             notes.append("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
         if not stock and args.overlap_grad_reduce:

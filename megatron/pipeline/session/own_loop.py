@@ -38,7 +38,6 @@ from megatron.pipeline.planner import (
     STOCK,
     Costs,
     Facts,
-    Objective,
     Placement,
     Request,
     Schedule,
@@ -89,7 +88,7 @@ class OwnLoop:
         self._letter_costs: Costs | None = None
         self._balanced: Settings | None = None  # a model of letters that was built last, if its stages are balanced
         # Ranks and microbatches are known with the first iteration.
-        request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
+        request = Request(schedule, 1, 1) if isinstance(schedule, str) else schedule
         request = replace(request, keep=True)
         families.check(request.schedule, [STOCK])
         if request.schedule.startswith(families.FILE):

@@ -195,6 +195,14 @@ def _result(one: CandidateCosts, planned: _PlannedIteration, ranks: list[rank_me
     return Result(candidate, parts.total, parts, ranks, one.trained, limit, planned.memory_bound, mfu, device)
 
 
+def seconds_of(cluster: Cluster, candidate: Candidate, schedule: Schedule) -> float:
+    """Seconds of an iteration under a schedule, which may be of fewer microbatches than the iteration has."""
+    one = CandidateCosts(cluster, candidate)
+    alone, further = one.length(schedule), candidate.microbatches - schedule.microbatches
+    more = further * (max(one.work(one.fastest)) / candidate.microbatches + one.trained.vocabulary.total)
+    return alone + more + one.between(schedule, alone)
+
+
 def least_seconds(one: CandidateCosts) -> float:
     """A lower bound on the seconds of any schedule of this candidate, from the work of its busiest rank: known at once.
 

@@ -99,6 +99,17 @@ def left(args: Namespace) -> list[str]:
     return [f"--{name.removeprefix(_MARK)}" for name in vars(args) if name.startswith(_MARK)]
 
 
+def named(args: Flags) -> Flags:
+    """The same with flags that this project has not by the names that Megatron-LM gives them, and with numbers as numbers."""
+    others = {name for name in vars(args) if name.startswith(_MARK)}
+    values = {name.removeprefix(_MARK).replace("-", "_"): _number(value) for name, value in vars(args).items() if name in others}
+    return Flags(**values | {name: value for name, value in vars(args).items() if name not in others})
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 def settle(args: Flags) -> tuple[Flags, list[str]]:
     """Read such flags as this project's own where they are alike.
 

@@ -294,6 +294,15 @@ STARTED = (
         "give --save-interval N, such as 1000, or leave {flag} out"),
 )  # fmt: skip
 
+_SPREAD = (*_CHUNKS[::2], *_COUNTED.split(" | "), *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")))
+
+
+def _is_uneven(to: Facts) -> bool:
+    spread = to.hybrid_layer_pattern or any(to[name] for name in _SPREAD)
+    stages = (to.pipeline_model_parallel_size or 1) * (to.num_virtual_stages_per_pipeline_rank or 1)
+    return not spread and to.num_layers % stages != 0
+
+
 _BEHIND_STEPS = "acts on weights behind a step, when forwards of the next iteration have begun"
 _trainer = partial(Row, other="launch", instead="use the pretrain_gpt.py of megatron.pipeline, or leave {flag} out")
 _ahead = partial(Row, other="post_validation", instead="leave it out, or leave --post-validation out")
@@ -305,6 +314,8 @@ LAUNCHED = (
     _trainer("rehearse", reason="with more ranks than GPUs has process groups of its own, and the script makes its own here",
              instead="use the pretrain_gpt.py of megatron.pipeline, or start as many ranks as there are GPUs",
              when=lambda to: to.crowded),
+    Row("num_layers", "no ours", "do not split evenly over the stages, as Megatron-LM asks where no flag spreads them",
+        "give a multiple of the stages, or --pipeline-model-parallel-layout", lambda to: _is_uneven(to)),
     _ahead("log_num_zeros_in_grad", reason="counts what a step ahead does not wait for"),
     _ahead("qk_clip", reason=_BEHIND_STEPS),
     _ahead("log_max_attention_logit", reason="reads behind a step what forwards of the next iteration have begun to write"),

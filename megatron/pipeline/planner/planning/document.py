@@ -19,7 +19,7 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.names import OFF
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload
-from megatron.pipeline.planner.schedule.core.problem import Objective, Problem, TooLow, per_rank
+from megatron.pipeline.planner.schedule.core.problem import GOAL, Objective, Problem, TooLow, per_rank
 from megatron.pipeline.planner.schedule.core.reading import parse_json, printable, read_text
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
@@ -31,7 +31,6 @@ from megatron.pipeline.planner.schedule.transforms.boundary import megatron
 from megatron.pipeline.planner.schedule.transforms.offload import host_peaks, moved
 from megatron.pipeline.planner.schedule.transforms.transform import without_copies
 
-GOAL = Objective.MAKESPAN  # what a training makes short, unless post-validation lets its iterations interlock
 _Read = TypeVar("_Read")
 
 _OF_EACH = (

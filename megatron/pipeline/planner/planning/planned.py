@@ -22,6 +22,7 @@ from megatron.pipeline.planner.schedule.rules.verify_slots import verify_slots
 from megatron.pipeline.planner.schedule.time.cycle import Cycle
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.planner.schedule.transforms.boundary import waits_for_norm
+from megatron.pipeline.planner.view.notebook import svg
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ class Planned:
         offloaded = ", offloaded" if self.schedule.has_copies else ""
         steady = "" if self.period is None else f", two iterations of {self.period:.4g} each"
         return f"{self.schedule.name}{offloaded}{steady}"
+
+    def _repr_svg_(self) -> str | None:
+        """Its picture, for notebooks."""
+        return svg(self.timeline, self.title, self.schedule.splits)
 
     @property
     def slow(self) -> dict[str, float]:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from numbers import Integral
+from typing import Any, TypeAlias
 
 from megatron.pipeline.planner.combinations.rows import GROUPS
 from megatron.pipeline.planner.combinations.table import Facts
@@ -29,7 +30,7 @@ from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, EQUAL_SH
 from megatron.pipeline.planner.schedule.core.cutting import with_parts
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.schedule.core.problem import Objective, Problem, per_rank
+from megatron.pipeline.planner.schedule.core.problem import GOAL, Objective, Problem, per_rank
 from megatron.pipeline.planner.schedule.families import Family
 from megatron.pipeline.planner.schedule.rules.verify import verify
 from megatron.pipeline.planner.schedule.transforms.boundary import waits_for_norm, with_boundary
@@ -37,6 +38,8 @@ from megatron.pipeline.planner.schedule.transforms.boundary import waits_for_nor
 MOST_CHUNKS = 4  # per rank, where the user gives no number: the bubble of more is hardly shorter, and each sends activations too
 MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
 MOST_RANKS = costs_fields.MOST_RANKS
+
+_FLAGS = {"pp": "ranks", "fuse": "fused", "vocab_parallel": "vocabulary", "host_memory_limit": "host_limit"}  # to fields
 
 StagesOf: TypeAlias = Callable[[Placement], Iterable[int]]
 CostsOf: TypeAlias = Callable[[Placement], Costs]
@@ -55,7 +58,7 @@ class Request:
             be cut so. By default every pass of a rank's whole share takes 1, and memory is counted in microbatches.
         chunks: chunks per rank; by default the family's own number.
         memory_limit: the most activation memory a rank may hold, in the costs' unit; one number, or one per rank.
-        objective: what is to be short, for families that search.
+        objective: what is to be short, for families that search: the makespan, unless post-validation makes iterations interlock.
         recompute, fused: the stages that run R, and those that run BW where the family splits the backward; or a function from
             the placement to those.
         splits, group: see ``Problem``; only for families that take them.
@@ -89,7 +92,7 @@ class Request:
     chunks: int | None = None
     memory_limit: float | Sequence[float] | None = None
     _: KW_ONLY
-    objective: Objective | str = Objective.SPAN
+    objective: Objective | str = GOAL
     recompute: Iterable[int] | StagesOf = ()
     fused: Iterable[int] | StagesOf = ()
     splits: int | None = None
@@ -106,6 +109,14 @@ class Request:
     bounded: bool = False
     keep: bool = False
     beside: Beside | BesideOf | None = None
+
+    def __new__(cls, *_: Any, **fields: Any) -> Request:
+        """Raises:
+        TypeError: a field is called as the flag of ``mpipe`` is that sets it.
+        """
+        if wrong := sorted(fields.keys() & _FLAGS):
+            raise TypeError(f"Request({wrong[0]}={fields[wrong[0]]!r}): the field of --{wrong[0]} is {_FLAGS[wrong[0]]}")
+        return super().__new__(cls)
 
     @property
     def variant(self) -> Variant:
@@ -135,6 +146,9 @@ class Request:
             ValueError: the name is unknown, or a number is out of range or not for this family.
         """
         family = families.named(self.schedule)
+        for name in ("ranks", "microbatches", "chunks", "splits", "group"):
+            if not isinstance(value := getattr(self, name), Integral | None):
+                raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
         if self.bounded:
             sizes = self.ranks, self.microbatches, self.chunks or family.chunks, self.splits or family.splits
             if 3 * math.prod(max(1, number) for number in sizes) > MOST_PASSES:

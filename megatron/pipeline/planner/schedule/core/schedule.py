@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
@@ -45,6 +45,7 @@ class Schedule:
     vocabulary: Vocabulary | None = None
     shielded: frozenset[int] = frozenset()
     boundary: Order = ()
+    _repr_svg_: ClassVar[Callable[..., str | None]]  # ``view.svg``, for notebooks
 
     @property
     def ranks(self) -> int:
