@@ -16,6 +16,7 @@ from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, MLP, Hybr
 from megatron.pipeline.planner.shape.latent import Latent
 from megatron.pipeline.planner.shape.mixer import Mixer
 from megatron.pipeline.planner.shape.precision import Quantized
+from megatron.pipeline.planner.shape.trained import WIDE_INPUTS, Trained
 from megatron.pipeline.planner.shape.windows import Windows
 
 _WHOLE = ActivationPolicy()
@@ -68,6 +69,7 @@ class Shape:
         sinks: parameters of attention sinks, one for each head.
         hybrid: what every layer is, if not attention and an MLP or experts.
         gates: width of the gate of attention's output, which is made beside queries.
+        trained: what trains, if not all.
     """
 
     layers: int
@@ -94,6 +96,7 @@ class Shape:
     hybrid: Hybrid | None = None
     sinks: int = 0
     gates: int = 0
+    trained: Trained | None = None
 
     @classmethod
     def plain(cls, layers: int, hidden: int, heads: int, seq: int, vocabulary: int, microbatch: int = 1) -> Shape:
@@ -135,6 +138,7 @@ class Shape:
             hybrid=hybrid,
             gates=model.num_attention_heads * model.kv_channels if model.attention_output_gate and not latent else 0,
             sinks=model.num_attention_heads if model.softmax_type == "learnable" else 0,
+            trained=Trained.of(model),
         )
         return replace(shape, ffn=shape._mean_ffn(model.ffn_hidden_size)) if hybrid else shape
 
@@ -306,12 +310,31 @@ class Shape:
     def of_layers(self, numbers: range) -> Shape:
         """The same with means over some layers alone, of all that differs from layer to layer."""
         own: dict[str, Any] = {}
-        for name in ("experts", "quantized", "windows", "hybrid"):
+        for name in ("experts", "quantized", "windows", "hybrid", "trained"):
             kinds: Any = getattr(self, name)
             if numbers and kinds and len(set(kinds.layers)) > 1:
                 own[name] = replace(kinds, layers=kinds.layers[numbers.start : numbers.stop])
         found = replace(self, **own) if own else self
         return replace(found, ffn=found._mean_ffn(self.dense_ffn)) if own.keys() & {"experts", "hybrid"} else found
+
+    def trains(self, end: str) -> bool:
+        """Tell whether the embedding or the output layer trains."""
+        return self.trained is None or end in self.trained.ends
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """Adapters of a layer that has all its kinds of parts."""
+        wanted = self.trained.targets if self.trained else ()
+        return [each for symbol in (ATTENTION, MLP, EXPERTS) for each in _linears(self, symbol) if each.target in wanted]
+
+    @property
+    def load(self) -> tuple[float, float]:
+        """Shares of B and of W of a layer that run, by the operations of its linears; adapters' products are W's alone."""
+        trained = self.trained
+        if trained is None:
+            return 1.0, 1.0
+        weights = sum(each.share * (each.inputs + each.outputs) for each in self.adapters)
+        return trained.backward, trained.whole + trained.chosen * trained.rank * weights / self.layer_weights
 
     @property
     def hidden_bytes(self) -> float:
@@ -343,6 +366,51 @@ class Shape:
         """
         layer = layer_work(self)
         return output_work(self).total / (layer.total + (layer.forward if recompute else 0))
+
+
+class Adapter(NamedTuple):
+    """An adapter beside a linear, or a linear that could have one.
+
+    Attributes:
+        inputs, outputs: the linear's widths.
+        routed: whether it is each expert's.
+        share: how often a token meets one, as a mean over the layers.
+    """
+
+    target: str
+    inputs: float
+    outputs: float
+    routed: bool
+    share: float
+
+    def held(self, policy: ActivationPolicy) -> tuple[float, float]:
+        """Numbers of the linear's input and output that a rank holds for every token."""
+        whole, cut = (policy.of_cut_layers if self.routed else policy.of_whole_layers), policy.of_cut_layers
+        wide = self.target in WIDE_INPUTS
+        return self.share * self.inputs * (whole if wide else cut), self.share * self.outputs * (cut if wide else whole)
+
+
+def _linears(shape: Shape, symbol: str) -> list[Adapter]:
+    """Linears of a part of a layer that can have adapters."""
+    share, hidden, experts = shape.share(symbol), shape.hidden, shape.experts
+    if not share:
+        return []
+    if symbol == ATTENTION:
+        made = shape.queries + shape.keys_and_values + shape.gates
+        own = [] if shape.latent else [Adapter("linear_qkv", hidden, made, False, share)]
+        return [*own, Adapter("linear_proj", shape.attended, hidden, False, share)]
+    mlps = [(hidden, shape.dense_ffn, False, share)]
+    if symbol == EXPERTS and experts:
+        mlps = [(shape.routed_hidden, experts.ffn, True, share * experts.visits * experts.tensor)]
+        mlps += [(hidden, experts.shared_ffn, False, share)] if experts.shared_ffn else []
+    return [
+        each
+        for width, ffn, routed, often in mlps
+        for each in (
+            Adapter("linear_fc1", width, (shape.matrices - 1) * ffn, routed, often),
+            Adapter("linear_fc2", ffn, width, routed, often),
+        )
+    ]
 
 
 def layer_work(shape: Shape, causal: bool = False) -> Work:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from math import lcm
 from typing import Any
 
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_SHARDS, Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.kinds import Vocabulary
+from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.stage_costs import ALL_TO_ALL, PARTS, combined
 
 
@@ -52,6 +53,24 @@ def shielded(costs: Costs, stages: Set[int]) -> Costs:
     if not stages:
         return costs
     return replace(costs, stages=tuple(one.shielded() if stage in stages else one for stage, one in enumerate(costs.stages)))
+
+
+def trained(costs: Costs, shares: Iterable[tuple[float, float]]) -> Costs:
+    """The costs where not all weights train.
+
+    Args:
+        shares: of B and of W that remain, for every stage. What no backward needs is not held, and what W alone needs, neither.
+    """
+    stages = (
+        replace(
+            stage.times(Load(backward=backward, weight=weight)),
+            activation=stage.activation * backward,
+            checkpoint=stage.checkpoint * backward,
+            retained=stage.retained * backward * (weight > 0),
+        )
+        for stage, (backward, weight) in zip(costs.stages, shares, strict=True)
+    )
+    return replace(costs, stages=tuple(stages))
 
 
 def without_fused(costs: Costs) -> Costs:
