@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron.pipeline.planner import refusals, written_costs
+from megatron.pipeline.planner import refusals
 
 
 def number_type(kind: type[int] | type[float], wanted: str, low: float, high: float = math.inf) -> Callable[[str], Any]:
@@ -54,15 +54,6 @@ def memory_size(text: str) -> int:
             f"expected bytes above 0 such as 256MiB, in one of {', '.join(refusals.MEMORY_UNITS)}, got {text!r}"
         )
     return int(size)
-
-
-def trained(text: str) -> str:
-    """What trains, if it can be read."""
-    try:
-        written_costs.read_trained(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def layer_pattern(text: str) -> int | list[int]:

@@ -17,7 +17,6 @@ from megatron.pipeline.flags.flag_types import (
     positive_float,
     positive_int,
     probability,
-    trained,
     whole,
     window,
 )
@@ -105,7 +104,7 @@ MEGATRON = {
         add("--mtp-loss-scaling-factor", "weight of the losses of the multi-token prediction layers", positive_float, 0.1),
         # Not of Megatron-LM.
         predicted("--trained", "what trains: all, none, layers=16-31 (from 0) or lora:r=16[,linear_qkv,..][,layers=..]",
-            trained, "all", metavar="WHAT"),
+            str, "all", metavar="WHAT"),
         add("--init-method-std", "standard deviation of the initial weights", not_negative, 0.02),
         add("--attention-dropout", "dropout of attention probabilities", probability, 0.1),
         add("--hidden-dropout", "dropout of hidden states", probability, 0.1),

@@ -104,11 +104,9 @@ def layer_retained(shape: Shape) -> float:
     vectors from which queries, keys and values are made are outputs and inputs too, and cut as hidden states are. Linears in
     fewer bits keep all of them so.
     """
-    if shape.trained is None:
-        return _weighed(shape) * _linear_number(shape)
-    whole, adapted, rank = _training(shape)
-    own = sum(each.share * rank + sum(each.held(shape.policy)) for each in shape.adapters)
-    return (whole * _weighed(shape) + adapted * shape.tokens * own) * _linear_number(shape)
+    trained = shape.trained
+    numbers = _weighed(shape) * (trained.whole / (trained.backward or 1.0) if trained else 1.0)
+    return _linear_number(shape) * (numbers + shape.tokens * _adapted(shape)[1])
 
 
 def _linear_number(shape: Shape) -> float:
@@ -117,20 +115,24 @@ def _linear_number(shape: Shape) -> float:
     return quantized.mean(number, quantized.recipe.number) if quantized else number
 
 
-def _training(shape: Shape) -> tuple[float, float, int]:
-    """Of the layers that B passes, which train whole, and which by adapters, of which rank."""
+def _adapted(shape: Shape) -> tuple[float, float]:
+    """Numbers of a token that adapters alone keep from F to B, as a mean over the layers that B passes, and what their W needs.
+
+    Attention keeps its own output, and so the input of the linear behind it.
+    """
     trained = shape.trained
-    if trained is None or not trained.backward:
-        return 1.0, 0.0, 0
-    return trained.whole / trained.backward, (trained.chosen - trained.whole) / trained.backward, trained.rank
+    if trained is None or not trained.rank:
+        return 0.0, 0.0
+    share = trained.chosen / (trained.backward or 1.0)
+    sides = [(each.share * trained.rank, *each.held(shape.policy), each.target != "linear_proj") for each in shape.adapters]
+    return share * sum(r + read * own for r, read, _, own in sides), share * sum(r + read + made for r, read, made, _ in sides)
 
 
 def _unread(shape: Shape) -> float:
-    """Bytes of inputs of linears that F does not keep where these are frozen: W alone would read them, or that of an adapter."""
-    whole, adapted, rank = _training(shape)
-    # Attention keeps its own output, and so the input of the linear behind it.
-    kept = [each.share * rank + each.held(shape.policy)[0] * (each.target != "linear_proj") for each in shape.adapters]
-    return _linear_number(shape) * shape.tokens * ((1 - whole) * _linear_inputs(shape) - adapted * sum(kept))
+    """Bytes of the inputs of frozen linears that F does not keep: W alone would read them, or that of an adapter."""
+    trained = shape.trained
+    frozen = 1 - trained.whole / (trained.backward or 1.0) if trained else 0.0
+    return _linear_number(shape) * shape.tokens * (frozen * _linear_inputs(shape) - _adapted(shape)[0])
 
 
 def _linear_inputs(shape: Shape) -> float:

@@ -289,16 +289,9 @@ def _as_trained(costs: StageCosts, shape: Shape, count: int, device: Device) -> 
     inputs, outputs = (sum(each.held(shape.policy)[side] for each in shape.adapters) for side in (0, 1))
     products = device.seconds(2 * shape.tokens * trained.rank * (inputs + outputs))
     moved = (inputs + 3 * outputs, 3 * inputs + outputs, inputs + outputs)
-    seconds = (max(products, device.moving(shape.policy.number * shape.tokens * numbers)) for numbers in moved)
-    forward, backward, weight = (count * trained.chosen * each * bool(trained.rank) for each in seconds)
-    return replace(
-        costs,
-        forward=costs.forward + forward,
-        backward=costs.backward + backward,
-        weight=costs.weight + weight,
-        fused=costs.value("fused") + backward + weight,
-        recompute=costs.recompute + forward,
-    )
+    each = [max(products, device.moving(shape.policy.number * shape.tokens * numbers)) for numbers in moved]
+    more = _stage(Work(*each).times(count * trained.chosen * bool(trained.rank)))
+    return _sum(costs, more)
 
 
 def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary, links: Links | None = None) -> VocabularyCosts:

@@ -210,7 +210,7 @@ def stage_sizes(model: ModelDescription, layers: Sequence[int], spread: bool) ->
         tuple(every.retained - own.retained for every, own in zip(whole, alone, strict=True)),
         tuple(stage.activation - kept(stage) for stage in alone),
         any(stage.retained > kept(stage) for stage in alone),
-        tuple(shape.of_layers(numbers).load for numbers in numbers_of_layers(layers)),
+        tuple(shape.of_layers(numbers).passes for numbers in numbers_of_layers(layers)),
     )
 
 

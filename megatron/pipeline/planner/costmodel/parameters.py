@@ -67,29 +67,28 @@ def parameters(
         for row in placement.stages
     ]
     first, last = placement.home(0)[0], placement.home(placement.last_stage)[0]
-
-    def add(rank: int, more: int, end: str) -> None:
-        counts[rank] += Parameters(more, frozen=0 if shape.trains(end) else more)
-
-    add(first, shape.positions * shape.hidden, EMBEDDING)
-    add(last, shape.norm * shape.hidden, OUTPUT)  # the norm before the output layer
+    ends = {EMBEDDING: [0] * placement.ranks, OUTPUT: [0] * placement.ranks}
+    ends[EMBEDDING][first] += shape.positions * shape.hidden
+    ends[OUTPUT][last] += shape.norm * shape.hidden  # the norm before the output layer
     if vocabulary is not None:
         shard = shape.hidden * shards(shape, placement.ranks).rows
-        for rank in range(placement.ranks):
-            add(rank, shard, EMBEDDING)
-            add(rank, 0 if tied else shard, OUTPUT)
+        ends = {end: [count + shard * (end == EMBEDDING or not tied) for count in dense] for end, dense in ends.items()}
     else:
         matrix = shape.hidden * shape.vocabulary // shape.policy.tensor
-        add(first, matrix, EMBEDDING)
+        ends[EMBEDDING][first] += matrix
         if not (tied and first == last):
-            add(last, matrix, OUTPUT)
+            ends[OUTPUT][last] += matrix
         if shape.mtp_layers and first != last:
-            add(last, matrix, EMBEDDING)  # of the tokens that are predicted from
+            ends[EMBEDDING][last] += matrix  # of the tokens that are predicted from
     for _ in range(shape.mtp_layers):
         predictor = shape.predictor
         counts[last] += sum((layer_parameters(predictor, layer) for layer in range(predictor.layers)), Parameters())
         # Three norms, and the product of hidden states and embeddings side by side.
-        add(last, 3 * shape.norm * shape.hidden + 2 * shape.hidden**2 // shape.policy.tensor, OUTPUT)
+        ends[OUTPUT][last] += 3 * shape.norm * shape.hidden + 2 * shape.hidden**2 // shape.policy.tensor
+    for end, dense in ends.items():
+        counts = [
+            count + Parameters(more, frozen=more * (not shape.trains(end))) for count, more in zip(counts, dense, strict=True)
+        ]
     return counts
 
 
@@ -127,24 +126,12 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
     dense = (cut + shared) // tensor + whole + bias
     in_fewer_bits = shape.quantized is not None and shape.quantized.layers[layer]
     count = Parameters(dense, routed, in_fewer_bits * (dense + routed), dense + routed)
-    return _as_trained(count, shape, layer) if shape.trained else count
-
-
-def _as_trained(count: Parameters, shape: Shape, layer: int) -> Parameters:
-    """A layer's with its adapters, if it has any, and with what is frozen in it."""
-    trained, experts = shape.trained, shape.experts
-    assert trained
     one = shape.of_layers(range(layer, layer + 1))
-    assert one.trained
-    if one.trained.whole:
+    if one.trained is None or one.trained.whole:
         return count
-    sizes = [0.0, 0.0]  # of dense linears, and of experts, each of which has its own
-    for each in one.adapters if one.trained.chosen else ():
-        times = experts.count / experts.parallel / experts.tensor if each.routed and experts else 1 / shape.policy.tensor
-        sizes[each.routed] += times * trained.rank * (each.inputs + each.outputs)
-    dense, routed = map(round, sizes)
-    more = Parameters(dense, routed, 0, dense + routed, count.dense, count.expert)
-    return count + more
+    sizes = (one.trained.rank * (each.inputs + each.outputs) // tensor for each in one.adapters) if one.trained.chosen else ()
+    more = round(sum(sizes))
+    return count + Parameters(more, layers=more, frozen=count.dense, frozen_expert=count.expert)
 
 
 def total_parameters(shape: Shape, tied: bool) -> int:

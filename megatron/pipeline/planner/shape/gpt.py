@@ -317,24 +317,28 @@ class Shape:
         found = replace(self, **own) if own else self
         return replace(found, ffn=found._mean_ffn(self.dense_ffn)) if own.keys() & {"experts", "hybrid"} else found
 
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Shares of the layers that run B, and that run W for all of their weights."""
+        return (self.trained.backward, self.trained.whole) if self.trained else (1.0, 1.0)
+
     def trains(self, end: str) -> bool:
         """Tell whether the embedding or the output layer trains."""
-        return self.trained is None or end in self.trained.ends
+        return self.trained is None or end in self.trained.names
 
     @property
     def adapters(self) -> list[Adapter]:
-        """Adapters of a layer that has all its kinds of parts."""
-        wanted = self.trained.targets if self.trained else ()
-        return [each for symbol in (ATTENTION, MLP, EXPERTS) for each in _linears(self, symbol) if each.target in wanted]
-
-    @property
-    def load(self) -> tuple[float, float]:
-        """Shares of B and of W of a layer that run, by the operations of its linears; adapters' products are W's alone."""
-        trained = self.trained
-        if trained is None:
-            return 1.0, 1.0
-        weights = sum(each.share * (each.inputs + each.outputs) for each in self.adapters)
-        return trained.backward, trained.whole + trained.chosen * trained.rank * weights / self.layer_weights
+        """Adapters of a layer; those of experts are as wide as all that a token visits."""
+        own, made, some = float(self.latent is None), self.queries + self.keys_and_values + self.gates, self.share(MLP)
+        some += self.share(EXPERTS)
+        ffn = self.ffn / (some or 1.0)
+        rows = [
+            Adapter("linear_qkv", self.hidden, made, own * self.attention),
+            Adapter("linear_proj", self.attended, self.hidden, self.attention),
+            Adapter("linear_fc1", self.hidden, (self.matrices - 1) * ffn, some),
+            Adapter("linear_fc2", ffn, self.hidden, some),
+        ]
+        return [row for row in rows if self.trained and row.target in self.trained.names]
 
     @property
     def hidden_bytes(self) -> float:
@@ -369,48 +373,25 @@ class Shape:
 
 
 class Adapter(NamedTuple):
-    """An adapter beside a linear, or a linear that could have one.
+    """An adapter beside a linear.
 
     Attributes:
-        inputs, outputs: the linear's widths.
-        routed: whether it is each expert's.
-        share: how often a token meets one, as a mean over the layers.
+        target: the linear's name.
+        inputs, outputs: its widths.
+        share: of the layers that have one.
     """
 
     target: str
     inputs: float
     outputs: float
-    routed: bool
     share: float
 
     def held(self, policy: ActivationPolicy) -> tuple[float, float]:
         """Numbers of the linear's input and output that a rank holds for every token."""
-        whole, cut = (policy.of_cut_layers if self.routed else policy.of_whole_layers), policy.of_cut_layers
-        wide = self.target in WIDE_INPUTS
-        return self.share * self.inputs * (whole if wide else cut), self.share * self.outputs * (cut if wide else whole)
-
-
-def _linears(shape: Shape, symbol: str) -> list[Adapter]:
-    """Linears of a part of a layer that can have adapters."""
-    share, hidden, experts = shape.share(symbol), shape.hidden, shape.experts
-    if not share:
-        return []
-    if symbol == ATTENTION:
-        made = shape.queries + shape.keys_and_values + shape.gates
-        own = [] if shape.latent else [Adapter("linear_qkv", hidden, made, False, share)]
-        return [*own, Adapter("linear_proj", shape.attended, hidden, False, share)]
-    mlps = [(hidden, shape.dense_ffn, False, share)]
-    if symbol == EXPERTS and experts:
-        mlps = [(shape.routed_hidden, experts.ffn, True, share * experts.visits * experts.tensor)]
-        mlps += [(hidden, experts.shared_ffn, False, share)] if experts.shared_ffn else []
-    return [
-        each
-        for width, ffn, routed, often in mlps
-        for each in (
-            Adapter("linear_fc1", width, (shape.matrices - 1) * ffn, routed, often),
-            Adapter("linear_fc2", ffn, width, routed, often),
+        whole, cut = self.share * policy.of_whole_layers, self.share * policy.of_cut_layers
+        return (
+            (self.inputs * whole, self.outputs * cut) if self.target in WIDE_INPUTS else (self.inputs * cut, self.outputs * whole)
         )
-    ]
 
 
 def layer_work(shape: Shape, causal: bool = False) -> Work:

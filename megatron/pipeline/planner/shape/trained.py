@@ -5,20 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from megatron.pipeline.planner.shape.description import ModelDescription
 
-ALL, NONE, _LORA = "all", "none", "lora:"
-WIDE_INPUTS = ("linear_qkv", "linear_fc1")  # which read hidden states; the other two make some
-TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 EMBEDDING, OUTPUT = "embedding", "output"
-_NUMBERS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?(?:/(\d{1,9}))?")
+WIDE_INPUTS = ("linear_qkv", "linear_fc1")  # which read hidden states; the other two make some
+_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_RANK, _RUN = re.compile(r"r=([1-9]\d{0,5})"), re.compile(r"(?:layers=)?(\d{1,9})(?:-(\d{1,9}))?(?:/(\d{1,9}))?")
 _EVERY = (0, 10**9)
 _UNREACHED, _PASSED, _TRAINS = range(3)  # of a layer: no backward comes there, B alone runs, something of it trains
-ALLOWED = (
-    f"give {ALL}, {NONE} (what trains comes before the layers), layers=16-31 (from 0; more of them, {EMBEDDING}, {OUTPUT} behind "
-    f"commas), or {_LORA}r=16 (also with some of {', '.join(TARGETS)}, which is all of them, and with layers=..)"
+_ALLOWED = (
+    f"give all, none (what trains comes before the layers), layers=16-31 or layers=0,30-31 (from 0; also with {EMBEDDING} or "
+    f"{OUTPUT}), or lora:r=16 (also with layers, and with some of {', '.join(_TARGETS)} in place of all)"
 )
 
 
@@ -28,59 +26,50 @@ class Trained:
 
     Attributes:
         rank: of adapters; 0 where layers train whole.
-        targets: the linears with adapters.
+        names: the linears with adapters, and which of ``EMBEDDING`` and ``OUTPUT`` train.
         runs: the first and the last of the layers that train, for each run of them.
-        ends: which of ``EMBEDDING`` and ``OUTPUT`` train.
-        count: layers of the model, where the text says it.
+        count: layers of the model, where that is known.
         layers: ``_UNREACHED``, ``_PASSED`` or ``_TRAINS`` of every layer.
     """
 
     rank: int = 0
-    targets: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
     runs: tuple[tuple[int, int], ...] = ()
-    ends: frozenset[str] = frozenset()
     count: int | None = None
     layers: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, text: str, layers: int | None = None) -> Trained | None:
+    def read(cls, text: str, count: int | None = None) -> Trained | None:
         """From a flag's text; None for all.
 
         Args:
-            layers: of the model, where that is known.
+            count: of the model's layers, where that is known; otherwise the text may have it behind ``/``.
 
         Raises:
             ValueError: it cannot be read, or the model has no such layers; says what is allowed.
         """
-        if text in (ALL, NONE):
-            return cls() if text == NONE else None
-        low_rank, rank, ends = text.startswith(_LORA), 0, set()
-        targets: list[str] = []
-        runs: list[tuple[int, int]] = []
-        counts = {layers} if layers else set()
-        for item in text.removeprefix(_LORA).split(","):
-            name, _, value = item.rpartition("=")
-            numbers = _NUMBERS.fullmatch(value)
-            if numbers and (name == "layers" or (not name and runs)) and int(numbers[1]) <= int(numbers[2] or numbers[1]):
-                runs.append((int(numbers[1]), int(numbers[2] or numbers[1])))
-                counts |= {int(numbers[3])} if numbers[3] else set()
-            elif low_rank and name == "r" and value.isdecimal() and int(value) and not rank:
-                rank = int(value)
-            elif low_rank and item in TARGETS:
-                targets.append(item)
-            elif item in (EMBEDDING, OUTPUT):
-                ends.add(item)
+        if text in ("all", "none"):
+            return cls(count=count) if text == "none" else None
+        targets = _TARGETS if text.startswith("lora:") else ()
+        rank, names, runs, counts = 0, set[str](), list[tuple[int, int]](), {count} - {None}
+        for item in text.removeprefix("lora:").split(","):
+            run, given = _RUN.fullmatch(item), _RANK.fullmatch(item)
+            if run and int(run[1]) <= int(run[2] or run[1]):
+                runs.append((int(run[1]), int(run[2] or run[1])))
+                counts |= {int(run[3])} if run[3] else set()
+            elif given and targets and not rank:
+                rank = int(given[1])
+            elif item in (EMBEDDING, OUTPUT, *targets):
+                names.add(item)
             else:
-                raise ValueError(f"{text}: {item or 'nothing'} is none of what can stand there: {ALLOWED}")
-        if low_rank and not rank:
-            raise ValueError(f"{text} has no r, the rank of the adapters: {ALLOWED}")
-        if len(counts) > 1:
-            raise ValueError(f"{text}: the model has {' or '.join(map(str, sorted(counts)))} layers? Give its number behind /")
-        count = next(iter(counts), None)
-        if count and (last := max((last for _, last in runs), default=0)) >= count:
-            raise ValueError(f"{text}: there is no layer {last}; the model has layers 0-{count - 1}")
-        runs = runs or [_EVERY] * low_rank
-        return cls(rank, tuple(targets or TARGETS * low_rank), tuple(runs), frozenset(ends), count)
+                raise ValueError(f"{text}: {item or 'nothing'} cannot stand there: {_ALLOWED}")
+        if targets and not rank:
+            raise ValueError(f"{text} does not say r, the rank of the adapters: {_ALLOWED}")
+        most = count or next(iter(counts), None) or _EVERY[1]
+        if len(counts) > 1 or any(last >= most for _, last in runs):
+            raise ValueError(f"{text}: the model has layers 0-{most - 1}")
+        names |= {*targets} if names.isdisjoint(targets) else set()
+        return cls(rank, frozenset(names), tuple(runs or [_EVERY] * bool(targets)), *counts or [None])
 
     @classmethod
     def of(cls, model: ModelDescription) -> Trained | None:
@@ -90,17 +79,30 @@ class Trained:
             ValueError: as ``read``.
         """
         found = cls.read(model.trained, model.num_layers)
-        if found and found.ends and model.tied:  # one matrix
-            found = replace(found, ends=frozenset((EMBEDDING, OUTPUT)))
+        if found and model.tied and not found.names.isdisjoint((EMBEDDING, OUTPUT)):  # one matrix
+            found = replace(found, names=found.names | {EMBEDDING, OUTPUT})
         return found and found.on(model.num_layers)
 
     def on(self, count: int) -> Trained:
         """The same of a model of that many layers."""
         trains = [any(first <= layer <= last for first, last in self.runs) for layer in range(count)]
-        # Before the first that trains nothing needs a gradient; where none does, what is before the layers.
-        first = trains.index(True) if any(trains) else count * bool(self.ends)
-        first = 0 if EMBEDDING in self.ends else first
+        # Before the first that trains nothing needs a gradient; where none does, only what trains before all of them.
+        first = 0 if EMBEDDING in self.names or not (any(trains) or self.names) else [*trains, True].index(True)
         return replace(self, layers=tuple(_TRAINS if one else _PASSED * (at >= first) for at, one in enumerate(trains)))
+
+    def stages(self, depth: int) -> Iterator[tuple[float, float]]:
+        """Shares of B and W of every stage that run, of as many layers on each; adapters' W is none.
+
+        Raises:
+            ValueError: layers are named, and not of how many.
+        """
+        if self.count is None and any(run != _EVERY for run in self.runs):
+            raise ValueError("--trained: say of how many layers, such as layers=16-31/32")
+        count = self.count or 1
+        parts = [layer for layer in self.on(count).layers for _ in range(depth)]
+        for stage in range(depth):
+            own = replace(self, layers=tuple(parts[stage * count : (stage + 1) * count]))
+            yield own.backward, own.whole
 
     @property
     def backward(self) -> float:
@@ -116,18 +118,3 @@ class Trained:
     def whole(self) -> float:
         """Share of the layers that train whole."""
         return 0.0 if self.rank else self.chosen
-
-    def stages(self, depth: int) -> Iterator[tuple[float, float]]:
-        """Shares of every stage's layers in which B runs, and which train whole, where as many are on each.
-
-        Raises:
-            ValueError: layers are named, and not of how many.
-        """
-        if self.count is None and any(run != _EVERY for run in self.runs):
-            raise ValueError("layers are named: say of how many, such as layers=16-31/32")
-        found = self.on(count := self.count or depth)
-        for stage in range(depth):
-            first, end = Fraction(stage * count, depth), Fraction((stage + 1) * count, depth)
-            own = [(max(0, min(end, at + 1) - max(first, at)) / (end - first), state) for at, state in enumerate(found.layers)]
-            trains = sum(share for share, state in own if state == _TRAINS and not self.rank)
-            yield float(sum(share for share, state in own if state)), float(trains)

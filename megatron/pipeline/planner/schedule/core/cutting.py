@@ -61,16 +61,14 @@ def trained(costs: Costs, shares: Iterable[tuple[float, float]]) -> Costs:
     Args:
         shares: of B and of W that remain, for every stage. What no backward needs is not held, and what W alone needs, neither.
     """
-    stages = (
+    left = (
         replace(
-            stage.times(Load(backward=backward, weight=weight)),
-            activation=stage.activation * backward,
-            checkpoint=stage.checkpoint * backward,
+            stage.times(Load(backward=backward, weight=weight, memory=backward)),
             retained=stage.retained * backward * (weight > 0),
         )
         for stage, (backward, weight) in zip(costs.stages, shares, strict=True)
     )
-    return replace(costs, stages=tuple(stages))
+    return replace(costs, stages=tuple(left))
 
 
 def without_fused(costs: Costs) -> Costs:
