@@ -86,9 +86,8 @@ def parameters(
         # Three norms, and the product of hidden states and embeddings side by side.
         ends[OUTPUT][last] += 3 * shape.norm * shape.hidden + 2 * shape.hidden**2 // shape.policy.tensor
     for end, dense in ends.items():
-        counts = [
-            count + Parameters(more, frozen=more * (not shape.trains(end))) for count, more in zip(counts, dense, strict=True)
-        ]
+        frozen = not shape.trains(end)
+        counts = [count + Parameters(more, frozen=frozen * more) for count, more in zip(counts, dense, strict=True)]
     return counts
 
 

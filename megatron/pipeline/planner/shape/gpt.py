@@ -389,9 +389,8 @@ class Adapter(NamedTuple):
     def held(self, policy: ActivationPolicy) -> tuple[float, float]:
         """Numbers of the linear's input and output that a rank holds for every token."""
         whole, cut = self.share * policy.of_whole_layers, self.share * policy.of_cut_layers
-        return (
-            (self.inputs * whole, self.outputs * cut) if self.target in WIDE_INPUTS else (self.inputs * cut, self.outputs * whole)
-        )
+        reads, makes = (whole, cut) if self.target in WIDE_INPUTS else (cut, whole)
+        return self.inputs * reads, self.outputs * makes
 
 
 def layer_work(shape: Shape, causal: bool = False) -> Work:

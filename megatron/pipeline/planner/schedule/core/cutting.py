@@ -62,10 +62,7 @@ def trained(costs: Costs, shares: Iterable[tuple[float, float]]) -> Costs:
         shares: of B and of W that remain, for every stage. What no backward needs is not held, and what W alone needs, neither.
     """
     left = (
-        replace(
-            stage.times(Load(backward=backward, weight=weight, memory=backward)),
-            retained=stage.retained * backward * (weight > 0),
-        )
+        replace(stage, retained=stage.retained * (weight > 0)).times(Load(backward=backward, weight=weight, memory=backward))
         for stage, (backward, weight) in zip(costs.stages, shares, strict=True)
     )
     return replace(costs, stages=tuple(left))
