@@ -258,7 +258,7 @@ def adapters(schedule: str, pipeline: int) -> LowRank:
         if weight.requires_grad
     }
     stages = () if schedule == "stock" else loop.pipeline(pipeline).plans.planned_costs.stages
-    return LowRank(losses, norms, weights, [stage.weight / stage.backward for stage in stages])
+    return LowRank(losses, norms, weights, [stage.weight / (stage.backward or 1) for stage in stages])
 
 
 def overlapping(schedule: str, late: bool) -> tuple[list[list[float]], list[float], bool]:

@@ -82,11 +82,13 @@ def split_chunks(models: Sequence[torch.nn.Module], fuse_recomputed: bool = Fals
     return f"backward is not split, runs fused in B: {'; '.join(parts)}" if fused else ""
 
 
-def trained_share(chunk: torch.nn.Module) -> float:
+def trained_share(chunk: torch.nn.Module) -> float | None:
     """Share of a chunk's weight gradients that W computes, by the elements of its matrices; call it after ``split_weights``.
 
-    Frozen matrices have none, and some are left to B. 1 for a chunk without matrices.
+    Frozen matrices have none, and some are left to B. 1 for a chunk without matrices; None where nothing trains, not even by B.
     """
+    if not any(weight.requires_grad for weight in chunk.parameters()):
+        return None
     matrices = {
         weight: te_linear.is_delayed(module) or weight_tasks.is_prepared(weight)
         for module in chunk.modules()

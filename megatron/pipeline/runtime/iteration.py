@@ -40,7 +40,7 @@ from megatron.pipeline.runtime.wiring import Wiring, wiring
 
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
 def _wiring(plan: Planned, rank: int) -> Wiring:
-    return wiring(plan.programs[rank], rank, plan.schedule.placement)
+    return wiring(plan.programs[rank], rank, plan.schedule.placement, plan.schedule.frozen)
 
 
 class _Attempt(NamedTuple):
@@ -166,9 +166,13 @@ class Iteration:
         else:
             stages = ModelStages(call, plan.schedule, rank, iterators)
         offloaded = self._in_flight(program, call.chunks)
-        shielded = plan.schedule.shielded.intersection(plan.schedule.placement.stages[rank])
-        chunks = {plan.schedule.placement.home(stage)[1] for stage in shielded}
-        handlers = StagePasses(stages, program, not call.forward_only, offloaded, chunks).handlers.joined(stages.handlers)
+        frozen = plan.schedule.frozen
+        first = frozen + bool(frozen and config.recompute_granularity is None)  # whose backwards need an input that needs one
+        chunks = [
+            {chunk for chunk, stage in enumerate(plan.schedule.placement.stages[rank]) if stage in wanted}
+            for wanted in (plan.schedule.shielded, range(frozen), range(first))
+        ]
+        handlers = StagePasses(stages, program, not call.forward_only, offloaded, *chunks).handlers.joined(stages.handlers)
         handlers = replace(handlers, around=sync.around)
         dtype = config.pipeline_dtype or config.params_dtype
         transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, call.device, self.posting)

@@ -195,8 +195,22 @@ class Pipeline:
         assert self._begun is not None, "an iteration has begun"
         self._begun[0].start_anew()
 
+    def meet(self, call: Call) -> None:
+        """Look at a model before its first iteration, and plan for what it trains, if it does. Collective over the pipeline.
+
+        Raises:
+            ValueError: see ``check_chunks``.
+        """
+        if call.chunks[0] in (self._built if call.forward_only else self._trained):
+            return
+        shares = check_chunks(call.pipeline, self.placement, self.name, call.chunks)
+        self._built.add(call.chunks[0])
+        if shares and not call.forward_only:
+            self.plans.train(shares)
+
     def _make(self, call: Call, of_batch: Planned | None = None) -> Iteration:
         """Args: of_batch: a plan that all ranks have, in place of the one for equal microbatches."""
+        self.meet(call)
         searches = self._searches and not call.forward_only  # replicas may evaluate more or less often than others
         if searches:
             self.background.adopt_searched()
@@ -206,10 +220,8 @@ class Pipeline:
             self._agreed.add(plan)
         if searches:
             self.background.search(call.num_microbatches)
-        plan = of_batch or plan
-        if call.chunks[0] not in self._built:
-            check_chunks(call.pipeline, self.placement, self.name, call.chunks)
-            self._built.add(call.chunks[0])
+        if of_batch and of_batch.schedule.frozen <= self.plans.frozen:
+            plan = of_batch
         measured = self.measures and not call.forward_only
 
         def record() -> NullRecorder:

@@ -27,7 +27,7 @@ from megatron.pipeline.planner.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import costs_fields
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, EQUAL_SHARDS, Costs, StageCosts, uniform
-from megatron.pipeline.planner.schedule.core.cutting import with_parts
+from megatron.pipeline.planner.schedule.core.cutting import trained, with_parts
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.planner.schedule.core.problem import GOAL, Objective, Problem, per_rank
@@ -82,6 +82,8 @@ class Request:
             from a placement, the vocabulary and whether to count bytes, in place of the costs' unit, to that. None: not known.
         keep: whether a searched order is kept on disk, and read from there where it has been: see ``kept``. Orders of a moment,
             quick ones and those of unequal microbatches, are not.
+        trained: shares of B and of W of every stage that are left where not all trains; the first stages may have neither. Those
+            of W count where costs are ``equal``.
         bounded: whether to refuse what would take hours: more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
     """
 
@@ -108,6 +110,7 @@ class Request:
     unit: Unit = MICROBATCHES
     bounded: bool = False
     keep: bool = False
+    trained: Sequence[tuple[float, float]] = ()
     beside: Beside | BesideOf | None = None
 
     def __new__(cls, *_: Any, **fields: Any) -> Request:
@@ -188,14 +191,22 @@ class Request:
     def costs_on(self, placement: Placement) -> Costs:
         """The costs on a placement."""
         costs = self.costs(placement) if callable(self.costs) else self.costs
-        return costs or self.equal_costs(placement)
+        costs = costs or self.equal_costs(placement)
+        return trained(costs, [(backward, 1.0) for backward, _ in self.trained]) if self.frozen else costs
+
+    @property
+    def frozen(self) -> int:
+        """The first stages without B."""
+        return next((stage for stage, (backward, _) in enumerate(self.trained) if backward), 0)
 
     def equal_costs(self, placement: Placement) -> Costs:
         """Costs of passes where no costs are given."""
         costs = uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
         if callable(self.equal):
-            return replace(costs, stages=tuple(self.equal(placement, self.vocabulary)))
-        return replace(costs, stages=(self.equal.share(placement.chunks),) * len(costs.stages))
+            costs = replace(costs, stages=tuple(self.equal(placement, self.vocabulary)))
+        else:
+            costs = replace(costs, stages=(self.equal.share(placement.chunks),) * len(costs.stages))
+        return trained(costs, self.trained) if self.trained else costs
 
     def plan(self) -> Planned:
         """The family's schedule for this, which obeys every rule and stays within the limits.
@@ -212,6 +223,7 @@ class Request:
         schedule, by_rules = kept.order(self.schedule, problem, search) if keeps else search()
         seconds = time.perf_counter() - begin
         verify(schedule, waits_for_norm=waits_for_norm(problem))
+        schedule = replace(schedule, frozen=self.frozen) if self.frozen else schedule
         return Planned(schedule, replace(problem, quick=False), self.variant, seconds, by_rules=by_rules)
 
     def _search(self, problem: Problem) -> kept.Order:

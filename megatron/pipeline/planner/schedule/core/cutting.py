@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from math import lcm
 from statistics import median_low
@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_SHARDS, Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.kinds import Vocabulary
+from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.stage_costs import ALL_TO_ALL, PARTS, combined
 
@@ -64,6 +65,19 @@ def shielded(costs: Costs, stages: Set[int]) -> Costs:
     if not stages:
         return costs
     return replace(costs, stages=tuple(one.shielded() if stage in stages else one for stage, one in enumerate(costs.stages)))
+
+
+def trained(costs: Costs, shares: Iterable[tuple[float, float]]) -> Costs:
+    """The costs where not all weights train.
+
+    Args:
+        shares: of B and of W that remain, for every stage. What no backward needs is not held, and what W alone needs, neither.
+    """
+    left = (
+        replace(stage, retained=stage.retained * (weight > 0)).times(Load(backward=backward, weight=weight, memory=backward))
+        for stage, (backward, weight) in zip(costs.stages, shares, strict=True)
+    )
+    return replace(costs, stages=tuple(left))
 
 
 def without_fused(costs: Costs) -> Costs:
