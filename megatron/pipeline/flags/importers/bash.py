@@ -33,6 +33,7 @@ class Script:
         commands: the words of those that it would run, in order. What is not known in them is ``unknown``.
         asked: parameters of the command line that decided what runs, and are not known.
         used: names of variables that did, and are not set.
+        lost: scripts that it sources, and that are not there.
     """
 
     def __init__(self, path: Path, given: Mapping[str, str]) -> None:
@@ -49,6 +50,7 @@ class Script:
         self.commands: list[list[str]] = []
         self.asked: dict[str, None] = {}
         self.used: dict[str, None] = {}
+        self.lost: list[str] = []
         self._out: list[str] = []
         self._steps = 0
         self._parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
@@ -59,6 +61,7 @@ class Script:
         Raises:
             ValueError: it has no end in sight.
         """
+        text = re.sub(r"\$([A-Za-z_]\w*)(?=[+*])", r"${\1}", text)  # which the grammar does not split
         self._run(self._parser.parse(text.encode()).root_node)
 
     # Statements. Their status is False where a test says so, and None where it is not known.
@@ -186,6 +189,8 @@ class Script:
             self.within.append(file)
             self.run(reading.read_text(file, "a shell script"))
             self.within.pop()
+        elif not file.is_file():
+            self.lost.append(shown(name))
 
     def _output(self, name: str, rest: list[str]) -> str:
         """What a command would print, of those that need no machine."""
@@ -204,7 +209,7 @@ class Script:
                 [*map(int, words)] if len(words) == 3 else [int((words if len(words) > 1 else ["1"])[0]), 1, int(words[-1])]
             )
             return " ".join(map(str, range(first, last + 1, step)))
-        return "" if name == "cd" else unknown(f"$({' '.join([name, *rest])})")
+        return "" if name == "cd" else unknown(f"$({name})")
 
     # Tests.
     def _test(self, node: Node) -> bool | None:
@@ -417,7 +422,7 @@ class Script:
         if any(child.type in ("pipeline", "redirected_statement") for child in node.named_children):
             inner = re.sub(r"\s*(&?>+\S*\s*\S*|2>&1).*", "", _text(node))
             if "cd" not in inner:
-                return unknown(_text(node))
+                return unknown(f"$({re.split('[ )|`]', inner.lstrip('$(`'))[0]})")
         out, values, commands = self._out, dict(self.values), len(self.commands)
         self._out = []
         for child in node.named_children:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from megatron.pipeline.flags.flags import as_flags
 from megatron.pipeline.flags.importers import renamed, upstream
 from megatron.pipeline.planner import reading
 
-_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")  # within the configuration of a model of several kinds
 _TUNED = r"(-(instruct|base|chat|it|pt|thinking|hf|fp8|bf16|v?0?\.\d|v\d\.\d|\d{4}))*"  # behind the name of what is as large
 
@@ -28,18 +29,19 @@ def read(path: str) -> tuple[dict[str, Any], list[str]]:
     if file.is_dir() and not (file / "config.json").is_file():
         raise ValueError(f"{path}: a folder without a config.json: give that of a model of Hugging Face")
     if not file.exists():
-        short = path.rpartition("/")[2].lower()
+        short = path.rstrip("/").rpartition("/")[2].lower()
         for name, config in upstream.table("published").items():
-            if re.fullmatch(re.escape(name.rpartition("/")[2].lower()) + _TUNED, short):
-                return of_model(config)
+            if re.fullmatch(re.escape(name.rpartition("/")[2].lower()) + _TUNED, short.replace("-vl-", "-")):
+                return of_model({"text_config": config} | config if "-vl-" in short else config)
         cache = (
             Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub" / f"models--{path.replace('/', '--')}"
         )
         if not (snapshots := sorted(cache.glob("snapshots/*/config.json"))):
-            names = ", ".join(name.rpartition("/")[2] for name in upstream.table("published"))
+            names = {name.rpartition("/")[2].lower(): name for name in upstream.table("published")}
+            near = ", ".join(names[one] for one in difflib.get_close_matches(short, names)) or "such as Qwen/Qwen3-8B"
             raise ValueError(
-                f"{path}: no such file, no such folder, and not known by name: give the config.json of this model of Hugging "
-                f"Face. Known by name are {names}"
+                f"{path}: no such file or folder: give the config.json of this model of Hugging Face. Known by name are {near}, "
+                f"and {len(names)} in all"
             )
         file = snapshots[-1]
     file = file / "config.json" if file.is_dir() else file

@@ -33,7 +33,8 @@ def flags_in(content: Mapping[str, Any], path: Path, parser: argparse.ArgumentPa
             if used := re.fullmatch(r"\$\{([\w.]+)\}", str(value)):
                 settings[name] = settings.get(used[1])
         known = {name: value for name, value in settings.items() if "${" not in str(value)}
-        return renamed.flags_of(known, renamed.table("nested"), parser._option_string_actions)
+        found = renamed.flags_of(known, renamed.table("nested"), parser._option_string_actions)
+        return {"tokenizer-type": "HuggingFaceTokenizer"} | found
     if own is content or not isinstance(own, dict):
         return own
     flags = {name: f"--{str(name).lstrip('-').replace('_', '-')}" for name in own}

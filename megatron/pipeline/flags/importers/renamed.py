@@ -46,7 +46,7 @@ def values_of(
         action = theirs.get(name) or options.get(name)
         if action is None:
             flag = name.replace("_", "-")
-            if f"--{flag}" in known and f"--{flag}" not in OURS:
+            if f"--{flag}" in known and f"--{flag}" not in OURS and value is not False:
                 others.setdefault(flag, value)
         elif action.nargs == 0 and name not in theirs:  # as --disable-bias-linear, which clears what has another name
             found.setdefault(action.dest, action.const if value else action.default)

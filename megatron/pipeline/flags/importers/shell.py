@@ -6,15 +6,19 @@ import argparse
 import itertools
 import math
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron.pipeline.flags.flag_types import not_negative, positive_float
 from megatron.pipeline.flags.importers import renamed, upstream
 from megatron.pipeline.flags.importers.bash import Script, shown, unknown_in
+from megatron.pipeline.flags.settings import Role
 
 _SETTING = re.compile(r"\+*([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.S)  # of a program that hydra configures
 ENDS = (".sh", ".bash", ".sbatch", ".slurm")
@@ -52,8 +56,10 @@ def of_script(
     others = {word.partition("=")[0] for word in line if re.fullmatch("--[A-Za-z][A-Za-z0-9-_]*(=.*)?", word, re.S)}
     others = {f"--{upstream.key(name)}" for name in others if upstream.key(name).replace("-", "_") not in kind.get("names", ())}
     upstream.leave_out(parser, [] if settings else sorted(others - known.keys() - torchrun()._option_string_actions.keys()))
-    if not flags:
-        raise ValueError("no flags of a training in it, nor in what it sources")
+    if not flags or (script.lost and "num-layers" not in {*flags, *(flag[2:] for flag in given)}):
+        raise ValueError(
+            f"no flags of a training in it, nor in what it sources{''.join(f'; {lost} is not there' for lost in script.lost)}"
+        )
     for name, value in kind.get("defaults", {}).items():
         if name not in flags and f"--{name}" not in given:
             flags[name] = value
@@ -61,8 +67,9 @@ def of_script(
                 parser, [] if value is True else [f"--{name} {value}: {kind['name']}'s own, which leaves it to the data"]
             )
     flags = {name: value for name, value in flags.items() if f"--{name}" not in given}
-    _ask(script, {name: str(value) for name, value in flags.items() if not _fits(value, known[f"--{name}"])}, line)
-    return {name: shown(value) if isinstance(value, str) else value for name, value in flags.items()}
+    unknown = {name: str(value) for name, value in flags.items() if not _fits(value, known[f"--{name}"])}
+    _ask(script, {name: value for name, value in unknown.items() if not _is_aside(known[f"--{name}"])}, line)
+    return {name: shown(value) if isinstance(value, str) else value for name, value in flags.items() if name not in unknown}
 
 
 def _flags_among(words: Sequence[str], known: Collection[str]) -> int:
@@ -77,12 +84,12 @@ def _of_words(words: Sequence[str], kind: Mapping[str, Any], known: Mapping[str,
     for index, word in enumerate(words):
         name, _, value = word.partition("=")
         name = upstream.key(name)
-        name = kind.get("names", {}).get(name.replace("-", "_"), name).replace("_", "-")
+        name = kind.get("names", {}).get(name.replace("-", "_"), name) or ""
         action = known.get(f"--{name}")
         if not word.startswith("--") or action is None or action.dest == "help":
             continue
         behind = itertools.takewhile(lambda other: not re.match(r"--\D|[()|&;<>]+$", other), words[index + 1 :])
-        own = [value] if value else list(behind)
+        own = [each.strip("'\"") for each in ([value] if value else behind)]
         if action.nargs == 0:
             flags[name] = not (own and own[0].lower() == "false")
         elif own or action.nargs in ("?", "*"):  # else part of a script that reads its own flags
@@ -99,7 +106,7 @@ def _of_settings(settings: Mapping[str, str], kind: Mapping[str, Any], known: Co
     for flag, (how, parts) in kind.get("of_several", {}).items():
         numbers = [settings.get(path, str(usual)) for path, usual in parts.items()]
         numeric = all(map(str.isdecimal, numbers))
-        flags[flag] = getattr(math, how)(map(int, numbers)) if numeric else "".join(numbers)
+        flags[flag] = (sum if how == "sum" else math.prod)(map(int, numbers)) if numeric else "".join(numbers)
     return flags
 
 
@@ -132,7 +139,17 @@ def _fits(value: Any, action: argparse.Action) -> bool:
         return False
 
 
+def _is_aside(action: argparse.Action) -> bool:
+    """Tell whether no prediction depends on a flag: on lengths, files, data and rates."""
+    aside = (Role.LENGTH, Role.FILES, Role.DATA)
+    return vars(action).get("role") in aside or action.type in (not_negative, positive_float)
+
+
 def _words(word: str) -> list[str]:
     """The words of one that has flags: of a variable's value, or a whole command."""
     flags = re.match(r"\s*(?=--)|.*\.py\s", word, re.S)
-    return word[flags.end() :].split() if flags and re.search(r"\s", word.strip()) else [word]
+    if not flags or not re.search(r"\s", word.strip()):
+        return [word]
+    with suppress(ValueError):  # quotes that do not match
+        return shlex.split(word[flags.end() :])
+    return word[flags.end() :].split()
