@@ -55,6 +55,22 @@ def parse(argv: Sequence[str], predicts: bool = False) -> Flags:
     return Flags(**vars(args))
 
 
+def tokens_of(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line with what ``--config`` and ``--model`` stand for in their places, and remarks on that.
+
+    Raises:
+        ValueError: as ``parse``.
+    """
+    parser = _parser()
+    upstream.add_upstream(parser)
+    tokens = with_config(parser, argv, predicts=True)
+    own = _FlagParser(add_help=False, allow_abbrev=False)
+    for flag in ("--config", "--model"):
+        own.add_argument(flag)
+    left = parser.parse_known_args(tokens)[0]
+    return own.parse_known_args(tokens)[1], upstream.settle(Flags(**vars(left)))[1]
+
+
 def with_config(parser: argparse.ArgumentParser, argv: Sequence[str], predicts: bool = False) -> list[str]:
     """Put the flags in ``--config FILE`` before those of the command line, which so win.
 
@@ -89,9 +105,9 @@ def of_model(parser: argparse.ArgumentParser, path: str) -> list[str]:
     try:
         flags, remarks = huggingface.read(path)
     except ValueError as error:
-        raise ValueError(f"--model {' '.join(str(error).split())}") from None
+        raise ValueError(f"--model {path}: {' '.join(str(error).split())}") from None
     upstream.remark(parser, [f"--model {path}: {remark}" for remark in remarks])
-    return _as_tokens(parser, flags, path)
+    return _as_tokens(parser, flags, path, f"--model {path}", False)
 
 
 def _refuse_old(flags: Iterable[str]) -> None:
@@ -174,37 +190,35 @@ def _read_config(
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
     _refuse_old(f"--{upstream.key(str(name))}" for name in content)
-    known = {upstream.key(option): option for option in parser._option_string_actions}
-    for name in content:
-        if (key := upstream.key(str(name))) not in known or key == "config":
-            words = upstream.unknown(parser, str(name)) if predicts else _unknown(str(name), parser)
-            raise ValueError(f"--config {path}: {words}")
-    return _as_tokens(parser, content, path)
+    return _as_tokens(parser, content, path, f"--config {path}", predicts)
 
 
-def _as_tokens(parser: argparse.ArgumentParser, flags: Mapping[str, Any], path: str) -> list[str]:
+def _as_tokens(parser: argparse.ArgumentParser, flags: Mapping[str, Any], path: str, where: str, predicts: bool) -> list[str]:
     known = {upstream.key(option): (option, action) for option, action in parser._option_string_actions.items()}
     tokens: list[str] = []
     for name, value in flags.items():
         key = upstream.key(str(name))
+        if key not in known or key == "config":
+            words = upstream.unknown(parser, str(name)) if predicts else _unknown(str(name), parser)
+            raise ValueError(f"{where}: {words}")
         near = Path(path).parent / str(value)  # mpipe tune writes the costs next to the configuration
         is_near = key == "pipeline-costs" and near.is_file()
-        tokens += _tokens(path, *known[key], near if is_near else value)
+        tokens += _tokens(where, *known[key], near if is_near else value)
     return tokens
 
 
-def _tokens(path: str, option: str, action: argparse.Action, value: Any) -> list[str]:
+def _tokens(where: str, option: str, action: argparse.Action, value: Any) -> list[str]:
     """One key of the YAML file as command-line tokens."""
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise ValueError(f"--config {path}: {option} is on or off: expected true or false, got {value!r}")
+            raise ValueError(f"{where}: {option} is on or off: expected true or false, got {value!r}")
         if value or not isinstance(action, argparse.BooleanOptionalAction):
             return [option] if value else []
         return [next(name for name in action.option_strings if name.startswith("--no-"))]
     if value is None:
         return []
     if isinstance(value, bool | dict) or (isinstance(value, list) and action.nargs is None):
-        raise ValueError(f"--config {path}: {option} takes one value, got {value!r}")
+        raise ValueError(f"{where}: {option} takes one value, got {value!r}")
     if isinstance(value, list):
         return [option, *map(str, value)]
     return [option, *upstream.words(str(value))] if action.nargs else [f"{option}={value}"]

@@ -27,7 +27,7 @@ def read(path: str) -> tuple[dict[str, Any], list[str]]:
     """
     file = Path(path).expanduser()
     if file.is_dir() and not (file / "config.json").is_file():
-        raise ValueError(f"{path}: a folder without a config.json: give that of a model of Hugging Face")
+        raise ValueError("a folder without a config.json: give that of a model of Hugging Face")
     if not file.exists():
         short = path.rstrip("/").rpartition("/")[2].lower()
         for name, config in upstream.table("published").items():
@@ -40,14 +40,14 @@ def read(path: str) -> tuple[dict[str, Any], list[str]]:
             names = {name.rpartition("/")[2].lower(): name for name in upstream.table("published")}
             near = ", ".join(names[one] for one in difflib.get_close_matches(short, names)) or "such as Qwen/Qwen3-8B"
             raise ValueError(
-                f"{path}: no such file or folder: give the config.json of this model of Hugging Face. Known by name are {near}, "
-                f"and {len(names)} in all"
+                "no such file or folder: give the config.json of this model of Hugging Face. Known by name are "
+                f"{near}, and {len(names)} in all"
             )
         file = snapshots[-1]
     file = file / "config.json" if file.is_dir() else file
     config = reading.parse_json(reading.read_text(file, "a config.json"), "a config.json")
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ValueError(f"{file} is no config.json of a model of Hugging Face, which has a model_type")
+        raise ValueError("no config.json of a model of Hugging Face, which has a model_type")
     return of_model(config)
 
 

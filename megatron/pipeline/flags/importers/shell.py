@@ -6,9 +6,7 @@ import argparse
 import itertools
 import math
 import re
-import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -50,25 +48,27 @@ def of_script(
     first, *lines = ([part for word in words for part in _words(word)] for words in (stored, *reversed(script.commands)))
     line = max(lines, key=lambda words: _flags_among(words, known), default=[])
     line = line if _flags_among(line, known) else first
-    kind = next((each for each in renamed.table("frameworks") if any(fnmatchcase(word, each["mark"]) for word in line)), {})
+    kind: dict[str, Any] = next(
+        (each for each in renamed.table("frameworks") if any(fnmatchcase(word, each["mark"]) for word in line)), {}
+    )
     settings = {found[1]: found[2] for word in line if (found := _SETTING.fullmatch(word))}
     flags = _of_settings(settings, kind, known) if settings else _of_words(line, kind, known)
-    others = {word.partition("=")[0] for word in line if re.fullmatch("--[A-Za-z][A-Za-z0-9-_]*(=.*)?", word, re.S)}
-    others = {f"--{upstream.key(name)}" for name in others if upstream.key(name).replace("-", "_") not in kind.get("names", ())}
-    upstream.leave_out(parser, [] if settings else sorted(others - known.keys() - torchrun()._option_string_actions.keys()))
-    if not flags or (script.lost and "num-layers" not in {*flags, *(flag[2:] for flag in given)}):
-        raise ValueError(
-            f"no flags of a training in it, nor in what it sources{''.join(f'; {lost} is not there' for lost in script.lost)}"
-        )
+    missing = [f"; {name} is not there" for name in script.lost]
+    if not flags or (missing and not {"num-layers", "model"} & {*flags, *(flag[2:] for flag in given)}):
+        raise ValueError(f"no flags of a training in it, nor in what it sources{''.join(missing)}")
+    others = (
+        {} if settings else {f"--{upstream.key(word.partition('=')[0])}": word for word in line if re.match("--[A-Za-z]", word)}
+    )
+    theirs = {f"--{name.replace('_', '-')}" for name in kind.get("names", ())}
+    upstream.leave_out(parser, [name for name in others if name not in {*known, *theirs, *torchrun()._option_string_actions}])
     for name, value in kind.get("defaults", {}).items():
         if name not in flags and f"--{name}" not in given:
             flags[name] = value
-            upstream.remark(
-                parser, [] if value is True else [f"--{name} {value}: {kind['name']}'s own, which leaves it to the data"]
-            )
+            if type(value) is int:
+                upstream.remark(parser, [f"--{name} {value}: {kind['name']}'s own, which leaves it to the data"])
     flags = {name: value for name, value in flags.items() if f"--{name}" not in given}
-    unknown = {name: str(value) for name, value in flags.items() if not _fits(value, known[f"--{name}"])}
-    _ask(script, {name: value for name, value in unknown.items() if not _is_aside(known[f"--{name}"])}, line)
+    unknown = {name: value for name, value in flags.items() if not _fits(value, known[f"--{name}"])}
+    _ask(script, {name: f"{value}" for name, value in unknown.items() if not _is_aside(known[f"--{name}"])}, line)
     return {name: shown(value) if isinstance(value, str) else value for name, value in flags.items() if name not in unknown}
 
 
@@ -93,15 +93,14 @@ def _of_words(words: Sequence[str], kind: Mapping[str, Any], known: Mapping[str,
         if action.nargs == 0:
             flags[name] = not (own and own[0].lower() == "false")
         elif own or action.nargs in ("?", "*"):  # else part of a script that reads its own flags
-            flags[name] = [part for each in own for part in upstream.words(each)] if action.nargs not in (None, "?") else own[0]
+            several = [part for each in own if own == [each] or not unknown_in(each) for part in upstream.words(each)]
+            flags[name] = several if action.nargs not in (None, "?") else own[0]
     return flags
 
 
 def _of_settings(settings: Mapping[str, str], kind: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The same of a program's settings by hydra."""
-    own = {
-        path: yaml.safe_load(value) for path, value in settings.items() if path.startswith(tuple(kind.get("under", ())) or path)
-    }
+    own = {path: yaml.safe_load(value) for path, value in settings.items() if path.startswith(kind.get("under", ""))}
     flags = renamed.flags_of(own, kind or renamed.table("nested"), known)
     for flag, (how, parts) in kind.get("of_several", {}).items():
         numbers = [settings.get(path, str(usual)) for path, usual in parts.items()]
@@ -112,44 +111,34 @@ def _of_settings(settings: Mapping[str, str], kind: Mapping[str, Any], known: Co
 
 def _ask(script: Script, unknown: Mapping[str, str], line: Sequence[str]) -> None:
     """Raise an error about all that a script's text leaves open, if flags depend on it."""
-    open_ = [name for word in line if not word.startswith("--") for name in unknown_in(word)] if script.asked else []
-    if not unknown and not open_:
+    decides = any(name.isdigit() for name in script.asked) and any(unknown_in(word) for word in line if word[:2] != "--")
+    if not unknown and not decides:
         return
-    names = list(
-        dict.fromkeys([*script.asked, *script.used, *(name for value in unknown.values() for name in unknown_in(value))])
-    )
+    names = dict.fromkeys([*script.asked, *(name for value in unknown.values() for name in unknown_in(value))])
     numbers = sorted((name for name in names if name.isdigit()), key=int)
     sets = [f"{name}=.." for name in (*numbers, *(name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)))]
-    flags = ", ".join(f"--{name} {shown(value)}" for name, value in unknown.items())
-    raise ValueError(
-        f"{flags or 'some flags'}: not known without running the script: "
-        + (f"add --set {' '.join(sets)} (its parameters by number, and its variables), or " if sets else "")
-        + "give these flags"
-    )
+    set_ = f"--set {' '.join(sets)} (parameters by number, variables by name), or " if sets else ""
+    flags = ", ".join(f"--{name} {shown(value)}" for name, value in unknown.items()) or "some of its flags"
+    raise ValueError(f"{flags}: not known without running the script: give {set_}these flags on the command line")
 
 
 def _fits(value: Any, action: argparse.Action) -> bool:
     """Tell whether a flag can have a value, of which something is unknown."""
+    if action.dest == "model":
+        value = value.rpartition("/")[2]  # its name, which may be known
     values = value if isinstance(value, list) else [value]
     if not any(unknown_in(each) for each in values if isinstance(each, str)):
         return True
-    try:
-        return not action.choices and (not callable(action.type) or all(action.type(each) is not None for each in values))
-    except (argparse.ArgumentTypeError, ValueError):
-        return False
+    return action.type in (None, str) and not action.choices and action.dest not in ("model", "pipeline_model_parallel_layout")
 
 
 def _is_aside(action: argparse.Action) -> bool:
     """Tell whether no prediction depends on a flag: on lengths, files, data and rates."""
     aside = (Role.LENGTH, Role.FILES, Role.DATA)
-    return vars(action).get("role") in aside or action.type in (not_negative, positive_float)
+    return vars(action).get("role") in aside or action.type in (not_negative, positive_float) or action.dest == "seed"
 
 
 def _words(word: str) -> list[str]:
     """The words of one that has flags: of a variable's value, or a whole command."""
     flags = re.match(r"\s*(?=--)|.*\.py\s", word, re.S)
-    if not flags or not re.search(r"\s", word.strip()):
-        return [word]
-    with suppress(ValueError):  # quotes that do not match
-        return shlex.split(word[flags.end() :])
-    return word[flags.end() :].split()
+    return word[flags.end() :].split() if flags and re.search(r"\s", word.strip()) else [word]

@@ -24,13 +24,6 @@ from megatron.pipeline.planner import hybrid
 _MARK = "upstream:"  # before the names of such flags in a namespace
 _LEFT_OUT = object()  # the value of a flag that no release has
 _OFF = {"none", "None", "0", "False"}
-_CALLED = {  # what people call flags whose spelling is another
-    "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size", "dp": "--data-parallel-size or --world-size of mpipe memory",
-    "mbs": "--micro-batch-size", "gbs": "--global-batch-size", "seq-len": "--seq-length", "fp8": "--fp8-format",
-    "zero": "--use-distributed-optimizer", "hf": "--model with the model's config.json, its folder or its name",
-    "dry-run": "mpipe memory, which starts no training", "lora-rank": "megatron.pipeline.install in a loop with adapters",
-}  # fmt: skip
 
 
 def add_upstream(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +84,7 @@ def nearest(name: str, parser: argparse.ArgumentParser) -> str | None:
     known = {key(option): option for option in parser._option_string_actions}
     wanted = key(name.partition("=")[0])
     near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
-    return _CALLED.get(wanted) or (known[near[0]] if near else None)
+    return table("names")["called"].get(wanted) or (known[near[0]] if near else None)
 
 
 def key(name: str) -> str:
