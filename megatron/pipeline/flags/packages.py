@@ -7,7 +7,10 @@ import re
 from pathlib import Path
 
 OWN = "megatron-pipeline"
-_NAMES = {"megatron.core": "megatron-core", "yaml": "PyYAML"}  # of packages, by what Python imports, where these differ
+_NAMES = {  # of packages, by what Python imports, where these differ
+    "megatron.core": "megatron-core", "yaml": "PyYAML", "tree_sitter": "tree-sitter-bash[core]",
+    "tree_sitter_bash": "tree-sitter-bash[core]",
+}  # fmt: skip
 _TRAINING = ("torch", "megatron.core")
 
 

@@ -75,7 +75,8 @@ class Script:
     def _run_list(self, node: Node) -> bool | None:
         left, how, right = node.children
         status = self._run(left)
-        return status if (status is False) is (how.type == "&&") else self._run(right)
+        fails = status is False or (status is None and how.type == "&&" and left.type in ("test_command", "list"))
+        return status if fails is (how.type == "&&") else self._run(right)
 
     def _run_redirected_statement(self, node: Node) -> bool | None:
         return self._run(node.named_children[0])
@@ -102,9 +103,11 @@ class Script:
             self._run(node.child_by_field_name("body"))
 
     def _run_c_style_for_statement(self, node: Node) -> None:
-        start, condition, update, body = node.named_children
+        start, condition, update, body = (
+            node.child_by_field_name(name) for name in ("initializer", "condition", "update", "body")
+        )
         self._result(start)
-        while self._result(condition):
+        while condition is None or self._result(condition):
             self._run(body)
             self._result(update)
 
@@ -180,7 +183,9 @@ class Script:
         return None if any(not re.fullmatch(r"[A-Za-z_]\w*", name) for name in names) else _MARK.sub("", value)
 
     def _result(self, node: Node) -> int | None:
-        """The result of arithmetic, which may set a variable; None where it is not known."""
+        """The result of arithmetic, which may set a variable; None where it is not known, or there is none."""
+        if node is None:
+            return None
         if node.type == "variable_assignment":
             return self._run(node)
         if node.type in ("postfix_expression", "binary_expression") and (how := _text(node.children[1])) in (
@@ -254,6 +259,8 @@ class Script:
 
     def _expanded(self, node: Node, text: str) -> list[str]:
         """The values of ``$NAME``, ``${NAME}`` with a default, ``$((SUM))`` and ``$(echo WORDS)``."""
+        if text.startswith("$((") and node.type == "command_substitution":  # as the grammar has it within ${NAME:=...}
+            node = self._parser.parse(f"x={text}".encode()).root_node.named_children[0].named_children[1]
         if node.type == "arithmetic_expansion":
             expression = self._expression(node)
             found = _evaluated(expression)
@@ -293,11 +300,11 @@ def _evaluated(expression: str) -> int | None:
         r"(.*)\?(.*):(.*)", r"(\2) if (\1) else (\3)", expression.replace("&&", " and ").replace("||", " or "), flags=re.S
     )
     text = re.sub(r"!(?!=)", " not ", text).replace("/", "//")
-    if not re.fullmatch(r"(?!.*\*\*)(\d|\s|[-+*/%()<>=!]|\b(and|or|not|if|else)\b)+", text):
+    if not re.fullmatch(r"(?!.*(\*\*|<<|>>))(\d|\s|[-+*/%()<>=!]|\b(and|or|not|if|else)\b)+", text):
         return None
     try:
         return int(eval(text, {"__builtins__": {}}))
-    except (SyntaxError, TypeError, ArithmeticError):
+    except (SyntaxError, TypeError, ArithmeticError, MemoryError):
         return None
 
 
