@@ -53,12 +53,13 @@ setup(
         "pictures": ["matplotlib>=3.8", "starlette>=0.40", "uvicorn>=0.30"],  # PNG files, and mpipe serve
         # NVIDIA's apex is detected by its fused_weight_gradient_mlp_cuda and is not on pip, so it is no extra.
         "transformer-engine": ["transformer-engine[pytorch]>=2.8"],
+        "scripts": ["tree-sitter-bash[core]>=0.23"],  # mpipe memory --config train.sh
         "completion": ["shtab>=1.7"],  # mpipe --print-completion
         "docs": ["mkdocs-material==9.8.1"],  # make docs
         # ortools: the optima that tests compare plans with.
         "dev": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ortools", "ruff", "mypy", "import-linter"),
-            *("types-PyYAML", "playwright", "build", "pybind11", "shtab", "rich"),
+            *("types-PyYAML", "playwright", "build", "pybind11", "shtab", "rich", "tree-sitter-bash[core]"),
         ],
     },
     entry_points={"console_scripts": ["mpipe=megatron.pipeline.cli:main"]},

@@ -18,7 +18,7 @@ from megatron.pipeline.cli.versions import Completion, Version
 from megatron.pipeline.flags.packages import missing
 from megatron.pipeline.planner import families, without_gc
 
-COMMANDS = tuple("plan certify compare check export memory costs tune rehearse serve launch support".split())
+COMMANDS = tuple("plan certify compare check export memory costs tune flags rehearse serve launch support".split())
 _OWN_FLAGS = ("check", "launch", "rehearse")  # most of their command line is for others
 _IN_PLAN = ("verify", "simulate", "draw")  # what ``mpipe plan FILE`` does: for this release they answer with its command line
 

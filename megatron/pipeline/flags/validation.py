@@ -117,7 +117,8 @@ def _check_required(args: Namespace, further: Sequence[str]) -> None:
     required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", *further)
     missing = [flag_of(name) for name in required if getattr(args, name) is None]
     if missing:
-        raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file")
+        model = ", or the model's config.json by --model" if args.num_layers is None else ""
+        raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file{model}")
 
 
 def has_transformer_engine() -> bool:
