@@ -19,6 +19,7 @@ import pytest
 from launch.launched import launch
 from pool import forked
 from releases import CORE
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.pipeline.flags.importers.upstream import table
 from megatron.pipeline.launch.check import check_flags, untested
@@ -157,7 +158,10 @@ def test_upstreams_loop_trains_as_its_own_schedule_does_and_its_checkpoints_go_b
     first = losses("first", "stock", f"--save {start} --save-interval 1 --exit-interval 1")
     stock = losses("stock", "stock", f"--load {start}")
     assert len(first) == 1 and len(stock) == 3
-    assert losses("zb-v", "zb-v", f"--load {start} --save {half} --save-interval 2") == stock
+    board = f"--tensorboard-dir {tmp_path}/board"
+    assert losses("zb-v", "zb-v", f"--load {start} --save {half} --save-interval 2 {board}") == stock
+    written = EventAccumulator(str(tmp_path / "board")).Reload().Tags()["scalars"]
+    assert {"lm loss", "bubble-rate", "peak-activation-bytes", "tokens-per-second"} <= set(written)
     assert losses("back", "stock", f"--load {half} --ckpt-step 2") == stock[1:]
     assert losses("on", "zb-h1", f"--load {half} --ckpt-step 2") == stock[1:]
 

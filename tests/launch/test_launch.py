@@ -17,6 +17,7 @@ from marked import rest
 from megatron.core import dist_checkpointing
 from pool import Pool
 from releases import reduces_experts_wrong
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.pipeline import patches
 from megatron.pipeline.launch.script import prepare
@@ -47,6 +48,22 @@ def test_losses_are_those_of_the_script_alone(tmp_path: Path, stock: Steps, flag
     assert "--pipeline-trace" not in flags or (tmp_path / "trace" / "iteration_0000003.json").exists()
     gain = r"^ every batch: of 3 iterations [01] ran in an order .*, 2 lengths were not known ahead, 0 had"
     assert "every-batch" not in flags or re.search(gain, (tmp_path / "output").read_text(), re.M)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", rest("stock")])
+def test_our_values_are_where_megatron_lm_writes_its_own(tmp_path: Path, schedule: str) -> None:
+    boards = f"--tensorboard-dir {tmp_path}/board --wandb-project {tmp_path}/wandb --tensorboard-log-interval 2"
+    launch(tmp_path, STAND_IN, f"{SIZES} --train-iters 4 --pipeline-schedule {schedule} {boards}")
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][1::2]
+    logged = [json.loads(line) for line in (tmp_path / "wandb").read_text().splitlines()]
+    assert [one["at"] for one in logged] == [2, 4]
+    for name in ("tokens-per-second", *(() if schedule == "stock" else ("bubble-rate", "peak-activation-bytes"))):
+        points = [(point.step, point.value) for point in board.Scalars(name)]
+        written = [one[name.replace("-", "_")] for one in metrics]
+        whole = [max(value) if isinstance(value, list) else value for value in written]
+        assert points == [(step, pytest.approx(value)) for step, value in zip((2, 4), whole, strict=True)]
+        assert [one[name] for one in logged] == whole
 
 
 def test_packing_loses_no_sequence(tmp_path: Path) -> None:

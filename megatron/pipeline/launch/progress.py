@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.runtime.optimizer.post_validation import TakenStep
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.session.metrics import Metrics, Step
+from megatron.pipeline.session.metrics import Metrics, Step, on_board
 from megatron.pipeline.session.reports import Reports
 from megatron.pipeline.session.trace import draw_last_trace
 
@@ -32,6 +33,7 @@ class LaunchProgress:
         self._args, self._pipeline = args, pipeline
         self._metrics = Metrics(args.pipeline.metrics, args.seq_length) if args.pipeline.metrics and is_last_rank() else None
         self._reports = Reports(args, pipeline)
+        self._boards: list[Callable[[dict[str, float], int], object]] = _boards() if is_last_rank() else []
 
     def __enter__(self) -> LaunchProgress:
         return self
@@ -59,12 +61,13 @@ class LaunchProgress:
         losses, skipped, norm = result[0], result[1], result[5]
         iteration = args.curr_iteration + 1
         pending = taken.report if taken else self._pipeline.start_report() if self._pipeline.measures else None
-        measured = self._reports.measured(iteration, pending, wanted=self._metrics is not None)
+        boards = self._boards if iteration % args.tensorboard_log_interval == 0 else []
+        measured = self._reports.measured(iteration, pending, wanted=bool(self._metrics or boards))
         lines = [f" after iteration {iteration} {line}" for line in taken.lines] if taken else []
         for line in (*lines, *self._reports.use(iteration)):
             if is_last_rank():
                 print(line, flush=True)
-        if self._metrics is None:
+        if not (self._metrics or boards):
             return
         batch = get_current_global_batch_size()
         step = Step(
@@ -78,6 +81,20 @@ class LaunchProgress:
             seconds=seconds,
             step=taken.how if taken else "synchronous",
         )
-        if trouble := self._metrics.write(step, measured):
+        for write in boards:
+            write(on_board(step, measured, self._args.seq_length), iteration)
+        if self._metrics and (trouble := self._metrics.write(step, measured)):
             print(trouble, flush=True)
             self._metrics = None
+
+
+def _boards() -> list[Callable[[dict[str, float], int], object]]:
+    """What writes values of an iteration where Megatron-LM writes its own: TensorBoard and Weights & Biases, as flags ask."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    found: list[Callable[[dict[str, float], int], object]] = []
+    if board := get_tensorboard_writer():
+        found.append(lambda values, at: [board.add_scalar(name, value, at) for name, value in values.items()])
+    if wandb := get_wandb_writer():
+        found.append(wandb.log)
+    return found

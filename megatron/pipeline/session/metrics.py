@@ -98,6 +98,19 @@ class Metrics:
         self._file.close()
 
 
+def on_board(step: Step, measured: Measured | None, seq_length: int) -> dict[str, float]:
+    """Values for TensorBoard or Weights & Biases, by name, that Megatron-LM does not write."""
+    values: dict[str, float | None] = {"tokens-per-second": tokens_per_second(seq_length, step.batch, step.seconds)}
+    if measured:
+        values |= {
+            "bubble-rate": measured.bubble_rate,
+            "span-bubble-rate": measured.span_bubble_rate,
+            "measured-over-simulated": measured.slowdown,
+            "peak-activation-bytes": max(measured.peak_activation_bytes),
+        }
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def tokens_per_second(seq_length: int, batch: int, seconds: float) -> float:
     """Throughput of an iteration of ``batch`` sequences."""
     return batch * seq_length / seconds

@@ -142,7 +142,7 @@ def _pipeline(args: Settings, request: Request, measure: bool | None) -> Pipelin
     """The pipeline of a request, as the flags have it run."""
     own, profiles = args.offloading, args.pipeline.costs == PROFILE
     if measure is None:
-        measure = bool(args.pipeline.metrics or args.tensorboard_dir or args.pipeline.trace)
+        measure = bool(args.pipeline.metrics or args.tensorboard_dir or getattr(args, "wandb_project", "") or args.pipeline.trace)
     measure = measure or args.pipeline.watch in ("report", "replan")
     measure = measure or profiles or args.rehearsal.on
     smallest, bandwidth = SMALLEST if own.min_size is None else own.min_size, own.cpu_bandwidth

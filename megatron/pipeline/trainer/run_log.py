@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from megatron.pipeline.flags.settings import Settings
-from megatron.pipeline.session.metrics import Measured, Metrics, Step, tokens_per_second, training_flops
+from megatron.pipeline.session.metrics import Measured, Metrics, Step, on_board, tokens_per_second, training_flops
 
 
 class Log:
@@ -111,10 +111,7 @@ class Log:
             "loss-scale": step.loss_scale,
             "batch-size": step.batch,
             "iteration-time": step.seconds,
-            "tokens-per-second": tokens_per_second(self._args.seq_length, step.batch, step.seconds),
-            "bubble-rate": measured.bubble_rate if measured else None,
-            "span-bubble-rate": measured.span_bubble_rate if measured else None,
-            "measured-over-simulated": measured.slowdown if measured else None,
+            **on_board(step, measured, self._args.seq_length),
         }
         for name, value in values.items():
             if value is not None:

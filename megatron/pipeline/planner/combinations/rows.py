@@ -315,7 +315,7 @@ LAUNCHED = (
              instead="use the pretrain_gpt.py of megatron.pipeline, or start as many ranks as there are GPUs",
              when=lambda to: to.crowded),
     Row("num_layers", "no ours", "do not split evenly over the stages, as Megatron-LM asks where no flag spreads them",
-        "give a multiple of the stages, or --pipeline-model-parallel-layout", lambda to: _is_uneven(to)),
+        "give a multiple of the stages, or --pipeline-model-parallel-layout", _is_uneven),
     _ahead("log_num_zeros_in_grad", reason="counts what a step ahead does not wait for"),
     _ahead("qk_clip", reason=_BEHIND_STEPS),
     _ahead("log_max_attention_logit", reason="reads behind a step what forwards of the next iteration have begun to write"),

@@ -21,6 +21,7 @@ def add_megatron_arguments(parser):
     parser.set_defaults(clip_grad=0.0)
     parser.add_argument("--ckpt-format", choices=["torch", "torch_dist"])
     parser.add_argument("--async-save", action="store_true")
+    parser.add_argument("--wandb-project", default="")
     for switch in SWITCHES:
         parser.add_argument(switch, action="store_true")
     parser.add_argument("--no-align-grad-reduce", action="store_false", dest="align_grad_reduce")

@@ -1,5 +1,6 @@
 """What upstream keeps in globals."""
 
+import json
 import signal
 from types import SimpleNamespace
 
@@ -23,3 +24,23 @@ def get_args():
 
 def get_tokenizer():
     return SimpleNamespace(vocab_size=_GLOBALS.args.vocab_size)
+
+
+def get_tensorboard_writer():
+    args = _GLOBALS.args
+    if not (args.tensorboard_dir and args.rank == args.world_size - 1):
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(args.tensorboard_dir)
+
+
+def get_wandb_writer():
+    """Stands for the package: a file that is named as the project has its values."""
+    args = _GLOBALS.args
+
+    def log(values, iteration):
+        with open(args.wandb_project, "a") as file:
+            print(json.dumps(values | {"at": iteration}), file=file)
+
+    return SimpleNamespace(log=log) if args.wandb_project and args.rank == args.world_size - 1 else None
