@@ -13,7 +13,8 @@ from pool import Pool
 
 _WITH_W = [release for release in fetched() if tuple(map(int, release.split(".")[:2])) >= (2, 11)]
 _SKIP = pytest.mark.skip(reason="build/ has no Transformer Engine from 2.11 on: python scripts/fetch_transformer_engine.py")
-_RELEASES: list[Any] = [whole(one, id=one) for one in _WITH_W[:-1]] + (_WITH_W[-1:] or [pytest.param("", marks=_SKIP, id="none")])
+_RELEASES: list[Any] = [whole(one, id=one) for one in _WITH_W[:-1]]
+_RELEASES += _WITH_W[-1:] or [pytest.param("", marks=_SKIP, id="none")]
 
 
 @pytest.fixture(scope="module", params=_RELEASES)
