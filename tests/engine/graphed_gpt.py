@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import tiny_gpt
-import torch
 from engine import gpt, graphs
 
 
@@ -52,16 +53,15 @@ def _capture(run: tiny_gpt.Run, upstream: Any) -> list[Any]:
             super().__init__()
             made.append(self)
 
-    import sys
-
     view: Any = sys.modules["transformer_engine.pytorch.graph"].torch  # type: ignore[attr-defined]
     given = {"model": run.chunks, "config": run.config, "seq_length": run.args.seq_length, "micro_batch_size": 2}
-    with patch.object(view.cuda, "CUDAGraph", Noted), patch.object(upstream, "get_num_microbatches", lambda: 4):
+    tracker = upstream.get_cuda_rng_tracker()  # reads what are numbers of the host on a GPU machine, and there is no dropout
+    with (
+        patch.object(view.cuda, "CUDAGraph", Noted),
+        patch.object(upstream, "get_num_microbatches", lambda: 4),
+        patch.object(type(tracker), "fork", lambda *_: nullcontext()),
+    ):
         helper = upstream.TECudaGraphHelper(**given, optimizers=[run.optimizer])
         helper.create_cudagraphs()
     assert all(layer.cuda_graphs for layers in helper.callables_per_chunk for layer in layers)
     return made
-
-
-__all__ = ["train"]
-_ = torch
