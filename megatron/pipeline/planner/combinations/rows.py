@@ -82,8 +82,7 @@ EXCLUDED = (
     _excluded("experimental_attention_variant=dsa",
         reason="uses the weight of a linear without its forward, and W would never compute that weight's gradient"),
     _excluded("optimizer_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
-    _excluded("cuda_graph_impl", reason=_GRAPHS, price=_LAUNCHES, details=_SCOPES,
-        instead="take --cuda-graph-impl transformer_engine, which plans capture, or leave it out",
+    _excluded("cuda_graph_impl", reason=f"{_GRAPHS}; transformer_engine does not", price=_LAUNCHES, details=_SCOPES,
         when=lambda to: to.cuda_graph_impl != "transformer_engine"),
     Row(_CAPTURED, "fp8 | fp4 | recompute_granularity | add_bias_linear | add_qkv_bias | overlap_moe_expert_parallel_comm | "
         "cuda_graph_scope=moe | cuda_graph_modules=moe | tp_comm_overlap", "is not tested with {other} under schedules of ours",
@@ -141,6 +140,8 @@ SCHEDULES = (
     Row(_EXPERTS, "offload | copies", "frees tensors itself, and {other} moves them"),
     Row(_CAPTURED, "reruns | splits>1 | offload | copies | vocab_parallel | post_validation",
         "is not tested with {other} under schedules of ours", when=lambda to: to.ours),
+    Row(_CAPTURED, "ours", "needs transformer-engine 2.11 or newer, whose graphs have W", "update it, or leave {flag} out",
+        when=lambda to: to.engine and to.engine < (2, 11)),
     Row("offload | copies", "fp8", "with FP8: it would move Transformer Engine's FP8 weights with every microbatch",
         "leave --offload out and recompute activations (--recompute-granularity), or train in --bf16"),
     Row("post_validation", "fp8", "with FP8: it takes steps back, and would leave Transformer Engine's scales as they are",
