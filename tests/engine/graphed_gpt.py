@@ -12,7 +12,7 @@ from engine import gpt, graphs
 
 
 def train(schedule: str, flags: str, pp: int = 2, modules: str | None = "", microbatches: tuple[int, ...] = (4,) * 5) -> Any:
-    """Losses and gradient norms of every iteration, digests of all weights, and how many graphs were replayed.
+    """Losses and gradient norms of every iteration, digests of all weights, how many graphs were replayed, and of how many layers.
 
     Args:
         modules: of --cuda-graph-modules; None without graphs.
@@ -35,17 +35,17 @@ def train(schedule: str, flags: str, pp: int = 2, modules: str | None = "", micr
 
     with patch.object(state, "transformer_config", with_graphs):
         run = gpt._built(schedule, flags, 1, pp, None, measure=False)
-    steps, made = [], list[graphs.graphs.CUDAGraph]()
+    steps, made, layers = [], list[graphs.graphs.CUDAGraph](), 0
     for iteration, count in enumerate(microbatches):
         if iteration == 1 and modules is not None:
-            made = _capture(run, cuda_graphs)
+            made, layers = _capture(run, cuda_graphs)
         run.microbatches = count
-        steps.append(run.step(iteration))
-    return steps, gpt._digests(run), sum(one.replays for one in made)
+        steps.append(gpt._step(run, iteration))
+    return steps, gpt._digests(run), sum(one.replays for one in made), layers
 
 
-def _capture(run: tiny_gpt.Run, upstream: Any) -> list[Any]:
-    """As Megatron-LM's loop does; returns the graphs."""
+def _capture(run: tiny_gpt.Run, upstream: Any) -> tuple[list[Any], int]:
+    """As Megatron-LM's loop does; returns the graphs, and the number of layers that have them."""
     made = []
 
     class Noted(graphs.graphs.CUDAGraph):
@@ -62,6 +62,13 @@ def _capture(run: tiny_gpt.Run, upstream: Any) -> list[Any]:
         patch.object(type(tracker), "fork", lambda *_: nullcontext()),
     ):
         helper = upstream.TECudaGraphHelper(**given, optimizers=[run.optimizer])
+        gathering = run.chunks if run.args.overlap_param_gather else []
+        for chunk in gathering:
+            chunk.disable_forward_pre_hook(param_sync=False)
         helper.create_cudagraphs()
+        for chunk in gathering:
+            chunk.enable_forward_pre_hook()
+        if gathering:
+            helper.cuda_graph_set_manual_hooks()
     assert all(layer.cuda_graphs for layers in helper.callables_per_chunk for layer in layers)
-    return made
+    return made, len(helper.flattened_callables)
