@@ -118,6 +118,15 @@ NAMES: dict[str, dict[str, Name]] = {
         "TransformerBlock.forward": Name("recomputation behind a frozen embedding: wrapped"),
         "TransformerBlock._get_layer": Name("uniform recomputation whose last unit is shorter: wrapped"),
     },
+    "megatron.core.transformer.cuda_graphs": {
+        "TECudaGraphHelper.create_cudagraphs": Name("CUDA graphs by slot: wrapped"),
+        "TECudaGraphHelper._start_capturing": Name("CUDA graphs by slot: before all captures"),
+        "TECudaGraphHelper._finish_capturing": Name("CUDA graphs by slot: behind all captures"),
+        "TECudaGraphHelper._get_cuda_graph_input_data": Name("CUDA graphs by slot: the inputs of a capture"),
+        "get_num_microbatches": Name("CUDA graphs by slot: replaced during captures"),
+        "convert_schedule_table_to_order": Name("CUDA graphs by slot: replaced during captures"),
+        "is_graph_capturing": Name("CUDA graphs by slot: linears leave nothing to W while they are captured"),
+    },
     "megatron.core.transformer.pipeline_parallel_layer_layout": {
         "PipelineParallelLayerLayout.parse_str_to_list": Name("--pipeline-model-parallel-layout"),
         "PipelineParallelLayerLayout.validate_layer_layout": Name("--pipeline-model-parallel-layout"),

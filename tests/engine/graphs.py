@@ -96,9 +96,9 @@ class Rank:
 def _captured(layers: list[Layer], pool: graphs.Pool, inputs: list[torch.Tensor] | None, mutation: str | None) -> Any:
     from transformer_engine.pytorch import make_graphed_callables
 
-    from megatron.pipeline.backward.graphed import slot_order
+    from megatron.pipeline.model.te_graphs import slot_order
 
-    order = list(slot_order(len(layers)))
+    order = list(slot_order([True] * len(layers)))
     if mutation == "entries exchanged" and len(layers) > 1:  # B of the last layer and of the one before
         order[len(layers)], order[len(layers) + 1] = order[len(layers) + 1], order[len(layers)]
     return make_graphed_callables(

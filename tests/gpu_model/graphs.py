@@ -83,7 +83,7 @@ class _Place:
     def of(cls, pool: Pool, tensor: torch.Tensor) -> _Place:
         block = pool.number(tensor)
         outside = tensor.detach() if block is None else None
-        return cls(pool, block, outside, tensor.dtype, tensor.storage_offset(), tuple(tensor.size()), tensor.stride())
+        return cls(pool, block, outside, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
 
     def tensor(self) -> torch.Tensor:
         if self.block is None:

@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import distributed_data_parallel, rerun_state_machine
 
 from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
+from megatron.pipeline.model import te_graphs
 from megatron.pipeline.monitor.device_progress import DeviceProgress
 from megatron.pipeline.monitor.progress import Situation
 from megatron.pipeline.monitor.recorder import NullRecorder
@@ -41,6 +42,11 @@ from megatron.pipeline.runtime.wiring import Wiring, wiring
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
 def _wiring(plan: Planned, rank: int) -> Wiring:
     return wiring(plan.programs[rank], rank, plan.schedule.placement, plan.schedule.frozen)
+
+
+@lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
+def _slots(plan: Planned, rank: int) -> Sequence[Sequence[int]]:
+    return plan.slots()[rank]
 
 
 class _Attempt(NamedTuple):
@@ -155,6 +161,8 @@ class Iteration:
             chunk = call.chunks[plan.schedule.placement.home(plan.schedule.placement.last_stage)[1]]
             embedding = schedules.clear_embedding_activation_buffer(config, chunk, self._holds_output)
         self._gather_parameters(call)
+        if getattr(config, "cuda_graph_impl", None) == te_graphs.GRAPHED and not call.forward_only:
+            te_graphs.place(call.chunks, _slots(plan, rank))
         recorder = self.record()
         program = plan.programs[rank]
         stages: ModelStages
