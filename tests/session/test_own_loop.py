@@ -76,13 +76,27 @@ def test_the_w_of_what_is_frozen_is_planned_to_take_no_time(pool: Pool) -> None:
 @pytest.mark.parametrize("pipeline", [4, rest(2)])
 def test_adapters_like_those_of_peft_train_as_under_stock(pool: Pool, pipeline: int) -> None:
     """With clipping, and ranks on which nothing trains; with 2 ranks with replicas and a distributed optimizer."""
-    stock, fused, on_a_v = pool.each(4, own_loops.adapters, ("stock", "zb-h1", "zb-v"), pipeline)
+    stock, fused, on_a_v, searched = pool.each(4, own_loops.adapters, ("stock", "zb-h1", "zb-v", "v-auto"), pipeline)
     assert [bool(rank.weights) for rank in stock].count(False) == 4 - 4 // pipeline
     assert all(norm > 1e-2 for rank in stock for norm in rank.norms), "clipping changes them"
     exact = [(rank.losses, rank.weights) for rank in stock]
     assert [(rank.losses, rank.weights) for rank in fused] == exact if pipeline == 4 else close(fused, stock)
-    assert close(on_a_v, stock)
+    assert close(on_a_v, stock) and close(searched, stock)
     assert all(set(rank.planned) == {0.0} for rank in (*fused, *on_a_v)), "B computes all that trains"
+    # Layers 1 and 2 are in the first stages: nothing goes back to these.
+    for ranks, stages in ((fused, pipeline), (on_a_v, 2 * pipeline), (searched, 2 * pipeline)):
+        frozen = stages // 4
+        assert [rank.frozen for rank in ranks] == [frozen] * 4
+        handed_over = stages == 4 > pipeline  # between the two stages of a rank
+        assert min(set().union(*(rank.gradients for rank in ranks))) == frozen + 1 + handed_over
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", rest("zb-v")])
+def test_adapters_behind_a_frozen_part_train_where_layers_are_recomputed(pool: Pool, schedule: str) -> None:
+    """The first of these layers has an input that needs a gradient, without which it would give its adapters none."""
+    stock, ours = pool.each(4, own_loops.adapters, ("stock", schedule), 4, True)
+    assert all(any(map(any, rank.weights.values())) for rank in stock if rank.weights) and close(ours, stock)
+    assert {rank.frozen for rank in ours} == {1 if schedule == "zb-h1" else 2}
 
 
 def close(ours: list[own_loops.LowRank], stock: list[own_loops.LowRank]) -> bool:
