@@ -75,10 +75,9 @@ def test_every_setting_that_is_refused_has_a_row(name: str) -> None:
     [
         ({"te_precision_config_file": "recipe.yaml"}, "FP8"),
         ({"kitchen_recipe_number": 1}, "FP8"),
-        ({"dataloader_inter_document_masking": True}, "packed sequences (--sft)"),
         ({"moe_token_dispatcher_type": "flex"}, "tokens to experts by DeepEP or HybridEP"),
         ({"heterogeneous_layers_config_encoded_json": "{}"}, "layers of different shapes"),
-        ({"logits_load_dir": "teacher"}, "distillation, from a teacher or from saved logits"),
+        ({"softmax_type": "learnable"}, "attention sinks"),
     ],
 )
 def test_every_flag_that_switches_an_untested_feature_on_is_warned_of(given: dict[str, object], title: str) -> None:

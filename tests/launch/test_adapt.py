@@ -138,7 +138,8 @@ def test_no_row_is_lost() -> None:
     names = (
         "use_torch_fsdp2 use_megatron_fsdp use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp inprocess_restart fp4 "
         "use_grouped_gemm_for_shared_expert overlap_p2p_comm_warmup_flush hybrid_override_pattern mtp_hybrid_override_pattern "
-        "cuda_graph_impl external_cuda_graph tp_comm_overlap fp8_output_proj hybrid_context_parallel"
+        "cuda_graph_impl external_cuda_graph logits_load_dir logits_save_dir export_kd_teacher_load freeze_all_layers "
+        "tp_comm_overlap fp8_output_proj hybrid_context_parallel"
     )
     assert set(names.split()) <= {row.name for row in EXCLUDED}
 

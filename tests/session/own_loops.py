@@ -175,6 +175,17 @@ def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
     time.sleep(60)
 
 
+def enter_alone(rank: int, port: int, stderr: Path) -> None:
+    """One of 4 processes without a launcher. Behind a call of all, ranks 2 and 3 call for forwards alone several times, as loops do
+    that take only the ranks of the loss for an evaluation."""
+    chunk = _watched(rank, port, stderr)
+    data = example("own_training_loop").batches(4, seed=0)
+    _iterate(chunk, 4, data)
+    for _ in range(3 if rank > 1 else 0):
+        _iterate(chunk, 4, data, forward_only=True)
+    time.sleep(60)
+
+
 def plans_longer(rank: int, port: int, stderr: Path) -> None:
     """One of 4 processes without a launcher. Rank 2 plans for twice as long as an iteration may stand still."""
     chunk, plan = _watched(rank, port, stderr), PlanCache.plan

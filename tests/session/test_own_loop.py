@@ -290,6 +290,13 @@ def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls
     assert "global ranks 0, 1, 3 wait for it. No pass has finished for " in verdict
 
 
+def test_calls_that_some_ranks_make_alone_end_all_ranks(tmp_path: Path) -> None:
+    ended, said = together(own_loops.enter_alone, tmp_path)
+    assert ended == [1] * 4, said
+    [verdict] = re.findall(r"^Pipeline stopped: (.*)$", said, re.MULTILINE)
+    assert verdict.startswith("global rank 0 (pipeline rank 0 of 4, ") and "it has not called forward_backward (at " in verdict
+
+
 def test_failures_at_checkpoints_are_one_line_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     words = (

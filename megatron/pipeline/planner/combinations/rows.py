@@ -18,6 +18,7 @@ _WEIGHTS = "shards parameters in a way that does not support delayed weight grad
 _GRAPHS = f"(CUDA graphs) {_ORDER}"
 _CAPTURED = "cuda_graph_impl=transformer_engine"
 _SCOPES = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
+_LOGITS = "looks for the output layer on every rank, which megatron-core's own pipeline does not have there either"
 _KERNELS = "layers launch more kernels"
 _LAUNCHES = "the host launches every kernel: slower where passes are so short that it is not ahead of the device"
 
@@ -89,6 +90,10 @@ EXCLUDED = (
         when=lambda to: to.ours, price=_LAUNCHES, details=_SCOPES),
     _excluded("enable_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
     _excluded("external_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
+    _excluded("logits_load_dir", reason=_LOGITS),
+    _excluded("logits_save_dir", reason=_LOGITS),
+    _excluded("export_kd_teacher_load", reason="adds a teacher's stages to the student's, which the placement does not cut"),
+    _excluded("freeze_all_layers", reason="leaves nothing to train, and megatron-core 0.19 builds models without it"),
     _excluded("perform_rl_step", reason="generates text with megatron-core's own pipeline, which does not know our placements"),
 )  # fmt: skip
 
@@ -187,8 +192,7 @@ VOCABULARY = (
         "give --vocab-parallel 2, or leave {flag} out"),
     Row("vocab_parallel", "mtp_num_layers", "cannot be combined with {other}, whose layers need the whole output layer several "
         "times on the last stage"),
-    Row("vocab_parallel", "use_mup | logits_load_dir | logits_save_dir | export_kd_teacher_load",
-        "computes logits in shards, and {other} needs megatron-core's output layer"),
+    Row("vocab_parallel", "use_mup", "computes logits in shards, and {other} needs megatron-core's output layer"),
     Row("vocab_parallel", "fp16_lm_cross_entropy", "computes the loss in float32", "leave --fp16-lm-cross-entropy out"),
     Row("layer_redistribution", "vocab_parallel",
         "makes up for vocabulary layers on the first and the last stage, and {other} leaves none there"),
