@@ -93,8 +93,8 @@ def test_a_model_by_its_name_is_below_all_other_flags(tmp_path: Path, capsys: py
     assert (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.qk_layernorm) == (32, 2048, 12288, True)
     assert main(["flags", "Qwen/Qwen2.5-VL-7B-Instruct", "--num-layers", "4", "--json"]) == 0
     words, errors = capsys.readouterr()
-    args = parse(json.loads(words)["flags"], predicts=True)
-    assert (args.num_layers, args.add_qkv_bias, args.vocab_size) == (4, True, 152064)
+    read = parse(json.loads(words)["flags"], predicts=True)
+    assert (read.num_layers, read.add_qkv_bias, read.vocab_size) == (4, True, 152064)
     assert errors == "mpipe: --model Qwen/Qwen2.5-VL-7B-Instruct: the model of its text alone\n"
     assert "did you mean --model with" in refusal(capsys, "memory", "--hf", "Qwen/Qwen3-8B", BATCH)
 

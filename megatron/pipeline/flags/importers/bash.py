@@ -1,4 +1,4 @@
-"""What a bash script would run, read from its text: nothing is run. The grammar is that of ``tree-sitter-bash``."""
+"""Commands that a bash script would run, read from its text: nothing is run. The grammar is that of ``tree-sitter-bash``."""
 
 from __future__ import annotations
 
@@ -103,9 +103,7 @@ class Script:
             self._run(node.child_by_field_name("body"))
 
     def _run_c_style_for_statement(self, node: Node) -> None:
-        start, condition, update, body = (
-            node.child_by_field_name(name) for name in ("initializer", "condition", "update", "body")
-        )
+        start, condition, update, body = map(node.child_by_field_name, ("initializer", "condition", "update", "body"))
         self._result(start)
         while condition is None or self._result(condition):
             self._run(body)
@@ -188,16 +186,8 @@ class Script:
             return None
         if node.type == "variable_assignment":
             return self._run(node)
-        if node.type in ("postfix_expression", "binary_expression") and (how := _text(node.children[1])) in (
-            "++",
-            "--",
-            "+=",
-            "-=",
-        ):
-            by = self._expression(node.children[2]) if len(node.children) > 2 else "1"
-            found = _evaluated(f"{self._expression(node.children[0])} {how[0]} ({by})")
-            self._set(_text(node.children[0]), str(found))
-            return found
+        if changed := re.fullmatch(r"(\w+)\s*([-+])(?:\2|=\s*(.+))", _text(node)):  # i++ or i += 2
+            self._set(changed[1], str(_evaluated(f"{self._named(changed[1])[0]} {changed[2]} {changed[3] or 1}")))
         return _evaluated(self._expression(node))
 
     def _expression(self, node: Node) -> str:
@@ -296,10 +286,8 @@ class Script:
 
 def _evaluated(expression: str) -> int | None:
     """The result of bash's arithmetic of whole numbers."""
-    text = re.sub(
-        r"(.*)\?(.*):(.*)", r"(\2) if (\1) else (\3)", expression.replace("&&", " and ").replace("||", " or "), flags=re.S
-    )
-    text = re.sub(r"!(?!=)", " not ", text).replace("/", "//")
+    text = re.sub(r"(.*)\?(.*):(.*)", r"(\2) if (\1) else (\3)", expression, flags=re.S).replace("/", "//")
+    text = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
     if not re.fullmatch(r"(?!.*(\*\*|<<|>>))(\d|\s|[-+*/%()<>=!]|\b(and|or|not|if|else)\b)+", text):
         return None
     try:
@@ -314,7 +302,7 @@ def _unknown(name: str, form: str = "{}") -> str:
 
 
 def unknown_in(word: str) -> list[str]:
-    """What is not known in a word: names of variables, numbers of parameters, or commands as ``$(nproc)``."""
+    """Unknown parts of a word: names of variables, numbers of parameters, or commands as ``$(nproc)``."""
     return _MARK.findall(word)
 
 

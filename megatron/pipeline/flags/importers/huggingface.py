@@ -89,7 +89,7 @@ def of_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _of_experts(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers have experts, and how wide those are that every token passes."""
+    """Layers that have experts, and the width of those that every token passes."""
     found: dict[str, Any] = {}
     layers, other = values["num_layers"], settings.get("mlp_only_layers") or ()
     step, first, last = (
@@ -119,7 +119,7 @@ def _one(value: Any) -> Any:
 
 
 def _of_class(kind: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers' class for a kind of models has, where the package is installed; nothing otherwise."""
+    """Fields that transformers' class for a kind of models has, where the package is installed; none otherwise."""
     try:
         from transformers import CONFIG_MAPPING
 

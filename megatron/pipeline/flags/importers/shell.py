@@ -73,7 +73,7 @@ def of_script(
 
 
 def _flags_among(words: Sequence[str], known: Collection[str]) -> int:
-    """How many words are flags that are known, or settings for hydra."""
+    """Number of words that are flags that are known, or settings for hydra."""
     names = (f"--{upstream.key(word.partition('=')[0])}" for word in words if word.startswith("--"))
     return sum(name in known for name in names) + sum(map(bool, map(_SETTING.fullmatch, words)))
 
