@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from pathlib import Path
 
@@ -33,6 +34,9 @@ def sides(folder: Path, flags: str, own: str = "--shrink") -> tuple[check.Side, 
 
     patches.install()
     return check.sides(check.parser().parse_args(own.split("_")), parse(flags.split()), folder)
+
+
+SHARED = ("tensor_model", "pipeline_model", "context")
 
 
 def given(args: Namespace, *names: str) -> list[object]:
@@ -67,13 +71,21 @@ def test_layers_of_each_kind_stay_in_every_stage(tmp_path: Path) -> None:
     ],
 )
 def test_parallelism_divides_what_is_left(flags: str, sizes: list[int], tmp_path: Path) -> None:
-    reference, checked, _ = sides(tmp_path, f"{LARGE} --num-layers 32 {flags}")
+    ranks = math.prod(parse(flags.split()).__dict__[f"{kind}_parallel_size"] for kind in SHARED)
+    reference, checked, _ = sides(tmp_path, f"{LARGE} --num-layers 32 {flags}", f"--shrink_--ranks_{ranks}")
     small = checked.whole
     assert given(small, "num_attention_heads", "num_query_groups", "hidden_size", "seq_length") == sizes
     assert small.padded_vocab_size == reference.whole.padded_vocab_size
     assert given(small, "tensor_model_parallel_size", "context_parallel_size") == given(
         parse(flags.split()), "tensor_model_parallel_size", "context_parallel_size"
     )
+
+
+def test_two_processes_share_a_layer_unless_more_are_asked_for(tmp_path: Path) -> None:
+    flags = f"{LARGE} --num-layers 32 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --pipeline-schedule zb-v"
+    _, checked, words = sides(tmp_path, flags)
+    assert checked.ranks == 8 and checked.whole.tensor_model_parallel_size == 2
+    assert any("TP 2 in place of 8, which --ranks N keeps" in line for line in words)
 
 
 def test_the_reference_may_be_another_layout(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from launch.launched import launch
 from pool import forked
 from releases import CORE
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from megatron.pipeline.flags.importers.upstream import table
 from megatron.pipeline.launch.check import check_flags, untested

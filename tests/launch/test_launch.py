@@ -18,7 +18,7 @@ from marked import rest
 from megatron.core import dist_checkpointing
 from pool import Pool
 from releases import reduces_experts_wrong
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from megatron.pipeline import patches
 from megatron.pipeline.launch.script import prepare

@@ -120,7 +120,7 @@ def sides(own: Namespace, args: Flags, folder: Path) -> tuple[Side, Side, list[s
     import torch
 
     from megatron.pipeline.flags.facts import cautions
-    from megatron.pipeline.flags.shrink import comparable, fewer_microbatches, shrunk, with_reference
+    from megatron.pipeline.flags.shrink import comparable, fewer_microbatches, fewer_ranks, shrunk, with_reference
     from megatron.pipeline.flags.validation import validate
     from megatron.pipeline.flags.validation_rehearsal import least_ranks
     from megatron.pipeline.model.layout import stage_layers
@@ -130,11 +130,15 @@ def sides(own: Namespace, args: Flags, folder: Path) -> tuple[Side, Side, list[s
     if changed := given(args, "label_smoothing", "z_loss", "vocab_mask_padding"):
         raise ValueError(f"{changed[0]} changes the loss, and megatron-core's own layers have no such loss: leave it out")
     layout = parse(["--pipeline-schedule", STOCK, *shlex.split(own.against)])
+    tensor = args.tensor_model_parallel_size
+    args = fewer_ranks(args) if own.shrink and not own.ranks else args
     ranks = [own.ranks or least_ranks(args), least_ranks(with_reference(args, layout)[1])]
     gpus = torch.cuda.device_count() >= max(ranks)
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     args, aside = comparable(args, own.iterations, gpus)
+    if args.tensor_model_parallel_size < tensor:
+        aside.append(f"TP {args.tensor_model_parallel_size} in place of {tensor}, which --ranks N keeps")
     has_data = any(getattr(args, name) for name in _DATA) and not own.shrink
     if not has_data:
         own_data = {"data_path": [str(folder / "data")], "split": "100,0,0", "mock_data": False}

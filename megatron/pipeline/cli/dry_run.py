@@ -27,7 +27,7 @@ _SAID = ("it starts", "it starts, and is not predicted to fit", "", "it does not
 
 
 @dataclass
-class _Answer:
+class DryRun:
     """What a start would come to; fields are those of ``--json``.
 
     Attributes:
@@ -70,7 +70,7 @@ def run(options: Namespace, torchrun: Sequence[str], tokens: Sequence[str]) -> i
         raise ValueError(f"there is no script {script}")
     world, rest = _world(torchrun)
     flags = list(tokens[1:]) if script else [*rest, *tokens]
-    gpu, answer = named_gpu(options), _Answer()
+    gpu, answer = named_gpu(options), DryRun()
     prediction = None
     try:
         prediction = _read(answer, flags, options.world_size or world)
@@ -101,8 +101,8 @@ def _world(torchrun: Sequence[str]) -> tuple[int | None, list[str]]:
     return (sizes["np"] * sizes.get("nn", 1) if "np" in sizes else None), rest
 
 
-def _read(answer: _Answer, flags: list[str], world: int | None) -> memory.Prediction:
-    """Everything that a start would refuse or leave out, and the plan.
+def _read(answer: DryRun, flags: list[str], world: int | None) -> memory.Prediction:
+    """Plan of a start, and what it would leave out.
 
     Raises:
         ValueError: it would not start.
@@ -128,7 +128,7 @@ def _read(answer: _Answer, flags: list[str], world: int | None) -> memory.Predic
     return prediction
 
 
-def _predict(answer: _Answer, prediction: memory.Prediction, gpu: Device | None, given: float | None) -> None:
+def _predict(answer: DryRun, prediction: memory.Prediction, gpu: Device | None, given: float | None) -> None:
     """Memory of every rank, and seconds of an iteration on a GPU that is named."""
     size = given * rank_memory.GIB if given else gpu.memory if gpu else 80.0 * rank_memory.GIB
     model = describe(prediction.args)
@@ -147,7 +147,7 @@ def _predict(answer: _Answer, prediction: memory.Prediction, gpu: Device | None,
     answer.tokens_per_second_range = ranges.learnt("throughput", shape_of(prediction.args), gpu).of(candidate.tokens / seconds)
 
 
-def _text(answer: _Answer, prediction: memory.Prediction) -> str:
+def _text(answer: DryRun, prediction: memory.Prediction) -> str:
     lines = [*answer.left_out, *answer.warnings]
     lines += [f"not installed here: {' '.join(answer.missing)}: pip install {' '.join(answer.missing)}"] if answer.missing else []
     fullest, size = prediction.fullest.total / rank_memory.GIB, (answer.gpu_memory or 0) / rank_memory.GIB

@@ -26,7 +26,7 @@ from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import LayoutChoices, Layouts
 from megatron.pipeline.tune.relax import least_needed, smallest_changes
-from megatron.pipeline.tune.search import BEST, WORK, SearchLimits, SearchResult, search
+from megatron.pipeline.tune.search import BEST, WORK, SearchLimits, SearchResult, place, search
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
 
@@ -40,11 +40,11 @@ recomputation, or the step (gradients, optimizer and weights between two pipelin
 TRUST = """\
 All of it is predicted. Published trainings of this class had {throughput.low:.2f} to {throughput.high:.2f} times the predicted
 tokens/s, and gains of one schedule over another were within {schedules:.0%}: rows with = are as good as the best within that,
-so try them (docs/tuning.md)."""
+so try them (docs/tuning.md). Of equal ones the best is the fastest that is likely to fit."""
 _WORTH_SAYING = 0.005  # of an iteration
 _LOST = {"between": "step", "imbalance": "unequal stages"}
 _FILES = ("best", "second", "third")
-_STOCKS = ", megatron-core's own schedule, and none of ours that was planned is predicted to be faster"
+_STOCKS = ", megatron-core's own schedule, and none of ours that was planned is faster by more than the error"
 _MOST_GPUS = 2**17  # more than any cluster, and the search ends in a minute
 _TRIED = 3  # of the best that --verify runs
 
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
             wrote(str(path))
         print(f"\n{_how_to_run(cluster, directory, base.hybrid_layer_pattern is not None)}")
     if options.verify and not found.interrupted:
-        _verify(options, written, [*found.best(_TRIED), *stock.best(1)])
+        _verify(options, written, [*ranked(found)[:_TRIED], *stock.best(1)])
     return 130 if found.interrupted else 0  # as after SIGINT
 
 
@@ -198,12 +198,33 @@ def report(base: Flags, cluster: Cluster, found: SearchResult, stock: SearchResu
         "work": found.work,
         "stopped": bool(found.stopped),
         "transformer_impl": base.transformer_impl,
-        "best_is_stock": found.results[0].candidate.is_stock,
-        "best": [row(result) for result in found.best()],
+        "best_is_stock": ranked(found)[0].candidate.is_stock,
+        "best": [row(result) for result in ranked(found)],
         "stock": [row(result) for result in stock.best(3)],
         "front": [row(result) for result in found.front()],
         "stock_front": [row(result) for result in stock.front()],
     }
+
+
+def ranked(found: SearchResult) -> list[Result]:
+    """The best of every layout: first the fastest that is likely to fit of all that are as good as the fastest within the error,
+    or the one that needs least where none is; then the others, the fastest first."""
+    best = found.best()
+    equal = [one for one in found.results if alike(one, best[0])]
+    sure = (one for one in equal if likely_bytes(one)[1] <= one.device.memory)
+    first = next(sure, None) or min(equal, key=lambda one: one.fullest.total)
+    return [first, *(one for one in best if place(one.candidate) != place(first.candidate))][: len(best)]
+
+
+def alike(one: Result, other: Result) -> bool:
+    """Tell whether one may be as fast as another, as far as gains are known."""
+    return one.tokens_per_second >= _range("schedules", other).low * other.tokens_per_second
+
+
+def likely_bytes(result: Result) -> tuple[float, float]:
+    """Least and most bytes that its fullest GPU is likely to need."""
+    low, high = _range("memory", result).of(result.fullest.counted)
+    return low + rank_memory.OVERHEAD, high + rank_memory.OVERHEAD
 
 
 def row(result: Result) -> dict[str, Any]:
@@ -230,6 +251,7 @@ def row(result: Result) -> dict[str, Any]:
             "activations": fullest.activations,
             "other": fullest.total - fullest.state - fullest.activations,
             "total": fullest.total,
+            "range": likely_bytes(result),
         },
         "ranks": [asdict(rank) | {"total": rank.total} for rank in result.ranks],
     }
@@ -268,7 +290,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
 def _write(directory: Path, flags: list[str], cluster: Cluster, found: SearchResult, stock: SearchResult) -> dict[str, Path]:
     """The files of the best trainings, by what they are."""
-    results = dict(zip(_FILES, found.best(), strict=False)) | dict(zip(("stock",), stock.best(1), strict=False))
+    results = dict(zip(_FILES, ranked(found), strict=False)) | dict(zip(("stock",), stock.best(1), strict=False))
     written = {}
     for name, result in results.items():
         path = directory / f"{name}.yaml"
@@ -301,7 +323,8 @@ def _draw(path: Path, cluster: Cluster, found: SearchResult, stock: SearchResult
         groups["stock Megatron"] = [_training(each) for each in stock.results]
     title = f"{cluster.gpus} x {cluster.device.name}: throughput against memory"
     try:
-        view.draw_throughput(groups, path, cluster.device.memory / rank_memory.GIB, title)
+        error = _range("schedules", found.results[0]).low
+        view.draw_throughput(groups, path, cluster.device.memory / rank_memory.GIB, title, error)
     except ModuleNotFoundError as error:
         print(no_picture(path, error), file=sys.stderr)
         return []
@@ -326,13 +349,17 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
         title += f"; {found.left_out} were skipped when {'it was stopped' if found.interrupted else why}"
     if found.failed:
         title += f"; {found.failed.total()} could not be planned: {next(iter(found.failed))}"
-    best, under = found.best(), stock.best(3)
+    best, under = ranked(found), stock.best(3)
     sure = _range("throughput", best[0])
     least_most = ranges.in_words(*sure.of(best[0].tokens_per_second), "tokens/s")
-    parts = [title, _table(best), f"the best: {least_most}, learnt from {sure.source}"]
+    least, most = (size / rank_memory.GIB for size in likely_bytes(best[0]))
+    needs = ranges.in_words(least, most, "GiB")
+    limit = f"{needs} of {cluster.device.memory / rank_memory.GIB:.4g}"
+    parts = [title, _table(best), f"the best: {least_most}, learnt from {sure.source}; its fullest GPU likely needs {limit}"]
     if under:
         ours = (each.tokens_per_second for each in found.results if not each.candidate.is_stock)
-        gains = [f"is {fastest / under[0].tokens_per_second - 1:+.1%} against stock's" for fastest in ours][:1]
+        error = 1 - _range("schedules", under[0]).low
+        gains = [_gain(fastest / under[0].tokens_per_second - 1, error) for fastest in ours][:1]
         words = [f"the best {gain}" for gain in gains]
         if best[0].candidate.is_stock:
             words = [f"the best is stock's{_STOCKS}", *(f"the best of ours {gain}" for gain in gains)]
@@ -351,6 +378,11 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
     parts += ranges.doubts(shape_of(best[0].candidate.args), best[0].device)
     trust = TRUST.format(throughput=sure, schedules=1 - _range("schedules", best[0]).low)
     return "\n\n".join([*parts, NOTE, f"{trust}\n{assumed}"])
+
+
+def _gain(gain: float, error: float) -> str:
+    keep = f", within the error of {error:.0%}: keep what you have" if 0 < gain <= error else ""
+    return f"is {gain:+.1%} against stock's{keep}"
 
 
 def _range(what: str, result: Result) -> ranges.Range:
@@ -377,8 +409,7 @@ def _table(results: list[Result]) -> str:
     for number, result in enumerate(results, 1):
         contents = row(result)
         # Gains of one over another are known within a range: this one may be as fast as the best.
-        alike = result.tokens_per_second >= _range("schedules", results[0]).low * results[0].tokens_per_second
-        equal = " =" if result is not results[0] and alike else ""
+        equal = " =" if result is not results[0] and alike(result, results[0]) else ""
         share = contents["parts"][contents["lost_to"]] / result.seconds
         lost = f"{_LOST.get(contents['lost_to'], contents['lost_to'])} {share:.1%}" if share >= _WORTH_SAYING else "-"
         cells.append(

@@ -70,6 +70,12 @@ def fewer_microbatches(args: Flags, replicas: int) -> Flags:
     return args | {"micro_batch_size": fewer}
 
 
+def fewer_ranks(args: Flags) -> Flags:
+    """Two ranks in place of an even number that share each layer: each is a process."""
+    names = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+    return args | {name: 2 for name in names if (size := getattr(args, name) or 1) > 2 and size % 2 == 0}
+
+
 def shrunk(args: Flags, whole: Settings, stages: Sequence[Sequence[LayerType]], slices: int) -> Flags:
     """The same training with fewer layers of the same kinds in each stage, narrower, of shorter sequences and fewer tokens.
 

@@ -105,7 +105,9 @@ def draw_pareto(
     save(figure, path)
 
 
-def draw_throughput(groups: Mapping[str, Sequence[PlottedTraining]], path: str | Path, memory: float, title: str = "") -> None:
+def draw_throughput(
+    groups: Mapping[str, Sequence[PlottedTraining]], path: str | Path, memory: float, title: str = "", equal: float = 1.0
+) -> None:
     """Draw trainings, and the front of each group: the most tokens per second in every amount of memory.
 
     Args:
@@ -113,6 +115,7 @@ def draw_throughput(groups: Mapping[str, Sequence[PlottedTraining]], path: str |
         path: where the picture goes; its suffix, .png or .svg, is the format.
         memory: GiB that a training may take of a GPU.
         title: of the plot, such as the cluster.
+        equal: the share of the most tokens per second from which on trainings are as good as the best within the error: a band.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -129,6 +132,9 @@ def draw_throughput(groups: Mapping[str, Sequence[PlottedTraining]], path: str |
     figure, axes = _axes(9.6, height, (0.09, below / height, 0.88, 4.05 / height), title.replace("$", r"\$"))
     _show_fronts(axes, [training for front in fronts.values() for training in front], memory)
     axes.axvline(memory, color=INK, linewidth=1, linestyle=":")
+    most = max(one.tokens_per_second for group in groups.values() for one in group)
+    if equal < 1:
+        axes.axhspan(equal * most, most, color=_GREY, alpha=0.15, linewidth=0, label="equal within the error")
     for (name, group), colour in zip(groups.items(), (_RED, _DARK), strict=False):
         all_, best = ([(one.memory, one.tokens_per_second) for one in part] for part in (group, fronts[name]))
         axes.plot(*zip(*all_, strict=True), "o", color=colour, alpha=0.25, markersize=4)
@@ -142,7 +148,7 @@ def draw_throughput(groups: Mapping[str, Sequence[PlottedTraining]], path: str |
     axes.set_xlabel("GiB of the fullest GPU", fontsize=_FONT, color=INK)
     axes.set_ylabel("tokens per second", fontsize=_FONT, color=INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.legend(fontsize=_FONT, frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, handletextpad=0.2)
+    axes.legend(fontsize=_FONT, frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=3, handletextpad=0.2)
     figure.text(0.09, 1 - 0.36 / height, _EXPLAINED, va="top", fontsize=_FONT, color=_GREY)
     save(figure, path)
 
@@ -237,7 +243,7 @@ def _show_fronts(axes: Axes, best: Sequence[PlottedTraining], memory: float) -> 
     """Limit the axes to the surroundings of the fronts: trainings far below would leave most of the picture empty."""
     speeds = [training.tokens_per_second for training in best]
     margin = 0.15 * (max(speeds) - min(speeds)) + 0.02 * max(speeds)
-    axes.set_ylim(max(0.0, min(speeds) - 2 * margin), max(speeds) + margin)
+    axes.set_ylim(max(0.0, min(0.95 * max(speeds), *speeds) - 2 * margin), max(speeds) + margin)  # an error of 4 % in it
     least = min(training.memory for training in best)
     aside = 0.06 * (memory - least) + 0.01 * memory
     axes.set_xlim(max(0.0, least - 1.5 * aside), memory + aside)
