@@ -24,12 +24,14 @@ from megatron.pipeline.planner import hybrid
 _MARK = "upstream:"  # before the names of such flags in a namespace
 _LEFT_OUT = object()  # the value of a flag that no release has
 _OFF = {"none", "None", "0", "False"}
+_ADAPTERS = "megatron.pipeline.install in a loop with adapters"
 _CALLED = {  # what people call flags whose spelling is another
     "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "cp": "--context-parallel-size",
     "ep": "--expert-model-parallel-size", "dp": "--data-parallel-size or --world-size of mpipe memory",
     "mbs": "--micro-batch-size", "gbs": "--global-batch-size", "seq-len": "--seq-length", "fp8": "--fp8-format",
     "zero": "--use-distributed-optimizer", "hf": "--config with the model's config.json",
-    "dry-run": "mpipe memory, which starts no training", "lora-rank": "megatron.pipeline.install in a loop with adapters",
+    "dry-run": "mpipe memory, which starts no training", "wandb": "--wandb-project with mpipe launch, or --metrics FILE",
+    "wandb-project": "mpipe launch, which has it, or --metrics FILE", **dict.fromkeys(("lora", "lora-rank"), _ADAPTERS),
 }  # fmt: skip
 
 
