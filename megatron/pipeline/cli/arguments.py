@@ -84,14 +84,14 @@ class Parser(argparse.ArgumentParser):
 
 
 _PURPOSES = {  # of flags that several commands share, in the order of their help
-    "the usual": "gpus gpu gpus-per-node schedule schedules pp microbatches chunks cost costs memory-limit objective json output draw text",
+    "the usual": "gpus gpu gpus-per-node schedule schedules pp microbatches chunks cost costs memory-limit objective json output",
     "costs in detail": "activation slow first-stage last-stage",
     "passes": "recompute fuse balance splits group",
     "vocabulary and experts": "vocab-parallel vocab-cost overlap-experts",
     "offload": "offload host-memory-limit copy",
     "unequal microbatches": "lengths attention order",
     "between iterations": "replicas grad-bytes param-bytes replica-link",
-    "drawings": "memory consecutive trace",
+    "drawings": "draw text memory consecutive trace",
 }
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
