@@ -13,7 +13,7 @@ PACKAGES = find_namespace_packages(include=["megatron.pipeline", "megatron.pipel
 
 
 def for_pypi(text: str) -> str:
-    """README as PyPI shows it, beside no other file: links and pictures of the repository lead to ``URL``, or go where there is none."""
+    """README for PyPI, where no file is beside it: links and pictures lead to ``URL``; where there is none they go."""
     if not URL:
         text = re.sub(r"!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", text)
         return re.sub(r"\[([^]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
