@@ -8,13 +8,28 @@ from setuptools import find_namespace_packages, setup
 ROOT = Path(__file__).parent
 [VERSION] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "megatron/pipeline/__init__.py").read_text(encoding="utf-8"), re.M)
 # Directories that have no Python, such as costmodel/devices, are packages of the namespace, too: each brings what it holds.
+URL = ""  # of the repository, once it is public: PyPI's page then leads there
 PACKAGES = find_namespace_packages(include=["megatron.pipeline", "megatron.pipeline.*"], exclude=["*.__pycache__"])
+
+
+def for_pypi(text: str) -> str:
+    """README for PyPI, where no file is beside it: links and pictures lead to ``URL``; where there is none they go."""
+    if not URL:
+        text = re.sub(r"!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", text)
+        return re.sub(r"\[([^]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{URL}/raw/main/", text)
+    return re.sub(r"((?<!!)\[[^]]*\]\()(?!https?:|#)", rf"\1{URL}/blob/main/", text)
+
 
 setup(
     name="megatron-pipeline",
     version=VERSION,
     description="Zero-bubble and memory-controlled pipeline schedules for megatron-core, without a fork",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=for_pypi((ROOT / "README.md").read_text(encoding="utf-8")),
+    keywords="megatron, megatron-core, pipeline parallelism, zero bubble, schedules, LLM training, pretraining",
+    project_urls={"Source": URL, "Documentation": f"{URL}/tree/main/docs", "Changelog": f"{URL}/blob/main/CHANGELOG.md"}
+    if URL
+    else {},
     long_description_content_type="text/markdown",
     author="megatron-pipeline developers",
     license="Apache-2.0",

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -148,7 +149,7 @@ def test_the_bubble_falls_with_every_bit_of_memory(
     costs = uniform(families.placement(name, p), *times, hop)
     spans = []
     for eighths in range(8, 3 * p * 8 + 1, 5):
-        schedule = planning.plan(name, p, m, costs, memory_limit=eighths / 8)
+        schedule = planning.plan(name, p, m, costs, memory_limit=eighths / 8, objective="span")
         assert max(activation_peaks(schedule, costs)) <= eighths / 8 * SLACK
         spans.append(simulate(schedule, costs).span)
     assert all(more <= less * SLACK for less, more in pairwise(spans))
@@ -270,14 +271,15 @@ def test_searches_within_several_limits_share_their_levels(monkeypatch: pytest.M
         return _begin(instance, known, limits, *rest)
 
     monkeypatch.setattr(search, "_begin", begin)
+    plan = partial(planning.plan, "v-auto", 4, 12, costs, objective="span")
     alone = {}
     for limit in (4.5, 5.0, 5.5):
         search._level.cache_clear()
-        alone[limit] = planning.plan("v-auto", 4, 12, costs, memory_limit=limit)
+        alone[limit] = plan(memory_limit=limit)
     levels = len(begun)
     begun.clear()
     search._level.cache_clear()
-    assert {limit: planning.plan("v-auto", 4, 12, costs, memory_limit=limit) for limit in reversed(alone)} == alone
+    assert {limit: plan(memory_limit=limit) for limit in reversed(alone)} == alone
     assert len(begun) < levels
 
 

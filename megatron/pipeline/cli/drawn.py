@@ -15,14 +15,14 @@ from megatron.pipeline.planner import Planned, Timeline, document, view
 
 Shown: TypeAlias = Mapping[str, tuple[Timeline, Planned | None]]  # by title; a recorded timeline has no schedule
 
-_PICTURES = (".png", ".svg", ".html")
+_PICTURES = (".png", ".svg", ".pdf", ".html")
 
 
 def draw_flags() -> Parser:
     """Flags for what is drawn, and where."""
     flags = Parser(add_help=False)
     flags.add_argument("--text", action="store_true", help="draw as text alone, without the table")
-    flags.add_argument("--draw", metavar="OUT", help="also write a picture, .png or .svg, or a page to zoom into, .html")
+    flags.add_argument("--draw", metavar="OUT", help="also write a picture, .png, .svg or .pdf, or a page to zoom into, .html")
     flags.add_argument("--memory", action="store_true", help="with --draw: activation memory under each schedule of a picture")
     flags.add_argument(
         "--consecutive", action="store_true", help="join iterations of one training run, its iteration_*.json in their order"
@@ -40,7 +40,7 @@ def check_drawn(options: argparse.Namespace) -> None:
     check_suffix(options.draw, _PICTURES)
     check_suffix(options.trace, (".trace.json",))
     if options.memory and not options.draw:
-        raise ValueError("--memory is for pictures: add --draw OUT.png, .svg or .html, or leave it out")
+        raise ValueError("--memory is for pictures: add --draw OUT.png, .svg, .pdf or .html, or leave it out")
     if options.text and options.json:
         raise ValueError("--text and --json say two ways to print: leave one of them out")
     if options.consecutive and not options.files:

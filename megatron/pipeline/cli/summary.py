@@ -197,7 +197,9 @@ def check_output(options: argparse.Namespace, drawn: bool = False) -> None:
     path = options.output
     _check_directory(path)
     if path and (Path(path).suffix not in (".json", ".txt") or path.endswith(".trace.json")):
-        others = "; --draw writes .png, .svg and .html, --trace writes .trace.json, and mpipe export makes a .csv of a .json"
+        others = (
+            "; --draw writes .png, .svg, .pdf and .html, --trace writes .trace.json, and mpipe export makes a .csv of a .json"
+        )
         raise ValueError(f"cannot write {path}: the file name must end in .json or .txt{others if drawn else ''}")
 
 

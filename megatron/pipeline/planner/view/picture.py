@@ -98,7 +98,7 @@ def draw(
         _mark_slow(axes[-1], (slow or {}).get(title, {}), timeline)
         top -= rows[title] + _GAP
         if title in memory:
-            _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit)
+            _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit, named=title == next(iter(memory)))
             top -= _CURVE + _GAP
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False, bottom=False)
@@ -240,10 +240,13 @@ def _paths(axes: Axes, passes: Sequence[Timed], bar: tuple[float, float], origin
         )
 
 
-def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) -> None:
+def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str, named: bool) -> None:
     """Activation memory over time, one line per rank, from the first rank (dark) to the last (light).
 
     All curves of a picture share the scale up to ``peak``; the axis names the peak of this one.
+
+    Args:
+        named: whether the ranks are named.
     """
     from matplotlib import colormaps
 
@@ -258,9 +261,9 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) 
     # Above all curves, where no number stands, however long.
     words = f"memory ({unit})" if unit else "memory"
     axes.text(0, 0.98, words, transform=axes.transAxes, va="top", fontsize=_FONT - 1, color=INK)
-    if len(profile) <= 8:
+    if named and len(profile) <= 8:
         axes.legend(ncols=len(profile), loc="upper right", fontsize=_FONT - 1, frameon=False, handlelength=1.2, borderaxespad=0.1)
-    else:
+    elif named:
         note = f"from rank 0 (dark) to rank {len(profile) - 1} (light)"
         axes.text(1, 0.98, note, transform=axes.transAxes, ha="right", va="top", fontsize=_FONT - 1, color=INK)
     _plain(axes)
