@@ -12,7 +12,7 @@ from engine import gpt, graphs
 
 
 def train(schedule: str, flags: str, pp: int = 2, modules: str | None = "", microbatches: tuple[int, ...] = (4,) * 5) -> Any:
-    """Losses and gradient norms of every iteration, digests of all weights, how many graphs were replayed, and of how many layers.
+    """Losses and norms of every iteration, digests of all weights, how many graphs were replayed, and of how many layers.
 
     Args:
         modules: of --cuda-graph-modules; None without graphs.

@@ -11,7 +11,6 @@ What a capture cannot have raises: a host that reads a result, a message, memory
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,33 +29,21 @@ class NotCapturable(AssertionError):
 
 
 class Pool:
-    """Memory of graphs that are captured with it; nothing of it goes back to the device.
-
-    Attributes:
-        taken: bytes that were handed out, of blocks that were made for it and of blocks that had been free.
-    """
+    """Memory of graphs that are captured with it; nothing of it goes back to the device."""
 
     def __init__(self) -> None:
         self._blocks: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self.taken = {"made": 0, "again": 0}
-
-    @property
-    def bytes(self) -> int:
-        """Size of all blocks."""
-        return self.taken["made"]
 
     def take(self, size: int) -> Any:
         """Storage of at least ``size`` bytes: of the blocks without a tensor the one that was made last, or else a new one."""
         for block in reversed(self._blocks):
             held = torch._C._storage_Use_Count(block._cdata) > 1 or sys.getrefcount(block) > _OWN_REFERENCES
             if block.nbytes() >= size and not held:
-                self.taken["again"] += size
                 return block
         block = torch.UntypedStorage(max(size, 1))
         self._numbers[block._cdata] = len(self._blocks)
         self._blocks.append(block)
-        self.taken["made"] += size
         return block
 
     def number(self, tensor: torch.Tensor) -> int | None:
@@ -170,14 +157,3 @@ def graph(captured: CUDAGraph, pool: Pool | None = None, **_: Any) -> Iterator[N
     captured.captured = True
     with _Capturing(captured, pool or Pool()):
         yield
-
-
-def weak_reference(tensor: Any) -> Any:
-    """A tensor in the same memory, which does not hold it, as Transformer Engine makes them."""
-    if isinstance(tensor, (tuple, list)):
-        return type(tensor)(map(weak_reference, tensor))
-    if not isinstance(tensor, torch.Tensor) or not tensor.numel():
-        return tensor
-    memory = (ctypes.c_byte * tensor.untyped_storage().nbytes()).from_address(tensor.untyped_storage().data_ptr())
-    whole = torch.frombuffer(memory, dtype=tensor.dtype)
-    return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

@@ -143,7 +143,7 @@ SCHEDULES = (
         _ANOTHER),
     Row(_EXPERTS, "vocab_parallel", "runs whole layers of one rank, and {other} takes a part of them to others"),
     Row(_EXPERTS, "offload | copies", "frees tensors itself, and {other} moves them"),
-    Row(_CAPTURED, "reruns | splits>1 | offload | copies | vocab_parallel | post_validation",
+    Row(_CAPTURED, "reruns | splits>1 | offload | copies | vocab_parallel | post_validation | pipeline_costs=profile",
         "is not tested with {other} under schedules of ours", when=lambda to: to.ours),
     Row(_CAPTURED, "ours", "needs transformer-engine 2.11 or newer, whose graphs have W", "update it, or leave {flag} out",
         when=lambda to: to.engine and to.engine < (2, 11)),

@@ -36,11 +36,15 @@ def slots_of(program: Program, stages: Sequence[int], posted: bool = False) -> S
             last[who] = place
     coming, leaving = ({place: who for who, place in ends.items()} for ends in (first, last))
     found: list[dict[int, int]] = [{} for _ in stages]
+    counts = [0 for _ in stages]
     free: list[deque[int]] = [deque() for _ in stages]
     for place in sorted(coming.keys() | leaving.keys()):
         if place in coming:
             chunk, microbatch = coming[place]
-            found[chunk][microbatch] = free[chunk].popleft() if free[chunk] else len({*found[chunk].values()})
+            if not free[chunk]:
+                free[chunk].append(counts[chunk])
+                counts[chunk] += 1
+            found[chunk][microbatch] = free[chunk].popleft()
         if place in leaving:
             chunk, microbatch = leaving[place]
             free[chunk].append(found[chunk][microbatch])
