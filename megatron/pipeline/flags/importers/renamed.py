@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron.pipeline.flags.flag_types import positive_int
+from megatron.pipeline.flags.flag_types import positive_int, to_10_000
 from megatron.pipeline.flags.flags import actions, as_flags
 from megatron.pipeline.flags.importers import upstream
 from megatron.pipeline.flags.settings import OURS
@@ -50,7 +50,7 @@ def values_of(
                 others.setdefault(flag, value)
         elif action.nargs == 0 and name not in theirs:  # as --disable-bias-linear, which clears what has another name
             found.setdefault(action.dest, action.const if value else action.default)
-        elif action.type is not positive_int or value:  # a count of 0 is none
+        elif action.type not in (positive_int, to_10_000) or value:  # a count of 0 is none
             found.setdefault(action.dest, int(value) if action.type is int and isinstance(value, float) else value)
     return found | meant, others
 
