@@ -82,8 +82,9 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
 
 def _links(costs: dict[str, float]) -> list[tuple[str, str, str]]:
     """Line of a report about links that differ."""
-    links = {name[5:-1]: seconds for name, seconds in costs.items() if name.startswith("comm[")}
-    words = f"whose messages do not take {costs['comm']:g}: {said_links(links)}"
+    links = {name[5:-1]: each + costs.get(f"busy{name[4:]}", 0.0) for name, each in costs.items() if name.startswith("comm[")}
+    line = ", ".join(name[5:-1] for name in costs if name.startswith("busy["))
+    words = f"whose messages do not take {costs['comm']:g}: {said_links(links)}" + f"; in line: {line}" * bool(line)
     return [("links", str(len(links)), words)] if links else []
 
 
