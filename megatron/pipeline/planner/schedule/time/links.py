@@ -240,7 +240,7 @@ class _Table:
         return PassLink(made, needed, hop, seconds, kind.row.shard and kind in REMOTE, self._line(kind, rank, stage))
 
     def _line(self, kind: Kind, rank: int, stage: int) -> InLine | None:
-        """Where what a pass makes for a neighbouring stage stands in line, if it does."""
+        """Line in which what a pass makes for a neighbouring stage waits, if it does."""
         placement, costs = self._schedule.placement, self._costs
         other = stage + (1 if kind.row.sends is Flow.ACTIVATION else -1)
         if not (costs and costs.in_line and kind.row.sends and 0 <= other < placement.depth):
