@@ -114,9 +114,24 @@ def test_links_of_a_file_of_costs_and_on_top_of_it(capsys: pytest.CaptureFixture
     path, plan = tmp_path / "costs.json", "plan --schedule 1f1b --pp 4 --microbatches 8"
     path.write_text(json.dumps({"hop": 0.5, "links": {"1-2": [1, 2]}, "stages": [PASS] * 4}))
     both = report(capsys, plan, "--costs", str(path), "--cost comm[2to3]=2")
-    assert both["makespan"] == report(capsys, plan, "--cost comm=0.5,comm[1-2]=3,comm[2to3]=2")["makespan"]
+    assert both["makespan"] == report(capsys, plan, "--cost comm=0.5,comm[1-2]=2,busy[1-2]=1,comm[2to3]=2")["makespan"]
     refused = refusal(capsys, plan, "--costs", str(path), "--cost comm[2to3]=2,F=2")
     assert "--costs says what every stage costs" in refused
+
+
+def test_a_link_that_lacks_bandwidth_is_said_and_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan, path = (
+        "plan --pp 4 --microbatches 8 --schedule zb-v --cost comm=0.5,comm[1-2]=0.5,busy[1-2]=2,busy[2to3]=1",
+        tmp_path / "plan.json",
+    )
+    found = report(capsys, plan)
+    assert found["makespan"] > report(capsys, plan.replace("comm[1-2]=0.5,busy[1-2]=2", "comm[1-2]=2.5"))["makespan"]
+    path.write_text(json.dumps(found))
+    assert report(capsys, "plan", str(path))["makespan"] == found["makespan"]
+    assert report(capsys, "certify", str(path))["makespan_unlimited"] == pytest.approx(found["makespan"])
+    assert "whose messages do not take 0.5: 1-2 takes 2.5, 2to3 takes 1; in line: 1-2, 2to3\n" in output(capsys, plan)
+    named = report(capsys, plan.replace("plan", "compare").replace("schedule", "schedules"))["schedules"]
+    assert [row["makespan"] for row in named] == [found["makespan"]]
 
 
 @pytest.mark.parametrize(

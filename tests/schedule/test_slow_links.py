@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_strategies import costs_of as schedule_costs
+from schedule_strategies import schedules
 
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.schedule import families
@@ -104,6 +106,34 @@ def test_three_slow_links_among_16_ranks_cost_little_where_memory_covers_them(fa
     problem = Problem(placement, 128, costs, (24.0,) * 16, Objective.MAKESPAN, fused=stages)
     order = families.FAMILIES[family].plan(problem)
     assert problem.value(simulate(Schedule("ours", placement, 128, order), costs)) <= 1.02 * lower_bound(problem)
+
+
+@pytest.mark.parametrize(
+    ("family", "busy", "factor"),
+    [("zb-auto", 1.0, 1.01), ("zb-auto", 2.0, 1.035), ("zb-auto", 4.0, 1.005), ("zb-v", 1.0, 1.001), ("zb-v", 2.9, 1.005)],
+)
+def test_messages_stand_in_line_where_a_link_lacks_bandwidth(family: str, busy: float, factor: float) -> None:
+    """In 1F1B's memory; 2.9 of F + B + W = 3 is almost all that a link of a line can do, and twice what one of a V can."""
+    placement = families.placement(family, 8)
+    costs = replace(uniform(placement, 1.0, 1.2, 0.8, 0.05), links=tuple(link_costs.read("3-4", 0.05, busy)))
+    problem = Problem(placement, 32, costs, (8.0,) * 8, Objective.MAKESPAN)
+    late = replace(problem, costs=costs.overlapping())
+    ours, of_late = (Schedule("ours", placement, 32, families.FAMILIES[family].plan(each)) for each in (problem, late))
+    makespan, bound = simulate(ours, costs).makespan, lower_bound(problem)
+    bounds = (each - 1e-9 for each in (lower_bound(late), bound))  # sums of floats
+    assert max(bounds) <= makespan <= min(factor * bound, simulate(of_late, costs).makespan)
+    assert certify(of_programs(ours, lower(ours, costs)), costs, []).unlimited == pytest.approx(makespan)
+    assert simulate(ours, late.costs).makespan <= makespan
+    if busy == 4:
+        assert bound > 1.15 * lower_bound(late)
+
+
+@given(st.data())
+def test_certify_has_messages_in_line_as_the_simulation_has(data: st.DataObject) -> None:
+    schedule = data.draw(schedules())
+    costs = data.draw(schedule_costs(schedule.placement))
+    certificate = certify(of_programs(schedule, lower(schedule, costs)), costs, [])
+    assert certificate.unlimited == simulate(schedule, costs).makespan
 
 
 @pytest.mark.parametrize("family", ["zb-h1", "zb-v"])

@@ -136,8 +136,8 @@ def cost_flags() -> Parser:
         "--cost",
         type=numbers(*written_costs.TIMES),
         metavar="F=..,B=..,W=..,comm=..[,NAME=..]",
-        help="one rank's share of one microbatch and one message (comm; of one link: comm[2-3]; one way: comm[2to3]), in any "
-        "unit of time (default: 1,1,1,0, or the file's). "
+        help="one rank's share of one microbatch and one message (comm; of one link: comm[2-3]; one way: comm[2to3]; where "
+        "messages stand in line: busy[2-3]), in any unit of time (default: 1,1,1,0, or the file's). "
         f"NAME is one of {written_costs.named_times()}; AR (the part of F, and of B, that is sums over tensor-parallel ranks)",
     )
     flags.add_argument(

@@ -68,7 +68,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         what = "all-reduces" if data["costs"].get("F.experts") == 0 else "all-to-alls"
         words = f"{share:.0%} of the {found['communication']:g} that a rank spends in {what} (mean); {found['braids']} braids"
         add("exposed", found["exposed"], words)
-    rows += _slow(data.get("slow", {}), data["costs"]["comm"]) + (_offloaded(data, unit) if "offload" in data else [])
+    rows += _slow(data.get("slow", {}), data["costs"]) + (_offloaded(data, unit) if "offload" in data else [])
     if limit is not None and "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - SLACK):
         why = "cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is"
         add("limit", unit.number(limit), f"{why} {unit.amount(data['sustaining_limit'])}")
@@ -80,12 +80,14 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
 
 
-def _slow(slow: Mapping[str, float], hop: float) -> list[tuple[str, str, str]]:
+def _slow(slow: Mapping[str, float], costs: Mapping[str, float]) -> list[tuple[str, str, str]]:
     """Lines of a report about links that differ and ranks that are slow."""
     ranks = {name: times for name, times in slow.items() if name.startswith("rank ")}
     links = {name: seconds for name, seconds in slow.items() if name not in ranks}
-    rows = ("links", links, f"whose messages do not take {hop:g}"), ("slow ranks", ranks, "in these costs")
-    return [(name, str(len(found)), f"{words}: {said_slow(found)}") for name, found, words in rows if found]
+    line = ", ".join(name[5:-1] for name in costs if name.startswith("busy["))
+    rows = (("links", links, f"whose messages do not take {costs['comm']:g}", f"; in line: {line}" * bool(line)),
+            ("slow ranks", ranks, "in these costs", ""))  # fmt: skip
+    return [(name, str(len(found)), f"{words}: {said_slow(found)}{end}") for name, found, words, end in rows if found]
 
 
 def said_slow(slow: Mapping[str, float]) -> str:

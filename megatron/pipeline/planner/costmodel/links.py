@@ -146,9 +146,10 @@ def with_messages(costs: Costs, shape: Shape, links: Links) -> Costs:
     """Costs whose ``hop`` is that on a node where some neighbours are on one, and whose ``links`` are those between nodes."""
     if links.near_hop is None or not any(links.near):
         return costs
-    ranks, seconds = len(links.near), hop_seconds(shape, links)
+    ranks, latency = len(links.near), links.hop.latency
+    seconds = hop_seconds(shape, links) - latency
     ways = [(rank, (rank + 1) % ranks) for rank in range(ranks) if not links.near[rank]]
-    far = [LinkCosts(*pair, seconds) for way in ways for pair in (way, way[::-1])]
+    far = [LinkCosts(*pair, seconds, latency) for way in ways for pair in (way, way[::-1])]
     return replace(costs, hop=links.near_hop.seconds(shape.hidden_bytes), links=link_costs.joined((), far))
 
 

@@ -266,17 +266,12 @@ def _of_links(forward: Sequence[Line], first: list[float], last: list[float]) ->
     Args:
         first, last: by line, the least seconds until the end of its first pass, and from the start of its last one.
     """
-    ways: dict[tuple[int, int], list[float]] = {}
-    for index, line in enumerate(forward):
-        for other, hop, way, busy in line.before:
-            if np.any(busy):
-                seconds, there, back = (
-                    float(np.sum(busy * np.ones(line.count))),
-                    first[other],
-                    last[index] + float(np.min(hop - busy)),
-                )
-                known = ways.get(way, [0.0, math.inf, math.inf])
-                ways[way] = [known[0] + seconds, min(known[1], there), min(known[2], back)]
+    ways: dict[tuple[int, int], tuple[float, float, float]] = {}
+    for index, (other, hop, way, busy) in ((index, each) for index, line in enumerate(forward) for each in line.before):
+        if np.any(busy):
+            seconds, there, back = ways.get(way, (0.0, math.inf, math.inf))
+            seconds += float(np.sum(busy * np.ones(forward[index].count)))
+            ways[way] = seconds, min(there, first[other]), min(back, last[index] + float(np.min(hop - busy)))
     return max((sum(each) for each in ways.values()), default=0.0)
 
 

@@ -20,7 +20,7 @@ from megatron.pipeline.planner.schedule.core.problem import Problem
 Times = NDArray[np.float64]
 
 
-class Before(NamedTuple):
+class LineBefore(NamedTuple):
     """The index of a line before another; ``hop`` is the seconds between, of which a message occupies its link for ``busy``."""
 
     other: int
@@ -50,7 +50,7 @@ class Line:
     change: float
     count: int
     memory: float | Times
-    before: tuple[Before, ...] = ()
+    before: tuple[LineBefore, ...] = ()
 
     @property
     def unequal(self) -> bool:
@@ -114,7 +114,7 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
         def least_seconds(costs: Costs, stage: int = stage, kind: Kind = kind) -> float:
             return _least_seconds(leanest(costs.stages[stage]), kind)
 
-        before: list[Before] = []
+        before: list[LineBefore] = []
         for source in sources(placement, None)[kind, rank, chunk]:
             home, its_chunk = source.homes[0]
             its_stage = placement.stage(home, its_chunk)
@@ -126,7 +126,7 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
                 return costs.in_line.get(way, 0.0)
 
             needed = next(known[its_stage, other] for other in source.kinds if (its_stage, other) in known)
-            before.append(Before(needed, each(message), (home, rank), each(busy)))
+            before.append(LineBefore(needed, each(message), (home, rank), each(busy)))
         change = leanest(costs.stages[stage]).allocated(kind, stage in problem.recompute)
         own = Kind(kind.row.replaces[0]) if kind.row.replaces else kind
         known[stage, own] = len(made)
@@ -153,10 +153,10 @@ def backwards_in_time(forward: Sequence[Line]) -> list[Line]:
     def turned(each: float | Times) -> float | Times:
         return each[::-1] if isinstance(each, np.ndarray) else each
 
-    after: list[list[Before]] = [[] for _ in forward]
+    after: list[list[LineBefore]] = [[] for _ in forward]
     for index, line in enumerate(forward):
         for other, hop, way, busy in line.before:
-            after[other].append(Before(len(forward) - 1 - index, turned(hop), way, turned(busy)))
+            after[other].append(LineBefore(len(forward) - 1 - index, turned(hop), way, turned(busy)))
     return [
         replace(line, seconds=turned(line.seconds), change=-line.change, memory=turned(line.memory), before=tuple(next_))
         for line, next_ in zip(forward[::-1], after[::-1], strict=True)

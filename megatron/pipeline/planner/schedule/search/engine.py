@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.pipeline.planner.schedule.core.compiled import compiled
 from megatron.pipeline.planner.schedule.core.slack import SLACK
-from megatron.pipeline.planner.schedule.time.orders import DOWN, POST, UP, Array, Lines, enter
+from megatron.pipeline.planner.schedule.time.orders import DOWN, POST, UP, Array, BusyLinks, enter
 
 
 class Arrays(NamedTuple):
@@ -25,13 +25,13 @@ class Arrays(NamedTuple):
         allocated: float[5, S, M], by a pass when it starts (positive) or ends (negative).
         together: float[5, S, M + 1], by the first k passes.
         lengths: int[P], how many passes a rank has.
-        waits: see ``orders.Lines``.
+        waits: see ``orders.BusyLinks``.
         lines, first: the (kind, stage) of every rank's passes: those of a rank are ``lines[first[rank] : first[rank + 1]]``.
     """
 
     home: Array
     hops: Array
-    waits: Lines
+    waits: BusyLinks
     seconds: Array
     before: Array
     allocated: Array

@@ -14,7 +14,7 @@ from megatron.pipeline.planner.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.search import engine
-from megatron.pipeline.planner.schedule.time.orders import KINDS, POST, UP, Array, Lines, hops_of, replay, slots
+from megatron.pipeline.planner.schedule.time.orders import KINDS, POST, UP, Array, BusyLinks, hops_of, replay, slots
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Instance:
                 self.allocated[slot, stage] = np.array(allocated, float) * (-1 if backwards else 1)
                 self.before[slot, stage] = last
                 last = slot
-        self.hops, self.waits = hops_of(placement, costs, many, backwards), Lines.between(placement, costs, many, backwards)
+        self.hops, self.waits = hops_of(placement, costs, many, backwards), BusyLinks.between(placement, costs, many, backwards)
         together = np.zeros((KINDS, len(stages), many + 1))
         if unequal:
             np.cumsum(self.allocated, axis=2, out=together[:, :, 1:])

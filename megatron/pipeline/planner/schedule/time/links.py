@@ -26,8 +26,8 @@ from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
 from megatron.pipeline.planner.schedule.core.schedule import RankPasses, Schedule
 
 
-class Line(NamedTuple):
-    """What a pass sends, where messages stand in line.
+class InLine(NamedTuple):
+    """Messages of the passes of one kind, where they stand in line.
 
     Attributes:
         way: sender and receiver.
@@ -60,7 +60,7 @@ class PassLink(NamedTuple):
     hop: list[float]
     seconds: list[float]
     is_part: bool = False  # what is made is there once all ranks have made it
-    line: Line | None = None  # where it stands in line before it can travel
+    line: InLine | None = None  # where it stands in line before it can travel
 
 
 class Rows(NamedTuple):
@@ -239,14 +239,14 @@ class _Table:
                     ] * (1 if costs.loads else self._slices)
         return PassLink(made, needed, hop, seconds, kind.row.shard and kind in REMOTE, self._line(kind, rank, stage))
 
-    def _line(self, kind: Kind, rank: int, stage: int) -> Line | None:
-        """Where what a pass makes for a neighbouring stage stands in line, if it does."""
+    def _line(self, kind: Kind, rank: int, stage: int) -> InLine | None:
+        """Line in which what a pass makes for a neighbouring stage waits, if it does."""
         placement, costs = self._schedule.placement, self._costs
         other = stage + (1 if kind.row.sends is Flow.ACTIVATION else -1)
         if not (costs and costs.in_line and kind.row.sends and 0 <= other < placement.depth):
             return None
         way = rank, placement.home(other)[0]
-        return Line(way, costs.each(lambda each: each.in_line[way], self._slices)) if way in costs.in_line else None
+        return InLine(way, costs.each(lambda each: each.in_line[way], self._slices)) if way in costs.in_line else None
 
     def _number(self, name: Hashable, stage: int | None, ahead: int = 0) -> int:
         """Index at which the numbers of a result begin; those of ``ahead`` microbatches before the first are there from the

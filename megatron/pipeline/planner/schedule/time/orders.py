@@ -63,7 +63,7 @@ def hops_of(placement: Placement, each: Sequence[Costs], count: int, backwards: 
     return hops
 
 
-class Lines(NamedTuple):
+class BusyLinks(NamedTuple):
     """Links on which messages stand in line.
 
     Attributes:
@@ -77,7 +77,7 @@ class Lines(NamedTuple):
     free: Array
 
     @staticmethod
-    def between(placement: Placement, each: Sequence[Costs], count: int, backwards: bool = False) -> Lines:
+    def between(placement: Placement, each: Sequence[Costs], count: int, backwards: bool = False) -> BusyLinks:
         """Those of a placement; arguments as of ``hops_of``."""
         ways = list(each[0].in_line)
         of, seconds = np.full((KINDS, placement.depth), -1), np.zeros((KINDS, placement.depth, count if ways else 0))
@@ -86,16 +86,16 @@ class Lines(NamedTuple):
             for place, one in ((DOWN, stage), way), ((UP, stage - 1), way[::-1]):
                 if one in ways:
                     of[place], seconds[place] = ways.index(one), [costs.in_line[one] for costs in each]
-        return Lines(of, seconds, np.zeros(len(ways)))
+        return BusyLinks(of, seconds, np.zeros(len(ways)))
 
-    def fresh(self, hops: Array) -> tuple[Array, Lines]:
+    def fresh(self, hops: Array) -> tuple[Array, BusyLinks]:
         """Hops that a replay may make longer by what messages stand in line, and the links, all free."""
         return (hops.copy(), self._replace(free=np.zeros(len(self.free)))) if len(self.free) else (hops, self)
 
 
 @compiled
 def enter(lines: Any, hops: Array, kind: int, stage: int, index: int, made: float) -> bool:
-    """Put in line what a pass of another stage needs and is made now: it arrives later by what it waits; whether it does."""
+    """Add to a line what a pass of another stage needs and is made now: it arrives later by what it waits. Whether it waits."""
     line = lines.of[kind, stage]
     if line < 0:
         return False
@@ -124,7 +124,7 @@ class Orders:
             for stages in schedule.placement.stages
         ]
         messages = schedule.placement, costs.different(schedule.slices), schedule.slices
-        self._hops, self._lines = hops_of(*messages), Lines.between(*messages)
+        self._hops, self._lines = hops_of(*messages), BusyLinks.between(*messages)
         self._before = np.full(self._hops.shape[:2], -1)  # what precedes a pass on its own rank is never late
         self._ends, self._seconds = np.empty((2, *self._hops.shape))
         self._known: list[dict[int, tuple[_Row, Array, Array]]] = [{} for _ in schedule.passes]
@@ -179,7 +179,7 @@ class Reordered:
         self._seconds = np.array([[costs.seconds_of_each(kind, stage, count) for stage in stages] for kind in kinds], float)
         self._changes = np.array([[changes(kind, stage) for stage in stages] for kind in kinds], float)
         messages = placement, costs.different(count), count
-        self._hops, self._lines = hops_of(*messages), Lines.between(*messages)
+        self._hops, self._lines = hops_of(*messages), BusyLinks.between(*messages)
         self._before = np.full(self._hops.shape[:2], -1)
         self._lengths = np.array(list(map(len, schedule.passes)))
         self._order = np.zeros((len(self._lengths), self._lengths.max(), 3), np.int32)
@@ -213,7 +213,7 @@ class Reordered:
 
 
 def replay(
-    order: Array, lengths: Array, seconds: Array, before: Array, ends: Array, hops: Array, lines: Lines
+    order: Array, lengths: Array, seconds: Array, before: Array, ends: Array, hops: Array, lines: BusyLinks
 ) -> tuple[float, float]:
     """Fill ``ends`` with the earliest times at which passes end; returns (span, makespan), or -1 if some can never run.
 
@@ -223,7 +223,7 @@ def replay(
         seconds: float[5, S, M], of these passes.
         before: int[5, S], the kind that must precede on the stage; negative if none must.
         ends: float[5, S, M]; -1 for passes that are not in the order.
-        hops, lines: from ``Lines.fresh``; of ``hops_of``.
+        hops, lines: from ``BusyLinks.fresh``; of ``hops_of``.
     """
     rows = _RowClocks(order, lengths, np.zeros(len(lengths), np.int64), *np.zeros((2, len(lengths))))
     ends.fill(-1.0)
