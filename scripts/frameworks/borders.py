@@ -108,7 +108,7 @@ def see_the_cpu(*packages: str) -> None:
     torch.Tensor.to = to  # type: ignore[assignment, method-assign]
 
 
-def draw(chunks: Sequence[Any]) -> None:
+def draw(chunks: list[Any]) -> list[Any]:
     """Draw the weights of layers by their numbers, and of the two ends, wherever they are."""
     from megatron.core.utils import unwrap_model
 
@@ -119,6 +119,7 @@ def draw(chunks: Sequence[Any]) -> None:
             weights = [weight for weight in part.parameters() if weight.dim() > 1] if part is not None else []
             for place, weight in enumerate(weights):
                 weight.data.copy_(torch.empty(weight.shape).normal_(std=0.05, generator=_seeded(100 * number + place)))
+    return chunks
 
 
 def _seeded(seed: int) -> torch.Generator:

@@ -102,6 +102,7 @@ def _chunks(bridge: Any, schedule: str, ranks: int, trains: str) -> list[Any]:
         setattr(provider, name, False)
     adapters = {"lora": LoRA, "dora": DoRA, "canonical": CanonicalLoRA}
     if trains in adapters:
+        provider.register_pre_wrap_hook(borders.draw)  # DoRA takes norms of these
         provider.register_pre_wrap_hook(adapters[trains](dim=4, alpha=4))
     provider.finalize()
     provider.initialize_model_parallel(seed=7)

@@ -176,8 +176,8 @@ def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
 
 
 def enter_alone(rank: int, port: int, stderr: Path) -> None:
-    """One of 4 processes without a launcher. Behind a call of all, ranks 2 and 3 call for forwards alone several times, as loops do
-    that take only the ranks of the loss for an evaluation."""
+    """One of 4 processes without a launcher. Behind a call of all, ranks 2 and 3 call for forwards alone several times, as
+    loops do that take only the ranks of the loss for an evaluation."""
     chunk = _watched(rank, port, stderr)
     data = example("own_training_loop").batches(4, seed=0)
     _iterate(chunk, 4, data)
