@@ -277,7 +277,7 @@ def adapters(schedule: str, pipeline: int, recomputes: bool = False) -> LowRank:
     if schedule == "stock":
         return LowRank(losses, norms, weights, [], 0, set())
     made = loop.pipeline(pipeline)
-    assert made._iteration is not None
+    assert made._iteration and made._iteration.executor
     sent = [one.message for one in made._iteration.executor.program if isinstance(one, (ops.Send, ops.Receive))]
     gradients = {message.stage for message in sent if message.flow is kinds.Flow.GRADIENT}
     planned = [stage.weight / (stage.backward or 1) for stage in made.plans.planned_costs.stages]

@@ -186,13 +186,6 @@ def cost_flags() -> Parser:
         help="ranks whose passes take that many times as long as the costs say, such as 2=1.3",
     )
     flags.add_argument(
-        "--trained",
-        type=file_of(written_costs.read_trained),
-        metavar="WHAT",
-        help="what trains, of costs of training all: all, none (what trains comes before the layers), layers=16-31/32 (of 32, "
-        "from 0), or lora:r=16[,layers=..], whose adapters take no time here; no B runs before the first layer that trains",
-    )
-    flags.add_argument(
         "--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches, or as --costs says"
     )
     return flags
@@ -303,6 +296,13 @@ def pass_flags() -> Parser:
         "same of B, W.experts=.., layers=..)",
     )
     flags.add_argument("--fuse", type=StageList, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
+    flags.add_argument(
+        "--trained",
+        type=file_of(written_costs.read_trained),
+        metavar="WHAT",
+        help="what trains, of costs of training all: all, none (what trains comes before the layers), layers=16-31/32 (of 32, "
+        "from 0), or lora:r=16[,layers=..], whose adapters take no time here; no B runs before the first layer that trains",
+    )
     flags.add_argument(
         "--balance",
         type=layers_or_pattern,

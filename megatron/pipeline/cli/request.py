@@ -136,7 +136,7 @@ def changes(options: Namespace) -> document.Changes:
 def cost_flags_of(options: Namespace) -> written_costs.CostFlags:
     """Cost flags of options, once they go together; else a ValueError."""
     _facts(options).refuse(topics.OPTIONS)
-    given = {field.name: getattr(options, field.name) for field in fields(written_costs.CostFlags) if field.name != "boundary"}
+    given = {one.name: vars(options).get(one.name) for one in fields(written_costs.CostFlags) if one.name != "boundary"}
     return written_costs.CostFlags(**given, boundary=_boundary(options))
 
 

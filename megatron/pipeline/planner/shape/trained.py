@@ -1,4 +1,4 @@
-"""What of a model trains: all of it, some whole layers, or low-rank adapters (LoRA) beside linears that are frozen."""
+"""Weights that train: all, those of some whole layers, or low-rank adapters (LoRA) beside linears that are frozen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class Trained:
-    """Which weights train.
+    """Choice of the weights that train.
 
     Attributes:
         rank: of adapters; 0 where layers train whole.
