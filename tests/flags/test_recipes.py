@@ -401,8 +401,10 @@ def test_a_script_does_nothing_and_ends(tmp_path: Path, capsys: pytest.CaptureFi
     file, made = tmp_path / "train.sh", tmp_path / "made"
     file.write_text(f"touch {made}\nA=$(touch {made})\neval touch {made}\nfor ((i=0; i<2; )); do B=$((2 ** 99999999)); done\n")
     assert "its loops do not end" in refusal(capsys, "memory", "--config", str(file))
-    file.write_text(f"touch {made}\nsource models/other.sh\npython train.py $@ ${{A[@]}} ${{!B}} ${{C//x/y}}\n")
-    assert "nor in what it sources; models/other.sh is not there" in refusal(capsys, "memory", "--config", str(file))
+    file.write_text(f"touch {made}\nsource models/$1.sh\npython train.py $@ ${{A[@]}} ${{!B}} ${{C//x/y}}\n")
+    assert "nor in what it sources; models/${1}.sh is not there; give --set 1=.. (" in refusal(
+        capsys, "memory", "--config", str(file)
+    )
     assert not made.exists()
 
 

@@ -137,7 +137,9 @@ class Script:
                 return status == "true"
             case ["source" | ".", name, *_]:  # an unknown beginning of its path is taken for the script's own folder
                 file = (self._path.parent / re.sub("^\ue000[^/]*\ue001/", "", name)).resolve()
-                self.lost += [] if file.is_file() else [shown(name)]
+                if not file.is_file():
+                    self._known(name)
+                    self.lost.append(shown(name))
                 if file.is_file() and file not in self._within:
                     self._within.add(file)
                     self.run(reading.read_text(file, "a shell script"))
@@ -161,18 +163,18 @@ class Script:
         known = self._known(self._value(value), asks=False)
         return None if known is None or how not in ("-z", "-n") else (known == "") is (how == "-z")  # files are not looked at
 
-    def _compared(self, left: Node, operator: Node, right: Node) -> bool | None:
+    def _compared(self, left: Node, operator: Node, *right: Node) -> bool | None:
         how = _text(operator)
         if how in ("&&", "||", "-a", "-o"):
             found = self._test(left)
-            return self._test(right) if bool(found) is (how in ("&&", "-a")) else found
-        one, other = (self._known(self._value(side)) for side in (left, right))
-        if one is None or other is None:
+            return self._test(right[0]) if bool(found) is (how in ("&&", "-a")) else found
+        one, other = self._known(self._value(left)), self._known("".join(map(self._value, right)))
+        if one is None or other is None or how == "=~":
             return None
         if how in _TESTS or how in ("<", ">"):
             number = _evaluated(f"{one} {_TESTS.get(how, how)} {other}")
             return None if number is None else bool(number)
-        return bool(re.search(other, one)) if how == "=~" else fnmatchcase(one, other) is (how != "!=")
+        return fnmatchcase(one, other) is (how != "!=")
 
     def _known(self, value: str, asks: bool = True) -> str | None:
         """A value in a condition, where variables that are not set are empty; None if something else in it is not known."""

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,9 @@ def of_script(
     )
     settings = {found[1]: found[2] for word in line if (found := _SETTING.fullmatch(word))}
     flags = _of_settings(settings, kind, known) if settings else _of_words(line, kind, known)
-    missing = [f"; {name} is not there" for name in script.lost]
-    if not flags or (missing and not {"num-layers", "model"} & {*flags, *(flag[2:] for flag in given)}):
-        raise ValueError(f"no flags of a training in it, nor in what it sources{''.join(missing)}")
+    if not flags or (script.lost and not {"num-layers", "model"} & {*flags, *(flag[2:] for flag in given)}):
+        missing = "".join(f"; {name} is not there" for name in script.lost)
+        raise ValueError(f"no flags of a training in it, nor in what it sources{missing}{_sets('; give {}', script.asked)}")
     others = (
         {} if settings else {f"--{upstream.key(word.partition('=')[0])}": word for word in line if re.match("--[A-Za-z]", word)}
     )
@@ -68,7 +68,7 @@ def of_script(
                 upstream.remark(parser, [f"--{name} {value}: {kind['name']}'s own, which leaves it to the data"])
     flags = {name: value for name, value in flags.items() if f"--{name}" not in given}
     unknown = {name: value for name, value in flags.items() if not _fits(value, known[f"--{name}"])}
-    _ask(script, {name: f"{value}" for name, value in unknown.items() if not _is_aside(known[f"--{name}"])}, line)
+    _ask(script, {name: f"{value}" for name, value in unknown.items() if not _is_aside(known[f"--{name}"])}, text, line)
     return {name: shown(value) if isinstance(value, str) else value for name, value in flags.items() if name not in unknown}
 
 
@@ -109,17 +109,21 @@ def _of_settings(settings: Mapping[str, str], kind: Mapping[str, Any], known: Co
     return flags
 
 
-def _ask(script: Script, unknown: Mapping[str, str], line: Sequence[str]) -> None:
-    """Raise an error about all that a script's text leaves open, if flags depend on it."""
-    decides = any(name.isdigit() for name in script.asked) and any(unknown_in(word) for word in line if word[:2] != "--")
-    if not unknown and not decides:
+def _ask(script: Script, unknown: Mapping[str, str], text: str, line: Sequence[str]) -> None:
+    """Raise an error about all that a script's text leaves open, if flags depend on it: also by a branch that sets some."""
+    unset = [name for word in line for name in unknown_in(word) if re.search(rf"\b{re.escape(name)}\+?=", text)]
+    if not unknown and not (unset and any(name.isdigit() for name in script.asked)):
         return
-    names = dict.fromkeys([*script.asked, *(name for value in unknown.values() for name in unknown_in(value))])
-    numbers = sorted((name for name in names if name.isdigit()), key=int)
-    sets = [f"{name}=.." for name in (*numbers, *(name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)))]
-    set_ = f"--set {' '.join(sets)} (parameters by number, variables by name), or " if sets else ""
+    sets = _sets("{}, or ", [*script.asked, *(name for value in unknown.values() for name in unknown_in(value))])
     flags = ", ".join(f"--{name} {shown(value)}" for name, value in unknown.items()) or "some of its flags"
-    raise ValueError(f"{flags}: not known without running the script: give {set_}these flags on the command line")
+    raise ValueError(f"{flags}: not known without running the script: give {sets}these flags on the command line")
+
+
+def _sets(form: str, names: Iterable[str]) -> str:
+    """Words about the values that answer for parameters and variables; none where nothing of these is not known."""
+    named = sorted(dict.fromkeys(names), key=lambda name: int(name) if name.isdigit() else math.inf)
+    values = " ".join(f"{name}=.." for name in named if re.fullmatch(r"\w+", name))
+    return form.format(f"--set {values} (parameters by number, variables by name)") if values else ""
 
 
 def _fits(value: Any, action: argparse.Action) -> bool:
