@@ -24,11 +24,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import arguments, get_args, get_tokenizer, pretrain
 from megatron.training import utils as training_utils
+from megatron.training.datasets.sft_dataset import SFTDataset
 
 NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")  # where the sequences of --sft begin
 
 
 def build_chunk(
@@ -59,13 +62,13 @@ def build_chunk(
 
 
 def reads_microbatches(vp_stage: int | None) -> tuple[bool, bool]:
-    """The first stage reads tokens, the last labels, and one with layers for further tokens both."""
+    """The first stage reads tokens, the last labels, one with layers for further tokens both; with --sft all read bounds."""
     config = arguments.core_transformer_config_from_args(get_args())
     where = {"layout": config.pipeline_model_parallel_layout, "mtp_num_layers": config.mtp_num_layers}
     if "config" in inspect.signature(mtp_on_this_rank).parameters:  # up to 0.17
         where = {"config": config}
     further = mtp_on_this_rank(ignore_virtual=False, vp_stage=vp_stage, **where)
-    return training_utils.is_first_or_last_pipeline_stage(vp_stage) or further, further
+    return training_utils.is_first_or_last_pipeline_stage(vp_stage) or further or get_args().sft, further
 
 
 def batch_of(data: Any, vp_stage: int | None) -> dict[str, Any]:
@@ -76,11 +79,11 @@ def batch_of(data: Any, vp_stage: int | None) -> dict[str, Any]:
     if hasattr(training_utils, "get_batch_on_this_tp_rank"):  # up to 0.17
         return training_utils.get_batch_on_this_tp_rank(data, mtp_on_this_rank=further)
     first = mpu.get_tensor_model_parallel_rank() == 0
-    batch = {name: value.cuda(non_blocking=True) for name, value in next(data).items() if name in NAMES} if first else {}
+    batch = {name: value.cuda(non_blocking=True) for name, value in next(data).items()} if first else {}
     given = {
-        "batch": {name: batch.get(name) for name in (*NAMES, "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")},
-        "is_sft": False,
-        "has_cu_seqlens": False,
+        "batch": {name: batch.get(name) for name in (*NAMES, *PACKED)},
+        "is_sft": args.sft,
+        "has_cu_seqlens": args.sft,
         "is_hybrid_cp": False,
         "create_attention_mask_in_dataloader": args.create_attention_mask_in_dataloader,
         "broadcast_src_rank": mpu.get_tensor_model_parallel_src_rank(),
@@ -96,6 +99,10 @@ def batch_of(data: Any, vp_stage: int | None) -> dict[str, Any]:
     }
     taken = inspect.signature(inspect.unwrap(utils.get_batch_on_this_tp_rank)).parameters
     batch = utils.get_batch_on_this_tp_rank(**{name: value for name, value in given.items() if name in taken})
+    if args.sft:
+        batch = utils.flatten_batch_for_packed_sequences(batch)
+    if args.sft and not any(batch.get(name) is not None for name in NAMES):
+        return batch  # a stage between the ends
     return utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
@@ -112,7 +119,11 @@ def forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> t
     inputs: list[Any] = [batch.get(name) for name in NAMES]
     tokens, labels, mask, attention, positions = inputs
     run = utils.get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
-    return run(tokens, positions, attention, labels=labels, loss_mask=mask), partial(loss_of, mask)
+    packed = {}
+    if batch.get("cu_seqlens") is not None:
+        bounds, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
+        packed["packed_seq_params"] = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return run(tokens, positions, attention, labels=labels, loss_mask=mask, **packed), partial(loss_of, mask)
 
 
 def datasets(samples: Any, vp_stage: int | None = None) -> Any:
@@ -131,12 +142,13 @@ def datasets(samples: Any, vp_stage: int | None = None) -> Any:
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        context_parallel_size=args.context_parallel_size,
     )
 
     def here() -> bool:
         return mpu.get_tensor_model_parallel_rank() == 0 and reads_microbatches(vp_stage)[0]
 
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, samples, here, config).build()
 
 

@@ -15,7 +15,8 @@ __all__ = ["install"]
 
 _CORE = (
     "cpu torch_gloo tensor_parallel_layers moe_experts moe_utils multi_token_prediction transformer_block hybrid_model "
-    "rerun_state_machine distrib_optimizer distributed_data_parallel fully_parallel filesystem_async torch_checkpoint schedules"
+    "rerun_state_machine distrib_optimizer distributed_data_parallel fully_parallel filesystem_async torch_checkpoint schedules "
+    "cuda_graphs"
 ).split()
 _TRAINING = (
     "training_arguments training_utils training_initialize training_models training_checkpointing training_training"

@@ -118,6 +118,15 @@ NAMES: dict[str, dict[str, Name]] = {
         "TransformerBlock.forward": Name("recomputation behind a frozen embedding: wrapped"),
         "TransformerBlock._get_layer": Name("uniform recomputation whose last unit is shorter: wrapped"),
     },
+    "megatron.core.transformer.cuda_graphs": {
+        "TECudaGraphHelper.create_cudagraphs": Name("CUDA graphs by slot: wrapped"),
+        "TECudaGraphHelper._start_capturing": Name("CUDA graphs by slot: before all captures"),
+        "TECudaGraphHelper._finish_capturing": Name("CUDA graphs by slot: behind all captures"),
+        "TECudaGraphHelper._get_cuda_graph_input_data": Name("CUDA graphs by slot: the inputs of a capture"),
+        "get_num_microbatches": Name("CUDA graphs by slot: replaced during captures"),
+        "convert_schedule_table_to_order": Name("CUDA graphs by slot: replaced during captures"),
+        "is_graph_capturing": Name("CUDA graphs by slot: linears leave nothing to W while they are captured"),
+    },
     "megatron.core.transformer.pipeline_parallel_layer_layout": {
         "PipelineParallelLayerLayout.parse_str_to_list": Name("--pipeline-model-parallel-layout"),
         "PipelineParallelLayerLayout.validate_layer_layout": Name("--pipeline-model-parallel-layout"),
@@ -246,6 +255,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "checkpoint_and_decide_exit": Name("wrapped: not with a step ahead"),
         "logical_and_across_model_parallel_group": Name("wrapped: with a step ahead every rank knows"),
         "reduce_max_stat_across_model_parallel_group": Name("wrapped: with a step ahead every rank knows"),
+        "update_seqlen_stats_from_cu_seqlens": Name("CPU backend: its sums are set", "0.18-0.19"),
         "_TRAIN_START_TIME": Name("post-validation: --exit-duration-in-mins", required=False),
         "get_signal_handler": Name("post-validation: --exit-signal-handler", required=False),
         "get_args": Name("upstream's flags"),

@@ -2,22 +2,23 @@
 
 Each package and what it imports is fetched into ``build/frameworks``, without what else it asks for, over the environment with
 megatron-core 0.19.2 that ``check_core_versions.py`` makes. Its program in ``scripts/frameworks`` trains on 4 ranks under each
-schedule; what loss functions report must equal that of megatron-core's own schedule bit for bit, and so must norms of gradients
-without replicas and with one chunk per rank. It prints a table, a row as soon as it is known, and ends with 1 if a row differs.
-``check_frameworks.py [PROGRAM | SCHEDULE ..]`` runs some, as ``verl_loop.py zb-v``.
+schedule, in one start; what loss functions report must equal that of megatron-core's own schedule bit for bit, and so must
+norms of gradients without replicas and with one chunk per rank; the first log-probabilities, if any, are those of all layouts.
+It prints a table, a row as soon as it is known, and ends with 1 if a row differs. ``check_frameworks.py [PROGRAM | SCHEDULE
+..]`` runs some, as ``verl_loop.py zb-v``.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ CORE = "0.19.2"
 RANKS = 4
 SCHEDULES = ("stock", "zb-h1", "zb-h2", "zb-auto", "zb-v", "v-half")
 Numbers = list[list[Any]]  # of every iteration what was reported, and the norm
-COLUMNS = ("package", "trains", "ranks", "schedule", "m x length, by step", "result")
+COLUMNS = ("package", "trains", "ranks", "schedule", "m x length, by step", "result", "s")
 
 
 class Framework(NamedTuple):
@@ -62,13 +63,15 @@ _BRIDGE = (
 ).split()
 _DATASETS = "datasets==4.4.1 pyarrow pandas python-dateutil six tzdata multiprocess dill xxhash fsspec aiohttp".split()
 
+BRIDGED = ("lora", "dora", "canonical", "weights", "tied", "experts")
+
 FRAMEWORKS = {
     "Megatron Bridge 0.6.2": Framework(
         ("megatron-bridge==0.6.2",),
         (*_TRANSFORMERS, *_BRIDGE),
         "bridge_loop.py",
         (4, 2),
-        {"": SCHEDULES[1:]} | dict.fromkeys(("lora", "weights", "tied", "experts"), ("zb-h1", "zb-v")),
+        {"": SCHEDULES[1:]} | dict.fromkeys(BRIDGED, ("zb-h1", "zb-v")),
     ),
     "verl 0.9.1": Framework(
         ("verl==0.9.1", "megatron-bridge==0.6.2"),
@@ -111,6 +114,7 @@ def main() -> int:
     chosen = parser.parse_args().chosen
     if unknown := set(chosen).difference(known):
         parser.error(f"there are {', '.join(known)}, not {', '.join(sorted(unknown))}")
+    began = time.monotonic()
     engine = fetch_transformer_engine.fetch(fetch_transformer_engine.NEWEST)
     if engine is None:
         return 1
@@ -119,22 +123,38 @@ def main() -> int:
     print(f"megatron-core {CORE}, Python {platform.python_version()}, {date.today()}\n")
     _row(*COLUMNS)
     _row(*("---" for _ in COLUMNS))
-    results = []
+    results: list[str] = []
     for name in names:
-        framework = FRAMEWORKS[name]
-        python, packages = environment(CORE), _fetched(name, framework)
-        for ranks, (trains, able) in itertools.product(framework.pipelines, framework.trains.items()):
-            given = [str(ranks), str(fetch_transformer_engine.FOLDER / engine), *trains.split()]
-            stock, steps = _train(python, packages, framework.program, SCHEDULES[0], *given)
-            for schedule in (name for name in able if name in schedules):
-                found, _ = _train(python, packages, framework.program, schedule, *given)
-                exact = ranks == RANKS and schedule in SCHEDULES[:4]
-                results.append("equal" if stock and _same(found, stock, exact) else f"DIFFERENT: {found}, not {stock}")
-                layout = f"PP {ranks}" + (f", DP {RANKS // ranks}" if ranks < RANKS else "")
-                _row(name, trains or "all weights", layout, schedule, steps, results[-1])
+        results += _compared(name, FRAMEWORKS[name], str(fetch_transformer_engine.FOLDER / engine), schedules)
     equal = results.count("equal")
-    print(f"\n{equal} of {len(results)} rows equal megatron-core's own 1F1B", flush=True)
+    print(f"\n{equal} of {len(results)} rows equal megatron-core's own 1F1B; {time.monotonic() - began:.0f} s", flush=True)
     return int(equal < len(results))
+
+
+def _compared(name: str, framework: Framework, engine: str, schedules: Sequence[str]) -> list[str]:
+    """A result for each row of a framework, which are all trained in one start of 4 processes."""
+    layouts = [(ranks, what) for ranks in framework.pipelines for what in framework.trains]
+    rows = [
+        ",".join((schedule, str(ranks), what))
+        for ranks, what in layouts
+        for schedule in (SCHEDULES[0], *(each for each in framework.trains[what] if each in schedules))
+    ]
+    stock = forwards = None
+    results = []
+    for row, found, seconds in _train(environment(CORE), _fetched(name, framework), framework.program, engine, *rows):
+        schedule, ranks, what = row.split(",")
+        forwards = forwards or found["forwards"]
+        if schedule == SCHEDULES[0]:
+            stock = found["numbers"]
+            continue
+        assert stock is not None, "it is the first of its layout"
+        exact = int(ranks) == RANKS and schedule in SCHEDULES[:4]
+        alike = all(abs(one - other) <= 1e-6 * abs(other) for one, other in zip(found["forwards"], forwards, strict=True))
+        equal = alike and _same(found["numbers"], stock, exact)
+        results.append("equal" if equal else f"DIFFERENT: {found}, not {stock} and {forwards}")
+        layout = f"PP {ranks}" + (f", DP {RANKS // int(ranks)}" if int(ranks) < RANKS else "")
+        _row(name, what or "all weights", layout, schedule, found["steps"], results[-1], seconds)
+    return results + ["not run"] * (len(rows) - len(layouts) - len(results))
 
 
 def _row(*cells: str) -> None:
@@ -155,26 +175,30 @@ def _fetched(name: str, framework: Framework) -> Path:
     return folder
 
 
-def _train(python: str, packages: Path, program: str, *given: str) -> tuple[Numbers, str]:
-    """The numbers of a training, and its steps in words; no numbers, after the end of what it said, if it fails."""
+def _train(python: str, packages: Path, program: str, *given: str) -> Iterator[tuple[str, Any, str]]:
+    """Rows as they end, each with what it found, and seconds; behind the last, what a process said that failed."""
     script = str(ROOT / "scripts" / "frameworks" / program)
     launch = [python, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    ended = subprocess.run(
-        [*launch, script, *given],
+    running = subprocess.Popen(
+        ["timeout", "1800", *launch, script, *given],
         env=os.environ | {"PYTHONPATH": str(packages), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
-        check=False,
     )
-    lines = ended.stdout.splitlines()
-    said = [line.removeprefix("found ") for line in lines if line.startswith("found ")]
-    if ended.returncode or len(said) != 1:
-        print("\n".join(line for line in lines if "Error" in line)[-2000:], file=sys.stderr, flush=True)
-        return [], ""
-    found = json.loads(said[0])
-    return found["numbers"], found["steps"]
+    assert running.stdout is not None
+    found, errors = None, []
+    for line in running.stdout:
+        kind, _, said = line.rstrip().partition(" ")
+        if kind == "found":
+            found = json.loads(said)
+        elif kind == "took":
+            row, _, seconds = said.rpartition(" ")
+            yield row, found, seconds
+        elif "Error" in line:
+            errors.append(line)
+    if running.wait():
+        print("".join(errors)[-2000:], file=sys.stderr, flush=True)
 
 
 def _same(found: Numbers, stock: Numbers, exact: bool) -> bool:

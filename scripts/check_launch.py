@@ -22,19 +22,26 @@ from megatron.pipeline.flags.support import FEATURES
 
 _MODEL = (
     "--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --mock-data "
-    "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --eval-interval 100 --log-interval 1 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 "
+    "--num-workers 0 --eval-iters 0 --eval-interval 100 --log-interval 1 "
     "--clip-grad 0"  # a norm is a sum over ranks, and a V has others
 )
+_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127"
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 _SCHEDULES = ("zb-h1", "zb-v")
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # For local_letters.py and reference_letters.py.
+    # For local_letters.py, reference_letters.py and packed_layers.py, and in place of what --sft imports.
     "PYTHONPATH": os.pathsep.join(
-        filter(None, (*(str(Path(__file__).parents[1] / each) for each in ("examples", "tests")), os.environ.get("PYTHONPATH")))
+        filter(
+            None,
+            (
+                *(str(Path(__file__).parents[1] / each) for each in ("examples", "tests", "tests/conversations")),
+                os.environ.get("PYTHONPATH"),
+            ),
+        )
     ),
 }
 _SPREAD = "vocabulary spread over all stages, and the distributed optimizer"
@@ -47,6 +54,11 @@ _LETTERS = (
     "--disable-bias-linear --moe-shared-expert-intermediate-size 32 --hybrid-layer-pattern"
 )
 _LATENT = "M+-EGE+- --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12 --position-embedding-type none"
+_PACKED = "packed sequences (--sft)"
+_SFT = (
+    "--sft --tokenizer-type SFTTokenizer --tokenizer-model none --no-create-attention-mask-in-dataloader --split 100,0,0 "
+    "--data-path drawn --spec packed_layers LAYERS --micro-batch-size 1"
+)
 # By the feature's title: ranks for each of the 4 stages, and the flags that switch it on.
 _FLAGS = {
     "bfloat16": (1, "--bf16"),
@@ -79,6 +91,13 @@ _FLAGS = {
     f"{_PATTERN}; all but latent attention": (1, f"{_LETTERS} M*-EGE*-/*-"),
     f"{_PATTERN}; latent attention": (1, f"{_LETTERS} {_LATENT}"),
     f"{_PATTERN}; context parallelism": (2, f"{_LETTERS} M*-EGE*- --context-parallel-size 2"),
+    _PACKED: (1, _SFT),
+    f"{_PACKED}; tensor parallelism": (2, f"{_SFT} --tensor-model-parallel-size 2"),
+    f"{_PACKED}; context parallelism": (2, f"{_SFT} --context-parallel-size 2 --calculate-per-token-loss"),
+    f"{_PACKED}; multi-token prediction": (
+        1,
+        f"{_SFT} --mtp-num-layers 1 --untie-embeddings-and-output-weights --position-embedding-type rope",
+    ),
     f"{_PATTERN}; latent attention, context parallelism": (2, f"{_LETTERS} {_LATENT} --context-parallel-size 2"),
 }
 # The same, under our schedules alone: megatron-core's own would need another placement for it.
@@ -148,10 +167,11 @@ def _train(script: Path, core: str, ranks: int, schedule: str, flags: str, folde
     metrics = folder / f"{schedule}{len(list(folder.glob('*.jsonl')))}.jsonl"
     dropout = "" if "dropout" in flags else _NO_DROPOUT
     launch = f"-m megatron.pipeline.cli launch --core {core} --nproc-per-node {ranks}".split()
+    data = "" if "--data-path" in flags else _DATA
     length = "" if "--train-samples" in flags else "--train-iters 4"
     ours = ["--pipeline-schedule", schedule, "--metrics", str(metrics), "--data-cache-path", str(folder)]
     ended = subprocess.run(
-        [sys.executable, *launch, str(script), *f"{_MODEL} {length} {dropout} {flags}".split(), *ours],
+        [sys.executable, *launch, str(script), *f"{_MODEL} {data} {length} {dropout} {flags}".split(), *ours],
         env=os.environ | _ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

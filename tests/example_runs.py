@@ -117,4 +117,4 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
     changed = max(float((weight - before).abs().max()) for weight, before in frozen)
     trained = {name for name, weight in weights if weight.requires_grad}
     costs = () if pipeline.is_stock else pipeline.plans.planned_costs.stages
-    return LowRank(found, passes, trained, changed, [stage.weight / stage.backward for stage in costs])
+    return LowRank(found, passes, trained, changed, [stage.weight / (stage.backward or 1) for stage in costs])

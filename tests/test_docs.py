@@ -25,6 +25,7 @@ DOCUMENTS = [
     "README.md",
     "docs/schedules.md",
     "docs/own_schedules.md",
+    "docs/api.md",
     "docs/families.md",
     "docs/planner.md",
     "docs/vocabulary.md",

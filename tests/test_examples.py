@@ -12,6 +12,7 @@ from typing import Any
 
 import example_runs
 import pytest
+import test_docs
 from example_runs import EXAMPLES
 from pool import Pool
 from training import short_runs
@@ -30,6 +31,16 @@ def losses(found: list[example_runs.Steps]) -> list[Any]:
 
 def norms(found: list[example_runs.Steps]) -> list[float]:
     return [norm for _, norm in found[0]]
+
+
+def test_the_order_of_the_page_of_names_trains(pool: Pool) -> None:
+    """docs/api.md: planned by hand, verified, written to a file, and run."""
+    with test_docs.a_place_to_run():
+        names: dict[str, object] = {}
+        for block in re.findall(r"^```python\n(.*?)^```", (EXAMPLES.parent / "docs" / "api.md").read_text(), re.M | re.S):
+            exec(block, names)
+        stock, ours = pool.each(RANKS, example_runs.own_training_loop, ("stock", f"file:{Path('gpipe.json').resolve()}"))
+    assert losses(ours) == losses(stock) and norms(ours) == norms(stock)
 
 
 def test_own_training_loop(pool: Pool) -> None:

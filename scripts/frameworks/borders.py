@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.machinery
 import json
 import sys
+import time
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 
-def start(description: str | None, *absent: str, trains: Sequence[str] = ("",)) -> argparse.Namespace:
-    """Read the command line of a framework's program, and ready this process for its files, in a world of all processes.
+class Row(NamedTuple):
+    """What a program trains, as ``SCHEDULE,PIPELINE_RANKS,WHAT``; the last is empty for all weights."""
+
+    schedule: str
+    ranks: int
+    trains: str
+
+    @classmethod
+    def read(cls, text: str) -> Row:
+        schedule, ranks, trains = text.split(",")
+        return cls(schedule, int(ranks), trains)
+
+
+def start(description: str | None, *absent: str) -> list[Row]:
+    """The rows of the command line of a framework's program, this process ready for its files, in a world of all processes.
 
     megatron-core must not be imported yet.
 
     Args:
         description: of the program, for its help.
         absent: modules that are not there, any name of which can be imported.
-        trains: words for what can train, of which the first needs no word.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("schedule")
-    parser.add_argument("ranks", type=int, help="of the pipeline")
     parser.add_argument("engine", help="folder with Transformer Engine's own Python, whose kernels are the tests' stand-in's")
-    parser.add_argument("trains", nargs="?", choices=trains, default=trains[0], help="what, instead of all weights")
+    parser.add_argument("rows", nargs="+", type=Row.read, metavar="SCHEDULE,PIPELINE_RANKS,WHAT")
     given = parser.parse_args()
     if sys.version_info < (3, 12):  # which these packages ask for
         import typing_extensions
@@ -50,7 +62,32 @@ def start(description: str | None, *absent: str, trains: Sequence[str] = ("",)) 
     training_cpu.install()  # Megatron Bridge takes functions of megatron.training
     stand_in.see_the_cpu()
     torch.distributed.init_process_group("gloo")
-    return given
+    rows: list[Row] = given.rows
+    return rows
+
+
+def train(rows: Sequence[Row], main: Callable[[Row], None]) -> None:
+    """Train row after row, each with process groups of its own, and have the last rank of its first replica print its name."""
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    for row in rows:
+        began = time.monotonic()
+        main(row)
+        if _reports():
+            print(f"took {','.join(map(str, row))} {time.monotonic() - began:.0f}", flush=True)
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
+        unset_num_microbatches_calculator()
+        get_cuda_rng_tracker().reset()
+        gc.collect()
+
+
+def _reports() -> bool:
+    from megatron.core import parallel_state
+
+    return parallel_state.is_pipeline_last_stage() and not parallel_state.get_data_parallel_rank()
 
 
 def see_the_cpu(*packages: str) -> None:
@@ -61,6 +98,8 @@ def see_the_cpu(*packages: str) -> None:
     view.cuda.mem_get_info = lambda *_: (0, 0)
     cpu.give_view(view, *packages)
     moved = torch.Tensor.to
+    if moved.__module__ == __name__:  # by an earlier row
+        return
 
     def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         args = tuple("cpu" if isinstance(one, str) and one.startswith("cuda") else one for one in args)
@@ -86,7 +125,7 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def report(loop: Any, microbatches: int, steps: str, numbers: Sequence[Any]) -> None:
+def report(loop: Any, microbatches: int, steps: str, numbers: Sequence[Any], forwards: Sequence[float] = ()) -> None:
     """Have the last rank of the first replica print what came of every step, as ``check_frameworks.py`` reads it.
 
     Args:
@@ -94,13 +133,14 @@ def report(loop: Any, microbatches: int, steps: str, numbers: Sequence[Any]) -> 
         microbatches: of the last call.
         steps: in words.
         numbers: of every step what was reported, and the norm.
+        forwards: what the first forwards alone have computed, which no layout changes.
     """
     from megatron.core import parallel_state
 
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     assert loop.pipeline(ranks).is_stock or loop.pipeline(ranks).microbatches == microbatches, "another function has run"
-    if parallel_state.is_pipeline_last_stage() and parallel_state.get_data_parallel_rank() == 0:
-        print(f"found {json.dumps({'steps': steps, 'numbers': numbers})}", flush=True)
+    if _reports():
+        print(f"found {json.dumps({'steps': steps, 'numbers': numbers, 'forwards': forwards})}", flush=True)
 
 
 def attend_in_torch() -> None:

@@ -1,11 +1,12 @@
 """Megatron Bridge's model and calls under a schedule: a tiny model of transformers, on this rank's part of 4 ranks.
 
-``bridge_loop.py SCHEDULE PIPELINE_RANKS ENGINE [lora | weights | tied | experts]``. AutoBridge makes the provider, which builds
-the chunks and wraps them in DDP. With ``lora`` Megatron Bridge's adapters are what trains. With ``weights`` those of a checkpoint
-of transformers train: of a Llama; ``tied``, with its output layer tied to the embedding; ``experts``, of a Qwen3-MoE. Exported
-before the first iteration, they must be what the checkpoint has. The function of megatron-core is taken once, before the loop,
-and called as Megatron Bridge's ``train_step`` calls it. The folder ENGINE has Transformer Engine's own Python, whose kernels are
-the stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` and ``patches/training_cpu.py``.
+``bridge_loop.py ENGINE SCHEDULE,PIPELINE_RANKS,[WHAT] ..``. AutoBridge makes the provider, which builds the chunks and wraps
+them in DDP. With ``lora``, ``dora`` and ``canonical`` Megatron Bridge's adapters are what trains. With ``weights`` those of a
+checkpoint of transformers train: of a Llama; ``tied``, with its output layer tied to the embedding; ``experts``, of a
+Qwen3-MoE. Exported before the first iteration, they must be what the checkpoint has. The function of megatron-core is taken
+once, before the loop, and called as Megatron Bridge's ``train_step`` calls it. The folder ENGINE has Transformer Engine's own
+Python, whose kernels are the stand-in's of the tests. What needs a GPU is replaced by ``patches/cpu.py`` and
+``patches/training_cpu.py``.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def _theirs(trains: str) -> Any:
 
 def _chunks(bridge: Any, schedule: str, ranks: int, trains: str) -> list[Any]:
     """This rank's chunks in DDP, with weights that follow from the layer alone."""
+    from megatron.bridge.peft.canonical_lora import CanonicalLoRA  # type: ignore[import-untyped]
+    from megatron.bridge.peft.dora import DoRA  # type: ignore[import-untyped]
     from megatron.bridge.peft.lora import LoRA  # type: ignore[import-untyped]
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -97,8 +100,9 @@ def _chunks(bridge: Any, schedule: str, ranks: int, trains: str) -> list[Any]:
         *(f"{fusion}_fusion" for fusion in FUSIONS),
     ):
         setattr(provider, name, False)
-    if trains == "lora":
-        provider.register_pre_wrap_hook(LoRA(dim=4, alpha=4))
+    adapters = {"lora": LoRA, "dora": DoRA, "canonical": CanonicalLoRA}
+    if trains in adapters:
+        provider.register_pre_wrap_hook(adapters[trains](dim=4, alpha=4))
     provider.finalize()
     provider.initialize_model_parallel(seed=7)
     overlap = parallel_state.get_data_parallel_world_size() > 1
@@ -125,14 +129,14 @@ def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return losses, lambda losses: (losses.mean(), {"lm loss": losses.detach().mean().clone()})
 
 
-def main(schedule: str, ranks: int, trains: str) -> None:
+def main(row: borders.Row) -> None:
     """Train, and have the last rank of the first replica print the loss and the norm of every iteration."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    loop, model, optimizer = build(schedule, ranks, trains)
+    loop, model, optimizer = build(*row)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     function, communicator = get_forward_backward_func(), P2PCommunicator(groups.pp, model[0].config)
     found = []
@@ -167,5 +171,4 @@ def main(schedule: str, ranks: int, trains: str) -> None:
 
 
 if __name__ == "__main__":
-    given = borders.start(__doc__, trains=("", "lora", *LOADED))
-    main(given.schedule, given.ranks, given.trains)
+    borders.train(borders.start(__doc__), main)

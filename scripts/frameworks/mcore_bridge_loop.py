@@ -1,6 +1,6 @@
 """mcore-bridge's model and the calls of ms-swift's trainer under a schedule: a tiny Llama of transformers, on 4 ranks.
 
-``mcore_bridge_loop.py SCHEDULE PIPELINE_RANKS ENGINE``. mcore-bridge reads the configuration, builds the chunks and loads the
+``mcore_bridge_loop.py ENGINE SCHEDULE,PIPELINE_RANKS, ..``. mcore-bridge reads the configuration, builds the chunks and loads the
 weights of transformers; exported before the first step, they must be what the checkpoint has. Losses are sums over tokens, whose
 numbers megatron-core divides by; sequences of a step have its length. An evaluation runs behind the first step.
 """
@@ -95,12 +95,12 @@ def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return model(input_ids=tokens, position_ids=positions, attention_mask=None, labels=labels), loss
 
 
-def main(schedule: str, ranks: int) -> None:
+def main(row: borders.Row) -> None:
     """Train, and have the last rank of the first replica print the loss and the norm of every step."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    loop, model, optimizer = build(schedule, ranks)
+    loop, model, optimizer = build(row.schedule, row.ranks)
 
     def call(seed: int, microbatches: int, length: int, forward_only: bool = False) -> list[Any]:
         generator = torch.Generator().manual_seed(10 * parallel_state.get_data_parallel_rank() + seed)
@@ -134,5 +134,4 @@ def main(schedule: str, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    given = borders.start(__doc__, "cryptography")
-    main(given.schedule, given.ranks)
+    borders.train(borders.start(__doc__, "cryptography"), main)

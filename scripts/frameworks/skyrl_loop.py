@@ -1,8 +1,9 @@
 """SkyRL's wrapper of a model under a schedule: a tiny Llama of transformers in Megatron Bridge's chunks, on 4 ranks.
 
-``skyrl_loop.py SCHEDULE PIPELINE_RANKS ENGINE``. The wrapper computes log-probabilities, trains on them with SkyRL's own loss in
-one or two calls per step, and reduces gradients once behind them; it broadcasts what the last rank reports. Its two functions of
-a Megatron Bridge after 0.6.2, for adapters of experts, are absent; without adapters they do what is here in their place.
+``skyrl_loop.py ENGINE SCHEDULE,PIPELINE_RANKS, ..``. The wrapper computes log-probabilities, trains on them with SkyRL's own
+loss in one or two calls per step, and reduces gradients once behind them; it broadcasts what the last rank reports. Its two
+functions of a Megatron Bridge after 0.6.2, for adapters of experts, are absent; without adapters they do what is here in their
+place.
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ def microbatches(count: int, length: int, seed: int) -> list[dict[str, Any]]:
     return made
 
 
-def main(schedule: str, ranks: int) -> None:
+def main(row: borders.Row) -> None:
     """Train, and have the last rank of the first replica print what came of every step."""
     from megatron.core import parallel_state
 
-    loop, wrapper, optimizer = build(schedule, ranks)
+    loop, wrapper, optimizer = build(row.schedule, row.ranks)
     found = []
     for step, calls in enumerate(STEPS):
         for chunk in wrapper.actor_module:
@@ -106,8 +107,8 @@ def main(schedule: str, ranks: int) -> None:
                 parallel_state.get_pipeline_model_parallel_group(),
             )
             torch.distributed.broadcast_object_list(sent, last, group)
-            for batch, row in zip(batches, sent[0].split(2), strict=True):
-                batch["old_action_log_probs"] = row
+            for batch, known in zip(batches, sent[0].split(2), strict=True):
+                batch["old_action_log_probs"] = known
             wrapper.train()
             trained = wrapper.forward_backward_mini_batch(batches, length, 2, temperature=0.9)
             reported.append((sent[0].tolist(), before[0].tolist(), trained))
@@ -119,5 +120,4 @@ def main(schedule: str, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    given = borders.start(__doc__, "ray", "wandb", "vllm", "megatron.energon", "skyrl_gym", "fastapi", "sqlmodel")
-    main(given.schedule, given.ranks)
+    borders.train(borders.start(__doc__, "ray", "wandb", "vllm", "megatron.energon", "skyrl_gym", "fastapi", "sqlmodel"), main)

@@ -1,6 +1,6 @@
 """verl's Megatron engine under a schedule: a tiny Llama of transformers, on this rank's part of 4 ranks.
 
-``verl_loop.py SCHEDULE PIPELINE_RANKS ENGINE``. In every step the engine computes log-probabilities and trains on them with
+``verl_loop.py ENGINE SCHEDULE,PIPELINE_RANKS, ..``. In every step the engine computes log-probabilities and trains on them with
 verl's own loss of PPO, in float32, on packed sequences of various lengths, one a microbatch: with virtual stages verl makes the
 number of microbatches a multiple of the ranks. Ray and what serves models are absent.
 """
@@ -83,14 +83,14 @@ def samples(count: int, seed: int) -> Any:
     return tensordict_utils.get_tensordict(drawn, settings)
 
 
-def main(schedule: str, ranks: int) -> None:
+def main(row: borders.Row) -> None:
     """Train, and have the last rank of the first replica print what came of every step."""
     from megatron.core import parallel_state
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
     from verl.workers.utils.padding import response_from_nested
 
-    loop, engine = build(schedule, ranks)
+    loop, engine = build(row.schedule, row.ranks)
     actor = ActorConfig(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, entropy_coeff=0.01)
     found = []
     for step, count in enumerate(SAMPLES):
@@ -102,6 +102,14 @@ def main(schedule: str, ranks: int) -> None:
         # verl's driver hands what a rank reports to all of them.
         torch.distributed.broadcast_object_list(sent, parallel_state.get_pipeline_model_parallel_last_rank(), group)
         known = torch.nested.as_nested_tensor(list(sent[0]), layout=torch.jagged)
+        if step == 0:
+            forwards = known.values().tolist()
+            data["micro_batch_size_per_gpu"] = 2
+            with engine.eval_mode():
+                pairs = engine.infer_batch(data)
+            data["micro_batch_size_per_gpu"] = 1
+            if last and not torch.allclose(pairs["model_output"]["log_probs"].values(), known.values(), rtol=1e-6, atol=1e-6):
+                raise ValueError("Error: log-probabilities of two rows in a microbatch are not those of one")
         data["old_log_probs"] = response_from_nested(known, data["response_mask"])
         with engine.train_mode():
             after = engine.train_batch(data, partial(ppo_loss, actor))
@@ -109,9 +117,8 @@ def main(schedule: str, ranks: int) -> None:
             metrics = {name: str(getattr(value, "values", value)) for name, value in sorted(after["metrics"].items())}
             del metrics["grad_norm"]
             found.append(([known.values().tolist(), after["loss"], metrics], float(after["metrics"]["grad_norm"])))
-    borders.report(loop, SAMPLES[-1], f"{', '.join(map(str, SAMPLES))} x 6 to 19", found)
+    borders.report(loop, SAMPLES[-1], f"{', '.join(map(str, SAMPLES))} x 6 to 19", found, forwards)
 
 
 if __name__ == "__main__":
-    given = borders.start(__doc__, "ray", "wandb", "vllm", "megatron.energon")
-    main(given.schedule, given.ranks)
+    borders.train(borders.start(__doc__, "ray", "wandb", "vllm", "megatron.energon"), main)

@@ -26,12 +26,45 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
         main([command, "--help"])
     words = capsys.readouterr().out
     assert end.value.code == 0 and f"usage: mpipe {command}" in words
-    shown = words.partition("\nexamples:\n")[2].splitlines()
+    usage, _, behind = words.partition("\nexamples:\n")
+    assert [line for line in usage.splitlines() if line.startswith(" ")] == []  # the usage is one line, and examples come first
+    shown = behind.partition("\n\n")[0].splitlines()
     assert len(shown) >= 2 and all(f" {command}" in line for line in shown)
     for example in shown:
         name, *arguments = shlex.split(example)
         if command not in ("check", "launch", "rehearse"):  # they read torchrun's flags, or a script's
             assert name == "mpipe" and parse(arguments).run
+
+
+def test_flags_stand_in_groups_the_usual_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    words = capsys.readouterr().out
+    titles = re.findall(r"^(\S.*):$", words, re.M)
+    assert titles[:4] == ["examples", "positional arguments", "the usual", "costs in detail"]
+    assert titles[-1] == "options" and words.partition("\noptions:\n")[2].strip().startswith("-h, --help")
+    words = words.partition("\nthe usual:\n")[2]
+    assert (
+        words.index("--schedule NAME ") < words.index("--cost F=") < words.index("--vocab-cost S=") < words.index("--replicas D ")
+    )
+    assert len(re.findall(r"^  (?:-\w, |-o FILE, )?--", words, re.M)) >= 36  # each once, and none is lost
+
+
+@pytest.mark.parametrize(("command", "first"), [("check --shrink", "--config"), ("rehearse", "--config")])
+def test_missing_dashes_before_a_training_s_flags_are_named(capsys: pytest.CaptureFixture[str], command: str, first: str) -> None:
+    assert main([*command.split(), "--config", "F"]) == 2
+    name = command.split(maxsplit=1)[0]
+    assert f"{first} is no flag of mpipe {name} itself: put -- before a training's" in capsys.readouterr().err
+
+
+def test_support_searches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["support", "lora"]) == 0
+    found = capsys.readouterr().out
+    assert "LoRA" in found and "Muon" not in found
+    assert main(["support", "fp8"]) == 0
+    assert "FP8" in capsys.readouterr().out
+    assert main(["support", "quantum"]) == 2
+    assert "no feature is called 'quantum'" in capsys.readouterr().err
 
 
 def test_examples_of_files_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -41,7 +74,7 @@ def test_examples_of_files_run(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         for command in ("certify", "export"):
             with pytest.raises(SystemExit):
                 main([command, "--help"])
-            for example in capsys.readouterr().out.partition("\nexamples:\n")[2].splitlines():
+            for example in capsys.readouterr().out.partition("\nexamples:\n")[2].partition("\n\n")[0].splitlines():
                 assert main(shlex.split(example)[1:]) == 0, example
 
 

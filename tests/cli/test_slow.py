@@ -40,18 +40,18 @@ def test_a_plan_says_which_ranks_are_slow_and_none_is_slow_twice(capsys: pytest.
     plan, path, picture = f"{PLAN} --schedule zb-v", tmp_path / "plan.json", tmp_path / "plan.svg"
     slow = report(capsys, plan, "--slow 0=1.3,3=1.1")
     path.write_text(json.dumps(slow))
-    assert slow["slow"] == {"0": 1.3, "3": 1.1} and "slow" not in report(capsys, plan)
+    assert slow["slow"] == {"rank 0": 1.3, "rank 3": 1.1} and "slow" not in report(capsys, plan)
     said = "rank 0 takes 1.3 times as long, rank 3 takes 1.1 times as long"
     text = output(capsys, "plan", str(path), "--draw", str(picture))
-    assert f"2  in the costs: {said}\n" in text and "no order within 4 microbatches has" in text
+    assert f"2  in these costs: {said}\n" in text and "no order within 4 microbatches has" in text
     assert "<!-- 1.3x -->" in picture.read_text()
     assert output(capsys, "plan", str(path), "--text").splitlines()[1] == f"slow: {said}"
     output(capsys, "plan", str(path), "--draw", str(tmp_path / "plan.html"), "--trace", str(trace := tmp_path / "a.trace.json"))
     assert "this is a trace, for Perfetto: give the schedule itself" in refusal(capsys, "plan", str(trace))
-    assert '"slow ranks": "0: 1.3 times, 3: 1.1 times"' in (tmp_path / "plan.html").read_text()
+    assert '"slow": "rank 0: 1.3, rank 3: 1.1"' in (tmp_path / "plan.html").read_text()
     again, usual = (report(capsys, "plan", str(path), f"--slow 0={times}") for times in (1.3, 1))
     assert (again["makespan"], again["slow"]) == (slow["makespan"], slow["slow"])
-    assert usual["slow"] == {"3": 1.1} and usual["stage_costs"]["stages"][0]["forward"] == pytest.approx(0.5)
+    assert usual["slow"] == {"rank 3": 1.1} and usual["stage_costs"]["stages"][0]["forward"] == pytest.approx(0.5)
 
 
 def test_a_slow_rank_is_slow_in_its_shard_of_the_vocabulary_or_in_all_of_it(
@@ -102,12 +102,12 @@ def test_a_slow_link_is_planned_for_said_drawn_and_kept(
     assert report(capsys, "certify", str(path))["makespan_unlimited"] == found["makespan"]
     said = "1-2 takes 3, 2to3 takes 2"
     assert f"2  whose messages do not take 0.5: {said}\n" in output(capsys, plan)
-    assert output(capsys, plan, "--text").splitlines()[1] == f"links: {said}"
+    assert output(capsys, plan, "--text").splitlines()[1] == f"slow: {said}"
     for name in ("plan.svg", "plan.html"):
         output(capsys, plan, "--draw", str(tmp_path / name))
     picture = (tmp_path / "plan.svg").read_text()
     assert "<!-- 1-2: 3 -->" in picture and "<!-- 2to3: 2 -->" in picture
-    assert '"links": "1-2: 3, 2to3: 2"' in (tmp_path / "plan.html").read_text()
+    assert '"slow": "1-2: 3, 2to3: 2"' in (tmp_path / "plan.html").read_text()
 
 
 def test_links_of_a_file_of_costs_and_on_top_of_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -40,10 +40,11 @@ def predicted(seed: int) -> Iterator[float]:
     layers = [given.layers // placement.depth + (stage < given.layers % placement.depth) for stage in range(placement.depth)]
     vocabulary, split = draw.choice([None, None, *Vocabulary]), draw.random() < 0.5
     costs = estimate(given, placement, layers, device, vocabulary, split, links, draw.choice([0.0, 0.5]))
-    for values in zip(*map(astuple, costs.stages), strict=True):
+    for values in zip(*(astuple(stage)[:-1] for stage in costs.stages), strict=True):  # no model predicts slow ranks
         yield sum(place * (value or 0.0) for place, value in enumerate(values, 1))
     yield from (costs.hop, *(value or 0.0 for value in astuple(costs.vocabulary)))
-    for values in zip(*map(astuple, parameters(given, placement, layers, vocabulary, draw.random() < 0.5)), strict=True):
+    counts = parameters(given, placement, layers, vocabulary, draw.random() < 0.5)
+    for values in zip(*(astuple(count)[:4] for count in counts), strict=True):  # nothing is frozen
         yield sum(place * value for place, value in enumerate(values, 1))
     yield from (activations.layer_temporary(given), activations.layer_temporary(given, True), activations.exchanged_bytes(given))
     yield from (exchange_seconds(given, links), given.training_operations(), activations.output_temporary(given, 1))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from argparse import Namespace
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -17,30 +17,40 @@ from command import refusal
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.flags import MEGATRON
+from megatron.pipeline.flags.importers.upstream import table
+from megatron.pipeline.flags.settings import add_flags
+from megatron.pipeline.launch.parser import extend
 from megatron.pipeline.model.description import shape_of
 from megatron.pipeline.planner.costmodel.parameters import total_parameters
 
-# Sizes of published models, and billions of parameters; DeepSeek-V3's with the layer of multi-token prediction.
-LLAMA = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
-}  # fmt: skip
-QWEN = {
-    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-}  # fmt: skip
-DEEPSEEK = {
-    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8,
-    "n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 1,
-}  # fmt: skip
-MODELS: list[tuple[dict[str, Any], float]] = [
-    ({"model_type": "llama", "vocab_size": 128256} | LLAMA, 8.03),
-    ({"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2} | LLAMA, 46.7),
-    ({"model_type": "qwen3_moe", "vocab_size": 151936} | QWEN, 30.5),
-    ({"model_type": "deepseek_v3", "vocab_size": 129280} | DEEPSEEK, 685.0),
-]
+# Parameters of published models, of their text and without multi-token prediction, as their cards or weights have them.
+COUNTS = {
+    "meta-llama/Llama-3.1-8B": 8030261248,
+    "mistralai/Mistral-7B-v0.1": 7241732096,
+    "mistralai/Mixtral-8x7B-v0.1": 46702792704,
+    "Qwen/Qwen2.5-7B": 7615616512,
+    "Qwen/Qwen1.5-MoE-A2.7B": 14315784192,
+    "Qwen/Qwen3-8B": 8190735360,
+    "Qwen/Qwen3-30B-A3B": 30532122624,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79674391296,
+    "google/gemma-2-27b": 27227128320,
+    "google/gemma-3-27b-it": 27009346304,
+    "microsoft/phi-4": 14659507200,
+    "zai-org/GLM-4-9B-0414": 9400279040,
+    "zai-org/GLM-4.5-Air": 106852245504,
+    "deepseek-ai/DeepSeek-V2-Lite": 15706484224,
+    "deepseek-ai/DeepSeek-V3": 671026419200,
+    "openai/gpt-oss-120b": 116829156672,
+    "MiniMaxAI/MiniMax-M2": 228689764352,
+    "meta-llama/Llama-4-Scout-17B-16E": 107769861120,
+    "baidu/ERNIE-4.5-21B-A3B-PT": 21825437888,
+    "tencent/Hunyuan-A13B-Instruct": 80393183232,
+    "allenai/OLMoE-1B-7B-0924": 6919161856,
+    "bigcode/starcoder2-15b": 15957889024,
+    "nvidia/Nemotron-H-8B-Base-8K": 8101000000,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31600000000,
+}
 BATCH = "--seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --pipeline-model-parallel-size 4 --pipeline-schedule stock"
 SCRIPT = """\
 #!/bin/bash
@@ -67,20 +77,76 @@ def of_file(file: Path, flags: str) -> Prediction:
     return predicted(["--config", str(file), *flags.split()])
 
 
+@pytest.mark.parametrize(("name", "count"), COUNTS.items())
+def test_a_config_of_hugging_face_is_the_model(name: str, count: int, tmp_path: Path) -> None:
+    config = table("published")[name] | {"num_nextn_predict_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["X"], "torch_dtype": "bfloat16"}))
+    for path in (tmp_path, tmp_path / "config.json"):
+        args = predicted(["--model", str(path), *BATCH.replace("-size 4", "-size 1").split()]).args
+    assert total_parameters(shape_of(args), not args.untie_embeddings_and_output_weights) == pytest.approx(count, rel=0.001)
+
+
+def test_a_model_by_its_name_is_below_all_other_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a file, which may name the model, and of the command line."""
+    (tmp_path / "flags.yaml").write_text("model: /data/Qwen3-8B-Base\nnum-layers: 30\nhidden-size: 2048\n")
+    args = of_file(tmp_path / "flags.yaml", f"{BATCH} --num-layers 32").args
+    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.qk_layernorm) == (32, 2048, 12288, True)
+    assert main(["flags", "Qwen/Qwen2.5-VL-7B-Instruct", "--num-layers", "4", "--json"]) == 0
+    words, errors = capsys.readouterr()
+    read = parse(json.loads(words)["flags"], predicts=True)
+    assert (read.num_layers, read.add_qkv_bias, read.vocab_size) == (4, True, 152064)
+    assert errors == "mpipe: --model Qwen/Qwen2.5-VL-7B-Instruct: the model of its text alone\n"
+    assert "did you mean --model with" in refusal(capsys, "memory", "--hf", "Qwen/Qwen3-8B", BATCH)
+
+
 @pytest.mark.parametrize(
-    ("config", "billions"), MODELS, ids=lambda value: str(value["model_type"]) if isinstance(value, dict) else ""
+    ("text", "words"),
+    [
+        ('{"model_type": "ll', "not a config.json: invalid JSON"),
+        ("[]", "no config.json of a model of Hugging Face, which has a model_type"),
+        ('{"model_type": "mamba", "hidden_size": 8}', "without num_hidden_layers, num_attention_heads, vocab_size, which"),
+        ('{"model_type": "clip_vision_model", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}', "vocab_size"),
+        (None, "a folder without a config.json"),
+    ],
 )
-def test_a_config_of_hugging_face_is_the_model(config: dict[str, Any], billions: float, tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config | {"architectures": ["X"], "tie_word_embeddings": False, "torch_dtype": "bfloat16"}))
-    args = of_file(file, BATCH).args
-    assert total_parameters(shape_of(args), tied=False) / 1e9 == pytest.approx(billions, rel=0.005)
+def test_what_is_no_model_is_refused(text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    line = refusal(capsys, "memory", "--model", str(tmp_path), BATCH)
+    assert f"--model {tmp_path}: " in line and words in line
+    assert "; known kinds are llama," in line or "model_type" not in line or text == "[]"
 
 
-def test_an_unknown_kind_of_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "config.json"
-    file.write_text('{"model_type": "mamba"}')
-    assert "model_type mamba: known are llama," in refusal(capsys, "memory", "--config", str(file), BATCH)
+def test_an_unknown_kind_is_read_by_its_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the file leaves out are those of transformers' class, where that is installed; here of a stand-in."""
+    own = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"} | own))
+    made = Namespace(to_dict=lambda: own | {"vocab_size": 1000, "intermediate_size": 128})
+    package = ModuleType("transformers")
+    vars(package)["CONFIG_MAPPING"] = {"of_tomorrow": lambda **given: made if given == own else None}
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    args = predicted(["--model", str(tmp_path), *BATCH.split()]).args
+    assert (args.num_layers, args.ffn_hidden_size, args.vocab_size) == (4, 128, 1000)
+    assert args.not_modelled == [f"--model {tmp_path}: model_type of_tomorrow is not known here, and read as Llama's"]
+
+
+def test_a_model_in_the_cache_of_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "hub" / "models--some--Model-1B" / "snapshots" / "1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(table("published")["Qwen/Qwen3-8B"] | {"num_hidden_layers": 3}))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert predicted(["--model", "some/Model-1B", *BATCH.replace("-size 4", "-size 1").split()]).args.num_layers == 3
+    assert "no such file or folder: give the config.json" in refusal(capsys, "memory", "--model", "some/Qwen3-80B", BATCH)
+
+
+def test_launch_says_what_a_model_stands_for() -> None:
+    parser, lines = argparse.ArgumentParser(), list[str]()
+    add_flags(parser, MEGATRON)
+    extend(parser, lines.extend)
+    assert parser.parse_known_args(["--model", "Qwen/Qwen3-8B", "--num-layers", "4"])[0].num_layers == 4
+    assert lines[0].startswith("--model Qwen/Qwen3-8B stands for --tokenizer-type=HuggingFaceTokenizer --normalization=RMSNorm")
 
 
 def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
@@ -96,7 +162,8 @@ MORE = """\
 case $1 in --mine) shift ;; --yours|--theirs) shift ;; esac
 LOADER=(--dataloader ${FILE} --allgather-cp)
 torchrun --nproc_per_node 8 --master-port 1 pretrain_gpt.py --tensor_model_parallel_size 8 --sequence_parallel true \\
-    --swiglu false --use_distributed_optimizer=true --load_safetensors true ${GPT_ARGS[@]} ${LOADER[@]} --dataloader again
+    --swiglu false --use_distributed_optimizer=true --load_safetensors true ${GPT_ARGS[@]} ${LOADER[@]} --dataloader again \\
+    --micro_batch_size 4 --global_batch_size 32 --pipeline_model_parallel_size $PP --disable-bias-linear
 """
 
 
@@ -106,14 +173,14 @@ def test_flags_of_others_are_read_with_underscores_and_what_is_unknown_is_listed
 ) -> None:
     """Not torchrun's, nor those that a script reads itself."""
     file = tmp_path / "train.sh"
-    file.write_text(SCRIPT.replace("--tensor-model-parallel-size ${TP} ", "") + MORE)
+    file.write_text(SCRIPT.partition("torchrun")[0] + MORE)
     args = of_file(file, "").args
     assert (args.tensor_model_parallel_size, args.sequence_parallel, args.swiglu) == (8, True, False)
     assert args.use_distributed_optimizer and args.pipeline.schedule == "stock"
     own = {"costs": "--gpu H100-80GB", "tune": "--gpu H100-80GB --gpus 64 --tensor 8 --pipeline 8 --schedules 1f1b --processes 1"}
     assert main([command, "--config", str(file), *own.get(command, "").split(), "-o", str(tmp_path / "report.txt")]) == 0
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("planning ")]
-    listed = "--dataloader, --allgather-cp, --load-safetensors"
+    listed = "--load-safetensors, --dataloader, --allgather-cp"
     assert errors == [f"mpipe: not in this prediction: left out, unknown to Megatron-LM 0.16 to 0.19: {listed}"]
     assert "unknown flag --dataloader" in refusal(capsys, command, "--config", str(file), "--dataloader", own.get(command, ""))
 
@@ -149,6 +216,194 @@ def test_a_script_in_parts(tmp_path: Path) -> None:
     file.write_text("\n".join(lines))
     args = of_file(file, "").args
     assert (args.num_layers, args.hidden_size, args.global_batch_size) == (8, 512, 4)
+
+
+BY_POSITION = """\
+SIZE=$1
+SEQ=${2}
+TP=${14}
+FLASH=${15:-true}
+GPUS=$(nvidia-smi -L | wc -l)
+if [ $SIZE = small ] && [ -z ${LAYERS} ]; then
+    LAYERS=8
+elif [ "$SIZE" != small ]; then
+    LAYERS=$(( 4 * 4 ))
+fi
+if [ $FLASH = true ]; then
+    attention=" \\
+        --attention-backend flash"
+fi
+sp_option=""
+[[ $TP -gt 1 || -n "${ALWAYS}" ]] && sp_option="--sequence-parallel"
+more=" --num-layers ${LAYERS} --seq-length ${SEQ} --hidden-size 512 --num-attention-heads 8 --lr ${16} --bf16 --save ${17} \\
+    --micro-batch-size 1 --global-batch-size $(( $TP > 1 ? 8 : 16 )) --padded-vocab-size 1024 --patch-tokenizer-type Mine"
+run="torchrun --nproc_per_node $GPUS pretrain.py ${more} ${sp_option} ${attention} --tensor-model-parallel-size ${TP}"
+echo ${run}
+eval ${run}
+"""
+
+
+def test_all_that_a_script_leaves_open_is_asked_for_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters that its conditions, or flags that matter, depend on; then they are given."""
+    file = tmp_path / "train.sbatch"
+    file.write_text(BY_POSITION)
+    line = refusal(capsys, "memory", "--config", str(file))
+    assert "--seq-length ${2}, --num-layers ${LAYERS}" in line or "--num-layers ${LAYERS}, --seq-length ${2}" in line
+    assert "give --set 1=.. 2=.. 14=.. LAYERS=.. (parameters by number, variables by name), or these flags" in line
+    line = refusal(capsys, "memory", "--config", str(file), "--set 1=small 14=2")
+    assert "--seq-length ${2}: not known" in line and "--set 2=.. (" in line
+    found = predicted(["--config", str(file), "--set", "1=small", "2=128", "14=2"])
+    args = found.args
+    sizes = args.num_layers, args.seq_length, args.tensor_model_parallel_size, found.microbatches, args.vocab_size
+    assert sizes == (8, 128, 2, 8, 1024) and (args.sequence_parallel, args.attention_backend) == (True, "flash")
+    args = predicted(["--config", str(file), "--set", "1=large", "2=128", "14=1", "--set", "15=false", "--num-layers", "4"]).args
+    assert (args.num_layers, args.sequence_parallel, args.attention_backend) == (4, False, "auto")
+    assert predicted(["--config", str(file), "--set", "1=large", "2=128", "14=1"]).args.num_layers == 16
+
+
+BY_LOOPS = """\
+set -ex
+: "${SEQ:=256}"
+: "${BATCH:=$((4 * 2))}"
+LAYERS="${MY_LAYERS:-6}"
+DENSE=2
+arr=()
+for ((i=0; i<LAYERS; i++)); do
+  if (( i < DENSE )); then arr+=(0); else arr+=(1); fi
+done
+printf -v FREQ "[%s]" "$(IFS=', '; echo "${arr[*]}")"
+declare -a MODEL=(
+   --num-layers $LAYERS --hidden-size 256   # of them
+   # --micro-batch-size 8
+   --num-attention-heads 8 --moe-layer-freq "$FREQ" --num-experts 4 --moe-router-topk 2 --vocab-size 1000
+)
+MODEL+=(--disable-bias-linear --tokenizer-type NullTokenizer)
+for size in tensor pipeline; do
+  PARALLEL="$PARALLEL --$size-model-parallel-size 1"
+done
+"""
+SLIME = "ray job submit -- python3 train.py ${MODEL[@]} ${PARALLEL} --hf-checkpoint /m --global-batch-size $BATCH --rollout 8\n"
+
+
+def test_loops_that_build_lists_and_sizes_that_a_framework_leaves_to_the_data(tmp_path: Path) -> None:
+    (tmp_path / "sizes.sh").write_text(BY_LOOPS)
+    file = tmp_path / "run.sh"
+    file.write_text('DIR="$(cd -- "$(dirname "$0")" &>/dev/null && pwd)"\nsource "${DIR}/sizes.sh"\n' + SLIME)
+    args = of_file(file, "").args
+    assert args.moe_layer_freq == [0, 0, 1, 1, 1, 1] and (args.seq_length, args.micro_batch_size) == (4096, 1)
+    assert args.not_modelled[:2] == [
+        "--seq-length 4096: slime's own, which leaves it to the data",
+        "--micro-batch-size 1: slime's own, which leaves it to the data",
+    ]
+    assert args.not_modelled[2].endswith(": --hf-checkpoint, --rollout")
+    args = of_file(tmp_path / "sizes.sh", "--set MY_LAYERS=4 --seq-length 64 --micro-batch-size 2 --global-batch-size 8").args
+    assert (args.moe_layer_freq, args.hidden_size, args.global_batch_size) == (
+        [0, 0, 1, 1],
+        256,
+        8,
+    )  # of a script that runs nothing
+
+
+def test_words_of_ms_swift(tmp_path: Path) -> None:
+    file = tmp_path / "sft.sh"
+    file.write_text(
+        "NPROC_PER_NODE=8 \\\nmegatron sft \\\n --model Qwen/Qwen3-30B-A3B-Instruct-2507 \\\n --dataset 'a#1' \\\n"
+        " --pipeline_model_parallel_size 2 --expert_model_parallel_size 4 --moe_permute_fusion true --finetune true \\\n"
+        " --loss_scale ignore_empty_think --max_length 8192 --sequence_parallel true --recompute_granularity selective\n"
+    )
+    args = of_file(file, "").args
+    sizes = args.num_layers, args.num_experts, args.seq_length, args.expert_model_parallel_size, args.micro_batch_size
+    assert sizes == (48, 128, 8192, 4, 1)
+    assert args.not_modelled == [
+        "--micro-batch-size 1: ms-swift's own, which leaves it to the data",
+        "--global-batch-size 16: ms-swift's own, which leaves it to the data",
+        "--expert-tensor-parallel-size 1: ms-swift's own, which leaves it to the data",
+        "left out, unknown to Megatron-LM 0.16 to 0.19: --dataset",
+    ]
+
+
+def test_settings_for_hydra(tmp_path: Path) -> None:
+    """Of verl; those of the reference model are not the trained model's."""
+    actor, file = "actor_rollout_ref.actor", tmp_path / "grpo.sh"
+    file.write_text(
+        "PP=${PP:-4}\nHOME_OF=${HOME_OF:-/data}\npython3 -m verl.trainer.main_ppo --config-path=config \\\n"
+        " data.max_prompt_length=$((1024 * 2)) data.max_response_length=1024 actor_rollout_ref.rollout.n=8 \\\n"
+        f' actor_rollout_ref.model.path="$HOME_OF/Qwen2-7B-Instruct" {actor}.ppo_mini_batch_size=16 \\\n'
+        f" {actor}.megatron.pipeline_model_parallel_size=${{PP}} {actor}.megatron.tensor_model_parallel_size=2 \\\n"
+        f" {actor}.megatron.virtual_pipeline_model_parallel_size=null {actor}.ppo_micro_batch_size_per_gpu=4 \\\n"
+        f" +{actor}.megatron.override_transformer_config.recompute_granularity=selective \\\n"
+        " actor_rollout_ref.ref.megatron.tensor_model_parallel_size=8 trainer.logger=['console','wandb']\n"
+    )
+    args = of_file(file, "").args
+    sizes = args.num_layers, args.seq_length, args.micro_batch_size, args.tensor_model_parallel_size
+    assert sizes == (28, 3072, 4, 2) and of_file(file, "").microbatches == 32
+    assert (args.pipeline_model_parallel_size, args.recompute_granularity, args.sequence_parallel) == (4, "selective", True)
+
+
+NEMO = """\
+trainer: {devices: 8, precision: bf16, max_steps: 50}
+exp_manager: {name: x, checkpoint_callback_params: {model_parallel_size: 4}}
+model:
+  micro_batch_size: 2
+  global_batch_size: 32
+  encoder_seq_length: 512
+  num_layers: 8
+  hidden_size: 512
+  num_attention_heads: 8
+  num_query_groups: 4
+  kv_channels: null
+  bias: false
+  activation: fast-swiglu
+  normalization: rmsnorm
+  share_embeddings_and_output_weights: false
+  pipeline_model_parallel_size: 4
+  virtual_pipeline_model_parallel_size: 2
+  activations_checkpoint_granularity: null
+  masked_softmax_fusion: false
+  onnx_safe: false
+  tokenizer: {library: megatron, type: GPT2BPETokenizer, model: null}
+  fp8: true
+  fp8_hybrid: true
+  optim: {name: mcore_distributed_optim, lr: 0.0001, grad_sync_dtype: bf16, overlap_grad_sync: true}
+  data: {seq_length: "${model.encoder_seq_length}", data_prefix: "${data:x}"}
+"""
+NESTED = """\
+model:
+  config: {num_layers: 8, hidden_size: 512, num_attention_heads: 8, vocab_size: 1000}
+trainer:
+  strategy: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 4, sequence_parallel: true}
+data: {seq_length: 512, micro_batch_size: 2, global_batch_size: 32}
+"""
+
+
+def test_settings_within_settings(tmp_path: Path) -> None:
+    """NeMo's of its first and its second kind."""
+    file = tmp_path / "train.yaml"
+    file.write_text(NEMO)
+    args = of_file(file, "").args
+    sizes = args.num_layers, args.seq_length, args.num_query_groups, args.chunks, args.vocab_size
+    assert sizes == (8, 512, 4, 2, 50257)
+    assert (args.swiglu, args.add_bias_linear, args.normalization, args.bf16, args.fp8) == (
+        True,
+        False,
+        "RMSNorm",
+        True,
+        "hybrid",
+    )
+    assert (args.use_distributed_optimizer, args.grad_reduce_in_bf16, args.masked_softmax_fusion) == (True, True, False)
+    assert args.untie_embeddings_and_output_weights and args.group_query_attention
+    file.write_text(NESTED)
+    args = of_file(file, "--num-layers 12").args
+    assert (args.num_layers, args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (12, 2, 4)
+
+
+def test_a_script_does_nothing_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, made = tmp_path / "train.sh", tmp_path / "made"
+    file.write_text(f"touch {made}\nA=$(touch {made})\neval touch {made}\nfor ((i=0; i<2; )); do B=$((2 ** 99999999)); done\n")
+    assert "its loops do not end" in refusal(capsys, "memory", "--config", str(file))
+    file.write_text(f"touch {made}\nsource models/other.sh\npython train.py $@ ${{A[@]}} ${{!B}} ${{C//x/y}}\n")
+    assert "nor in what it sources; models/other.sh is not there" in refusal(capsys, "memory", "--config", str(file))
+    assert not made.exists()
 
 
 def test_an_experiment_of_primus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +452,9 @@ class _Scope(Enum):
     attn = 1
 
 
-def test_a_recipe_of_bridge_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_of_bridge_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A stand-in for Bridge's package, whose recipe has the sections and names of settings that Bridge's have."""
     model = Namespace(
         num_layers=8, hidden_size=1024, num_attention_heads=16, num_query_groups=4, ffn_hidden_size=4096, kv_channels=64,
@@ -222,9 +479,12 @@ def test_a_recipe_of_bridge_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys:
     )
     precision = Namespace(bf16=True, fp8="e4m3", fp8_recipe="mxfp8", fp8_param_gather=True)
     package, mixed = ModuleType("megatron.bridge.recipes"), ModuleType("megatron.bridge.training.mixed_precision")
-    vars(package)["tiny_pretrain_config"] = lambda: recipe
+    inner = ModuleType("megatron.bridge.recipes.tiny")  # a release's package may be empty at its top
+    vars(inner)["tiny_pretrain_config"] = lambda: recipe
+    vars(package)["__path__"] = [str(tmp_path)]
+    (tmp_path / "tiny.py").touch()
     vars(mixed)["get_mixed_precision_config"] = {"bf16_with_mxfp8_mixed": precision}.__getitem__
-    for module in (package, mixed):
+    for module in (package, inner, mixed):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     flags = (
         "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --group-query-attention --num-query-groups 4 --swiglu "

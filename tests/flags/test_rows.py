@@ -15,8 +15,8 @@ from megatron.pipeline.planner.combinations.table import _WORDS, Combination, Fa
 TOPICS = {name: topic for name, topic in vars(rows).items() if name.isupper() and name[0] != "_" and name != "RECIPES"}
 # Of a planner's command or a call, and what upstream computes.
 BESIDE_FLAGS = set(
-    "asked_splits attention expert_gtp_weight_remat_size fixed_chunks grad_bytes group gtp_weight_remat_size host_memory_limit "
-    "lengths order param_bytes pipeline_packing replica_link vocab_cost".split()
+    "asked_splits attention balance expert_gtp_weight_remat_size fixed_chunks grad_bytes group gtp_weight_remat_size "
+    "host_memory_limit lengths order param_bytes pipeline_packing replica_link vocab_cost".split()
 )
 
 

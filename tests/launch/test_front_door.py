@@ -27,6 +27,7 @@ from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.planner.schedule.families import AUTO, FAMILIES
 
+CONVERSATIONS = Path(__file__).parents[1] / "conversations"
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_with_pip.py"
 SIZES = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 "
@@ -65,6 +66,17 @@ PATTERNS = {
         "M*-E|GEM*-",
         "M*|-E|GE|M*-",
     ),
+}
+PACKED = (
+    "--sft --tokenizer-type SFTTokenizer --tokenizer-model none --no-create-attention-mask-in-dataloader --split 100,0,0 "
+    "--data-path drawn --spec packed_layers LAYERS"
+)
+# Ranks that read data, stages between the ends, and ranks that have parts of what is packed.
+PACKED_LAYOUTS = {
+    "stages between the ends": "--pipeline-model-parallel-size 4 --mtp-num-layers 1 --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights",
+    "tensor parallelism": "--tensor-model-parallel-size 2",
+    "context parallelism": "--context-parallel-size 2 --calculate-per-token-loss",
 }
 needs_upstream = pytest.mark.skipif(find_spec("megatron.training") is None, reason="this megatron-core has no megatron.training")
 needs_patterns = pytest.mark.skipif(CORE < (0, 19), reason="this megatron-core has no loop for HybridModel from a configuration")
@@ -174,6 +186,27 @@ def test_a_pattern_trains_as_under_upstreams_own_schedule_and_its_checkpoints_go
         assert losses(schedule, schedule, pattern, half) == stock[2:]
     assert losses("v", "zb-v", halves, f"{half} --save {tmp_path}/3 --save-interval 3") == stock[2:]
     assert losses("back", "stock", line, f"--load {tmp_path}/3 --ckpt-step 3") == stock[3:]
+
+
+@needs_patterns
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS.values(), ids=PACKED_LAYOUTS)
+def test_packed_sequences_are_apart_on_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Of ``--sft``, by attention that refuses a stage without bounds."""
+    monkeypatch.setattr(sys, "path", [str(CONVERSATIONS), *sys.path])
+    flags = TRAINING.replace("--tokenizer-type NullTokenizer --vocab-size 127 --mock-data", PACKED)
+    flags = flags.replace("--micro-batch-size 2", "--micro-batch-size 1") + f" {layout} --data-cache-path {tmp_path}/cache"
+
+    def steps(name: str, schedule: str, more: str) -> list[tuple[float, float]]:
+        return launch(tmp_path / name, SCRIPT, f"{flags} --pipeline-schedule {schedule} {more}", ranks=4)
+
+    stock = steps("stock", "stock", f"--save {tmp_path}/1 --save-interval 1")
+    from_there = f"--load {tmp_path}/1 --ckpt-step 1"
+    assert len({loss for loss, _ in stock}) == 4
+    assert steps("zb-h1", "zb-h1", from_there) == stock[1:]
+    on_a_v = steps("zb-v", "zb-v", from_there)
+    assert [loss for loss, _ in on_a_v] == [loss for loss, _ in stock[1:]]
+    assert [norm for _, norm in on_a_v] == pytest.approx([norm for _, norm in stock[1:]], rel=1e-6)
 
 
 @needs_patterns

@@ -7,12 +7,13 @@ import functools
 import json
 import os
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch.launched import SIZES, STAND_IN, Steps, launch, run
+from launch.launched import OWN, SIZES, STAND_IN, Steps, launch, run
 from marked import rest
 from megatron.core import dist_checkpointing
 from pool import Pool
@@ -64,6 +65,26 @@ def test_our_values_are_where_megatron_lm_writes_its_own(tmp_path: Path, schedul
         whole = [max(value) if isinstance(value, list) else value for value in written]
         assert points == [(step, pytest.approx(value)) for step, value in zip((2, 4), whole, strict=True)]
         assert [one[name] for one in logged] == whole
+
+
+@pytest.mark.parametrize(
+    ("layers", "flags"),
+    [("adapted", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"), ("whole", "")],
+)
+def test_what_a_script_leaves_to_train_is_equal_to_stocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: str, flags: str
+) -> None:
+    """The first layer's input needs no gradient, and two ranks have no weight that trains."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(STAND_IN.parent), str(OWN.parent / "examples")])
+    monkeypatch.setenv("LAYERS", layers)
+    given = f"{SIZES} --train-iters 3 --pipeline-model-parallel-size 4 {flags}"
+    stock, line, on_a_v = (
+        launch(tmp_path / name, STAND_IN.with_name("pretrain_adapters.py"), f"{given} --pipeline-schedule {name}", ranks=4)
+        for name in ("stock", "zb-h1", "zb-v")
+    )
+    assert line == stock and len({loss for loss, _ in stock}) == 3
+    assert [loss for loss, _ in on_a_v] == [loss for loss, _ in stock]
+    assert [norm for _, norm in on_a_v] == pytest.approx([norm for _, norm in stock], rel=1e-6)
 
 
 def test_packing_loses_no_sequence(tmp_path: Path) -> None:

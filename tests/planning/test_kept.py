@@ -71,7 +71,7 @@ def test_a_second_start_reads_what_the_first_has_searched(folder: Path, searches
         {"microbatches": 7},
         {"memory_limit": 4},
         {"costs": replace(uniform(v(4)), hop=0.1)},
-        {"objective": "makespan"},
+        {"objective": "span"},
         {"fused": (0,)},
         {"schedule": "zb-v", "memory_limit": None},
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from replanned import planned_again
 
+from megatron.pipeline import cli
 from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.choose import best, least_limit
 from megatron.pipeline.planner.planning.document import Changes, choice_fields, read, report
@@ -36,6 +37,8 @@ MIB = 2**20
     [
         (Request("zb-w", 4, 8), ValueError, "unknown schedule 'zb-w'; known are 1f1b, "),
         (Request("1f1b", 0, 8), ValueError, "a pipeline needs at least 1 rank, got 0"),
+        (Request("zb-v", "4", 8), ValueError, "ranks='4': expected a whole number of at least 1"),  # type: ignore[arg-type]
+        (Request("1f1b", 4, 8.0), ValueError, r"microbatches=8\.0: expected a whole number"),  # type: ignore[arg-type]
         (Request("1f1b", 4, 0), ValueError, "a schedule needs at least 1 microbatch, got 0"),
         (Request("zb-v", 4, 8, chunks=3), ChunksDoNotFit, "zb-v has 2 chunks per rank, got 3"),
         (Request("1f1b", 4, 8, group=2), ValueError, "--group 2 sets groups of microbatches, and 1f1b has its own or none"),
@@ -50,6 +53,19 @@ MIB = 2**20
 def test_what_cannot_be_asked_for(request_: Request, kind: type[ValueError], message: str) -> None:
     with pytest.raises(kind, match=message):
         request_.problem()
+
+
+def test_a_field_by_the_flag_s_name_is_answered_with_its_own() -> None:
+    with pytest.raises(TypeError, match=r"Request\(pp=4\): the field of --pp is ranks"):
+        Request("zb-v", pp=4, microbatches=8)  # type: ignore[call-arg]
+
+
+def test_python_plans_for_what_the_command_plans_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """The makespan: of these costs the shortest span has another order."""
+    flags = ["--schedule=zb-v", "--pp=8", "--microbatches=32", "--cost=F=1,B=1.2,W=0.8,comm=0.05", "--json"]
+    assert cli.main(["plan", *flags]) == 0
+    ours = planning.plan("zb-v", 8, 32, uniform(families.placement("zb-v", 8), 1, 1.2, 0.8, 0.05))
+    assert json.loads(capsys.readouterr().out)["passes"] == [list(map(str, row)) for row in ours.passes]
 
 
 def test_a_request_of_another_family_keeps_the_rest() -> None:

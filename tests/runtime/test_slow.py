@@ -15,9 +15,23 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.monitor.recorder import Record, Waited
 from megatron.pipeline.monitor.report import Report
-from megatron.pipeline.monitor.slow import ENTER, LASTING, LEAVE, LONGEST, Excess, Gauge, Thing, Verdict, added, taken, things
+from megatron.pipeline.monitor.slow import (
+    ENTER,
+    FEWEST,
+    LASTING,
+    LEAVE,
+    LONGEST,
+    Excess,
+    Gauge,
+    Thing,
+    Verdict,
+    added,
+    taken,
+    things,
+)
 from megatron.pipeline.planner.planning.request import Request
 from megatron.pipeline.planner.schedule.core.costs import Costs, uniform
+from megatron.pipeline.planner.schedule.core.cutting import evened
 from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timed
@@ -57,10 +71,10 @@ def report_of(schedule: Schedule, costs: Costs, clocks: Sequence[float] = (0.0,)
 class Watched:
     """A pipeline whose iterations are watched; without hosts."""
 
-    def __init__(self, name: str = "zb-h1", ranks: int = 4, microbatches: int = 8) -> None:
+    def __init__(self, name: str = "zb-h1", ranks: int = 4, microbatches: int = 8, works: Sequence[int] = ()) -> None:
         self.schedule = Request(name, ranks, microbatches).plan().schedule
         self.costs = replace(uniform(self.schedule.placement), hop=0.1)
-        self.gauge, self.verdicts = Gauge(ranks), {thing: Verdict() for thing in things(ranks)}
+        self.gauge, self.verdicts = Gauge(ranks, works), {thing: Verdict() for thing in things(ranks)}
 
     def iteration(self, report: Report) -> list[Thing]:
         """Things that change."""
@@ -123,6 +137,40 @@ def test_no_rank_is_slow_because_others_have_become_faster() -> None:
     for number in range(60):
         watched.iteration(report_of(watched.schedule, watched.slowed({0: 1.5, 2: 1.5, 3: 1.5} if number < 20 else {})))
         assert not watched.slow()
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "1f1b", "zb-auto"])
+@pytest.mark.parametrize("slow", [[2], [2, 3]])
+def test_ranks_that_are_slow_from_the_first_iteration_on_are_named_beside_others_with_equal_work(
+    name: str, slow: list[int]
+) -> None:
+    """Up to half of these; ends, which do more, are compared with themselves."""
+    watched = Watched(name, 6, works=[0, 1, 1, 1, 1, 5])
+    ends = watched.slowed({0: 1.6, 5: 2.0})
+    costs = ends.slowed(watched.schedule.placement, dict.fromkeys(slow, 1.4), {})
+    changes = [watched.iteration(report_of(watched.schedule, costs, [7.0] * 6)) for _ in range(30)]
+    assert [(number, change) for number, change in enumerate(changes) if change] == [(FEWEST + LASTING - 1, slow)]
+    assert watched.slow() == dict.fromkeys(slow, pytest.approx((0.4, 0.0)))
+    changes = [watched.iteration(report_of(watched.schedule, ends, [7.0] * 6)) for _ in range(30)]
+    assert [(number, change) for number, change in enumerate(changes) if change] == [(LASTING - 1, slow)] and not watched.slow()
+    watched.costs = evened(costs, watched.schedule.placement, [0, 1, 1, 1, 1, 5])
+    assert watched.costs == replace(ends, stages=watched.costs.stages)
+    assert [stage.forward for stage in watched.costs.stages] == pytest.approx([stage.forward for stage in ends.stages])
+
+
+@examples(50)
+@given(seed=st.integers(), step=st.floats(0, 0.3), works=st.permutations([0, 1, 1, 1, 2, 2]))
+def test_no_rank_is_slow_because_it_has_more_to_do_nor_where_all_change_their_pace(
+    seed: int, step: float, works: list[int]
+) -> None:
+    """A random walk of all, up to 4 % of each beside it, and stages with up to three times as many layers."""
+    chance, pace = Random(seed), 1.0
+    watched = Watched("1f1b", 6, 6, works=works)
+    layers = [1 + chance.random() * 2 for _ in range(3)]
+    for _ in range(40):
+        pace = min(3.0, max(0.3, pace + chance.uniform(-step, step)))
+        ranks = {rank: pace * layers[work] * chance.uniform(1, 1.04) for rank, work in enumerate(works)}
+        assert not watched.iteration(report_of(watched.schedule, watched.slowed(ranks), [0.0] * 6))
 
 
 @pytest.mark.parametrize("knows_loads", [True, False])

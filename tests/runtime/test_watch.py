@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from marked import rest
+from optimizer import injected_runs
 from pool import Pool
 from runtime import watched
 from runtime.test_slow import report_of
@@ -27,7 +28,7 @@ def test_a_slow_link_is_named_planned_for_and_as_usual_again(pool: Pool, schedul
     ours = pool.run(4, watched.train, schedule, mode, timeout=300)
     assert [rank.steps for rank in ours] == [rank.steps[: len(ours[0].steps)] for rank in off]
     assert all(rank.lines == ours[0].lines and rank.slow == ours[0].slow for rank in ours)
-    assert all(rank.orders == ours[0].orders for rank in ours)
+    assert all(rank.planned == ours[0].planned for rank in ours)
     lines, slow = ours[0].lines, ours[0].slow
     assert any(
         re.match(r" WARNING: link 1-2 is slow \(global rank 1 on .* and global rank 2 on .*\): a message", line) for line in lines
@@ -37,15 +38,44 @@ def test_a_slow_link_is_named_planned_for_and_as_usual_again(pool: Pool, schedul
     assert any(one["what"] == "link 1-2" and one["ranks"] == [1, 2] for one in slow[9 + 6]), slow
     assert not any(one["what"] == "link 1-2" for one in slow[-1]), slow
     planned = [line for line in lines if f"{schedule} planned for what is slow" in line]
-    assert bool(planned) == (max(ours[0].orders) > 0) == (mode == "replan"), lines
+    assert bool(planned) == any(ours[0].planned) == (mode == "replan"), lines
 
 
-@pytest.mark.rest
-def test_a_slow_link_of_one_replica_is_named_on_all_ranks(pool: Pool) -> None:
-    ours = pool.run(4, watched.train, "zb-v", "replan", ends=17, pp=2, link=(1, 3), timeout=300)
-    assert all(rank.lines == ours[0].lines for rank in ours)
-    found = [one for one in ours[0].slow[-1] if one["what"] == "link 0-1"]
-    assert [one["ranks"] for one in found] == [[1, 3]] and len(found[0]["hosts"]) == 2
+@pytest.mark.parametrize(
+    ("pp", "flags", "link"),
+    [
+        (4, f"{injected_runs.POST} --global-batch-size 16", (1, 2)),
+        (2, "--eval-interval 3 --eval-iters 1 --global-batch-size 32", (1, 3)),
+        rest(4, "--eval-interval 2 --eval-iters 1 --global-batch-size 16", (1, 2)),
+    ],
+)
+def test_a_whole_training_keeps_its_bits_and_changes_its_order_on_all_ranks_at_once(
+    pool: Pool, data: str, pp: int, flags: str, link: tuple[int, int]
+) -> None:
+    """Two replicas; evaluations in between; steps taken ahead."""
+    flags = f"{data} --pipeline-model-parallel-size {pp} --pipeline-schedule zb-v --num-layers 8 --train-iters 22 {flags}"
+    off, ours = (pool.run(4, watched.whole, f"{flags} --pipeline-watch {mode}", link, timeout=300) for mode in ("off", "replan"))
+    assert [rank[0] for rank in ours] == [rank[0] for rank in off]
+    assert all(rank[1:] == ours[0][1:] for rank in ours)
+    _, lines, planned = ours[0]
+    assert any(re.search(rf"link .* is slow \(global rank {link[0]} on .* and global rank {link[1]} on", line) for line in lines)
+    assert any("planned for what is slow" in line for line in lines) and planned[-1] and not any(planned[:10]), lines
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", rest("zb-h1")])
+def test_a_rank_that_is_slow_from_the_start_is_named(pool: Pool, schedule: str) -> None:
+    ours = pool.run(4, watched.train, schedule, "replan", ends=14, seconds=0.0, slow_rank=2, timeout=300)
+    assert all((rank.lines, rank.slow) == (ours[0].lines, ours[0].slow) for rank in ours)
+    assert any("rank 2 is slow" in line for line in ours[0].lines), ours[0].lines
+    assert [one["times"] > 1.5 for one in ours[0].slow[-1] if one["what"] == "rank 2"] == [True]
+
+
+def test_batches_are_planned_for_what_is_slow(pool: Pool) -> None:
+    off, ours = (pool.run(4, watched.train, "zb-v", mode, ends=18, every_batch=True, timeout=300) for mode in ("off", "replan"))
+    assert [rank.steps for rank in ours] == [rank.steps for rank in off]
+    assert all((rank.lines, rank.planned) == (ours[0].lines, ours[0].planned) for rank in ours)
+    assert any("link 1-2 is slow" in line for line in ours[0].lines), ours[0].lines
+    assert ours[0].planned[-1] and not any(ours[0].planned[:10]), ours[0].planned
 
 
 def test_metrics_and_traces_have_what_is_slow(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import tiny_gpt
+import torch
 from example_runs import example, optimizer_of
-from runtime.batches import _make_groups, on_time
+from megatron.core.utils import get_model_config
+from optimizer import injected_runs
+from runtime.batches import _make_groups, _Unequal, on_time
 
 from megatron.pipeline import install
 from megatron.pipeline.planner.planning.aside import PlanningProcess
@@ -28,13 +31,13 @@ class Trained(NamedTuple):
         steps: losses and norms.
         lines: for the log.
         slow: of every iteration, the fields that metrics have.
-        orders: of every iteration, a number for the order of passes.
+        planned: of every iteration, whether its order of passes is one for a slow link.
     """
 
     steps: list[tuple[float | None, float]]
     lines: list[str]
     slow: list[list[dict[str, Any]]]
-    orders: list[int]
+    planned: list[bool]
 
 
 class SlowGroup:
@@ -78,12 +81,12 @@ def slow_link(link: tuple[int, int], seconds: list[float]) -> Iterator[None]:
 
 
 @contextmanager
-def slow_passes() -> Iterator[None]:
+def slow_passes(seconds: float = 0.004) -> Iterator[None]:
     """Passes take longer than what other processes take from one."""
     compute = Executor._compute
 
     def computing(*given: Any) -> None:
-        time.sleep(0.004)
+        time.sleep(seconds)
         compute(*given)
 
     with patch.object(Executor, "_compute", computing):
@@ -91,27 +94,55 @@ def slow_passes() -> Iterator[None]:
 
 
 def train(
-    schedule: str, mode: str, ends: int = 60, seconds: float = 0.03, pp: int = 4, link: tuple[int, int] = (1, 2)
+    schedule: str, mode: str, ends: int = 60, seconds: float = 0.03, slow_rank: int | None = None, every_batch: bool = False
 ) -> Trained:
-    """Train as usual, with a link that is slow in iterations 10 to 18, until it has been found to be as usual again."""
-    run = tiny_gpt.Run(schedule, pp=pp, microbatches=8, flags=("--num-layers", "8", "--pipeline-watch", mode))
-    reports = Reports(run.args, run.pipeline)
-    more, found = [0.0], Trained([], [], [], [])
-    orders: list[Any] = []
-    with slow_link(link, more), patch.object(PlanningProcess, "plan", on_time), slow_passes():
+    """Train as usual, with a link 1-2 that is slow in iterations 10 to 18, until it has been found to be as usual again.
+
+    Args:
+        slow_rank: takes three times as long as others, from the start.
+        every_batch: microbatches are of unequal lengths, which are announced.
+    """
+    flags = ("--num-layers", "8", "--pipeline-watch", mode, *(("--pipeline-plan", "every-batch") if every_batch else ()))
+    run = (_Unequal if every_batch else tiny_gpt.Run)(schedule, pp=4, microbatches=8, flags=flags)
+    reports, more, found = Reports(run.args, run.pipeline), [0.0], Trained([], [], [], [])
+    for chunk in run.chunks:
+        get_model_config(chunk).variable_seq_lengths = every_batch
+    passes = slow_passes(0.012 if torch.distributed.get_rank() == slow_rank else 0.004)
+    with slow_link((1, 2), more), patch.object(PlanningProcess, "plan", on_time), passes:
         for iteration in range(ends):
             is_over = any("as usual again" in line and "link 1-2" in line for line in found.lines)
             more[0] = seconds if 9 <= iteration < 18 else 0.0
-            order = run.pipeline.plans.plan(8).schedule.passes
-            orders += [] if order in orders else [order]
-            found.orders.append(orders.index(order))
+            if isinstance(run, _Unequal) and run.pipeline.batches:
+                for announced in (iteration, iteration + 1)[iteration > 0 :]:
+                    run.pipeline.batches.announce([[length] * 2 for length in run.lengths(announced)])
             found.steps.append(run.step(iteration))
+            assert run.pipeline._iteration is not None
+            found.planned.append(any(link.latency > 0.01 for link in run.pipeline._iteration.plan.problem.costs.links))
             measured = reports.measured(iteration + 1, run.pipeline.start_report(), wanted=True)
             found.slow.append(measured.slow if measured else [])
             found.lines.extend(reports.use(iteration + 1))
             if is_over:
                 break
     return found
+
+
+def whole(flags: str, link: tuple[int, int]) -> tuple[Any, list[str], list[bool]]:
+    """A training of ``pretrain_gpt.py`` over a link that is slow from its tenth iteration on.
+
+    Returns:
+        Steps and digests of weights and state, lines of the watch, and whether iterations have run in an order for the link.
+    """
+    more, lines, planned, use = [0.0], list[str](), list[bool](), Reports.use
+
+    def used(reports: Any, iteration: int) -> list[str]:
+        more[0] = 0.03 if iteration >= 9 else 0.0
+        lines.extend(found := use(reports, iteration))
+        planned.append(any(one.latency > 0.01 for one in reports._pipeline._iteration.plan.problem.costs.links))
+        return found
+
+    with slow_link(link, more), patch.object(PlanningProcess, "plan", on_time), slow_passes(), patch.object(Reports, "use", used):
+        told, digests, _ = injected_runs.train(flags, {})
+    return (told, digests), lines, planned
 
 
 def loop(schedule: str, watch: str, ends: int = 18) -> tuple[list[Any], list[str]]:

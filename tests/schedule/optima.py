@@ -38,7 +38,9 @@ class Case(NamedTuple):
 
     def problem(self) -> Problem:
         costs = uniform(families.placement(self.name, self.ranks), *self.costs)
-        return planning.Request(self.name, self.ranks, self.microbatches, costs, memory_limit=self.limit).problem()
+        return planning.Request(
+            self.name, self.ranks, self.microbatches, costs, memory_limit=self.limit, objective="span"
+        ).problem()
 
 
 CASES = [

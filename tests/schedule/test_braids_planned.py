@@ -36,7 +36,7 @@ from megatron.pipeline.planner.schedule.transforms.braid import combined
 
 @pytest.mark.parametrize("name", ["zb-v", rest("v-half"), "dualpipe-v", "interleaved", rest("v-auto"), "gis", "1f1b", "zb-auto"])
 def test_planned_with_braids_is_between_the_bound_and_without(name: str) -> None:
-    request = Request(name, 4, 12, lambda placement: with_parts_of(placement.last_stage + 1))
+    request = Request(name, 4, 12, lambda placement: with_parts_of(placement.last_stage + 1), objective="span")
     plain, overlapping = request.plan(), replace(request, overlap=True).plan()
     verify(overlapping.schedule)
     assert overlapping.bound <= overlapping.timeline.span * (1 + 1e-9)
@@ -187,5 +187,8 @@ def test_the_makespan_begins_before_the_last_rank_does_and_ends_after_it(hop: fl
 @pytest.mark.parametrize(("name", "microbatches", "limit"), [("zb-auto", 4, 3.0), ("v-auto", 3, None), ("v-auto", 3, 5.0)])
 def test_planned_is_near_the_optimum(name: str, microbatches: int, limit: float | None) -> None:
     asked = Request(name, 2, microbatches, lambda placement: with_parts_of(placement.last_stage + 1), overlap=True)
-    planned, best = replace(asked, memory_limit=limit).plan(), stored("braids")[f"{name} m={microbatches} limit={limit}"]
+    planned, best = (
+        replace(asked, memory_limit=limit, objective="span").plan(),
+        stored("braids")[f"{name} m={microbatches} limit={limit}"],
+    )
     assert planned.bound <= best * (1 + 1e-9) and best * (1 - 1e-9) <= planned.timeline.span <= 1.1 * best

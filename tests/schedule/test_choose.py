@@ -131,7 +131,7 @@ def test_ties_go_to_less_memory_then_fewer_messages_then_the_simpler_family() ->
 
 
 def test_within_the_memory_of_1f1b_zero_bubble_is_the_choice() -> None:
-    planned, refused = candidates(Request(AUTO, 3, 9, uniform, memory_limit=3), variants(3, chunks=[2]))
+    planned, refused = candidates(Request(AUTO, 3, 9, uniform, memory_limit=3, objective="span"), variants(3, chunks=[2]))
     choice = choose(planned)
     assert choice.best.value == 27
     assert choice.best.peak <= 3

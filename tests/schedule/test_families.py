@@ -107,7 +107,7 @@ def test_without_interlocking_zb_h2_is_as_long_as_zb_h1(m: int, makespan: int) -
 @pytest.mark.parametrize("limit", [4, 4.5, 6, 7, 9])
 def test_within_a_limit_zb_h2_is_never_longer_than_zb_h1(limit: float) -> None:
     """Without room for its warm-up it had been refused, or had named a limit that was refused, too."""
-    h1, h2 = (Request(name, 4, 12, memory_limit=limit).plan() for name in ("zb-h1", "zb-h2"))
+    h1, h2 = (Request(name, 4, 12, memory_limit=limit, objective="span").plan() for name in ("zb-h1", "zb-h2"))
     assert h2.peak <= limit and (h2.value < h1.value if limit >= 7 else h2.schedule.passes == h1.schedule.passes)
 
 

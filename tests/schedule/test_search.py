@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -148,7 +149,7 @@ def test_the_bubble_falls_with_every_bit_of_memory(
     costs = uniform(families.placement(name, p), *times, hop)
     spans = []
     for eighths in range(8, 3 * p * 8 + 1, 5):
-        schedule = planning.plan(name, p, m, costs, memory_limit=eighths / 8)
+        schedule = planning.plan(name, p, m, costs, memory_limit=eighths / 8, objective="span")
         assert max(activation_peaks(schedule, costs)) <= eighths / 8 * SLACK
         spans.append(simulate(schedule, costs).span)
     assert all(more <= less * SLACK for less, more in pairwise(spans))
@@ -157,7 +158,7 @@ def test_the_bubble_falls_with_every_bit_of_memory(
 
 def half_passes(name: str, p: int, m: int) -> tuple[float, float]:
     """The bubble of the span at F = B = W = 1, in passes of half a rank's share, and the peak in microbatches."""
-    problem = planning.Request(name, p, m).problem()
+    problem = planning.Request(name, p, m, objective="span").problem()
     schedule = planning.solve(name, problem)
     peak = max(activation_peaks(schedule, problem.costs))
     return 2 * (simulate(schedule, problem.costs).span - 3 * m), peak
@@ -227,7 +228,8 @@ def test_the_limit_that_a_refusal_names_can_be_given(name: str) -> None:
 
 def test_zb_v_improves_with_more_than_its_memory() -> None:
     costs = uniform(v(4), 1, 1.4, 0.9, 0.2)
-    spans = [simulate(planning.plan("zb-v", 4, 12, costs, memory_limit=limit), costs).span for limit in (None, 5, 6)]
+    plans = (planning.plan("zb-v", 4, 12, costs, memory_limit=limit, objective="span") for limit in (None, 5, 6))
+    spans = [simulate(plan, costs).span for plan in plans]
     assert spans[0] > spans[1] >= spans[2]
 
 
@@ -236,9 +238,8 @@ def test_memory_enough_for_the_way_there_and_back_leaves_no_bubble() -> None:
     p, m, f, b, w, hop = 6, 30, 1.0, 1.2, 0.8, 0.1
     limit = ((p - 1) * (b + 2 * hop) + (2 * p - 1) * f) // f
     costs = uniform(linear(p), f, b, w, hop)
-    assert simulate(planning.plan("zb-auto", p, m, costs, memory_limit=limit), costs).span_bubble_rate == pytest.approx(
-        0, abs=1e-9
-    )
+    planned = planning.plan("zb-auto", p, m, costs, memory_limit=limit, objective="span")
+    assert simulate(planned, costs).span_bubble_rate == pytest.approx(0, abs=1e-9)
 
 
 def test_passes_may_take_no_time() -> None:
@@ -270,21 +271,22 @@ def test_searches_within_several_limits_share_their_levels(monkeypatch: pytest.M
         return _begin(instance, known, limits, *rest)
 
     monkeypatch.setattr(search, "_begin", begin)
+    plan = partial(planning.plan, "v-auto", 4, 12, costs, objective="span")
     alone = {}
     for limit in (4.5, 5.0, 5.5):
         search._level.cache_clear()
-        alone[limit] = planning.plan("v-auto", 4, 12, costs, memory_limit=limit)
+        alone[limit] = plan(memory_limit=limit)
     levels = len(begun)
     begun.clear()
     search._level.cache_clear()
-    assert {limit: planning.plan("v-auto", 4, 12, costs, memory_limit=limit) for limit in reversed(alone)} == alone
+    assert {limit: plan(memory_limit=limit) for limit in reversed(alone)} == alone
     assert len(begun) < levels
 
 
 @pytest.mark.parametrize(("name", "extended"), [("v-auto", False), ("v-half", True)])
 def test_a_plan_near_the_bound_ends_a_level_of_a_long_problem(name: str, extended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_extended", begun := Mock(side_effect=_extended))
-    problem = planning.Request(name, 16, 128, uniform(v(16), 1, 1.2, 0.8, 0.05)).problem()
+    problem = planning.Request(name, 16, 128, uniform(v(16), 1, 1.2, 0.8, 0.05), objective="span").problem()
     assert value(problem, planning.solve(name, problem)) <= lower_bound(problem) * search._CLOSE
     assert begun.called == extended
 

@@ -1,6 +1,7 @@
 """The replay against costs: when passes run, what they hold."""
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,7 +37,8 @@ def test_every_pass_starts_as_soon_as_it_can(data: st.DataObject) -> None:
     timeline = simulate(schedule, costs)
     ends = {(rank, timed.work): timed.end for rank, row in enumerate(timeline.ranks) for timed in row}
     ways = {(link.sender, link.receiver): link.seconds + link.latency for link in costs.links}
-    turns, free = {}, {}  # of messages that stand in line
+    turns: dict[Any, Any] = {}  # of messages that stand in line
+    free: dict[Any, Any] = {}
     placement = schedule.placement
     for link, (work, _, end) in ((each, timed) for each in costs.links for timed in timeline.ranks[each.sender]):
         stage = placement.stage(link.sender, work.chunk) + (1 if work.kind is Kind.F else -1)

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from runtime import batches
 
 from megatron.pipeline import install
+from megatron.pipeline.planner import kinds, ops
 from megatron.pipeline.planner.planning.aside import PlanningProcess
 from megatron.pipeline.planner.planning.plan_cache import PlanCache
 from megatron.pipeline.planner.planning.planned import Planned
@@ -174,6 +175,17 @@ def stays_away(rank: int, port: int, stderr: Path, calls: int) -> None:
     time.sleep(60)
 
 
+def enter_alone(rank: int, port: int, stderr: Path) -> None:
+    """One of 4 processes without a launcher. Behind a call of all, ranks 2 and 3 call for forwards alone several times, as loops do
+    that take only the ranks of the loss for an evaluation."""
+    chunk = _watched(rank, port, stderr)
+    data = example("own_training_loop").batches(4, seed=0)
+    _iterate(chunk, 4, data)
+    for _ in range(3 if rank > 1 else 0):
+        _iterate(chunk, 4, data, forward_only=True)
+    time.sleep(60)
+
+
 def plans_longer(rank: int, port: int, stderr: Path) -> None:
     """One of 4 processes without a launcher. Rank 2 plans for twice as long as an iteration may stand still."""
     chunk, plan = _watched(rank, port, stderr), PlanCache.plan
@@ -216,25 +228,30 @@ class Adapted(torch.nn.Module):
 
 
 class LowRank(NamedTuple):
-    """Of a rank: losses by iteration and microbatch, norms before clipping, trained weights by name, planned W of stages."""
+    """Of a rank: losses by iteration and microbatch, norms before clipping, trained weights by name, planned W of stages; how
+    many stages have no B, and the stages whose gradients it has sent or received last."""
 
     losses: list[list[float]]
     norms: list[float]
     weights: dict[str, list[float]]
     planned: list[float]
+    frozen: int
+    gradients: set[int]
 
 
-def adapters(schedule: str, pipeline: int) -> LowRank:
+def adapters(schedule: str, pipeline: int, recomputes: bool = False) -> LowRank:
     """Steps of a model of 8 layers in which adapters of layers 3 and 4 train alone, on 4 ranks, with clipping; replicas have a
     distributed optimizer, and reduce gradients within the backward."""
     own, distributed = example("own_training_loop"), pipeline < 4
-    chunks = 2 if schedule == "zb-v" else None
+    chunks = 2 if schedule in ("zb-v", "v-auto") else None
     loop = install(schedule)
     parallel_state.initialize_model_parallel(1, pipeline, chunks)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     models = own.build()
     for model in models:
         model.requires_grad_(False)
+        if recomputes:
+            recompute_all(model.config)
         for layer in model.decoder.layers:
             for module in list(layer.modules()) if layer.layer_number in (3, 4) else []:
                 for name, child in list(module.named_children()):
@@ -257,8 +274,19 @@ def adapters(schedule: str, pipeline: int) -> LowRank:
         for name, weight in layer.named_parameters()
         if weight.requires_grad
     }
-    stages = () if schedule == "stock" else loop.pipeline(pipeline).plans.planned_costs.stages
-    return LowRank(losses, norms, weights, [stage.weight / stage.backward for stage in stages])
+    if schedule == "stock":
+        return LowRank(losses, norms, weights, [], 0, set())
+    made = loop.pipeline(pipeline)
+    assert made._iteration is not None
+    sent = [one.message for one in made._iteration.executor.program if isinstance(one, (ops.Send, ops.Receive))]
+    gradients = {message.stage for message in sent if message.flow is kinds.Flow.GRADIENT}
+    planned = [stage.weight / (stage.backward or 1) for stage in made.plans.planned_costs.stages]
+    return LowRank(losses, norms, weights, planned, made.plans.frozen, gradients)
+
+
+def recompute_all(config: Any) -> None:
+    """All layers, within the backward."""
+    config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
 
 
 def overlapping(schedule: str, late: bool) -> tuple[list[list[float]], list[float], bool]:
@@ -305,8 +333,7 @@ def recomputed(schedule: str, recomputes: bool) -> float:
     own.plan(schedule)
     models = own.build()
     if recomputes:
-        models[0].config.recompute_granularity, models[0].config.recompute_method = "full", "uniform"
-        models[0].config.recompute_num_layers = 1
+        recompute_all(models[0].config)
     example("lora").adapt(models)
     chunks = own.wrap(models)
     return float(own.run(chunks, own.batches(4, seed=0), optimizer_of(chunks))[1])

@@ -16,7 +16,7 @@ from reductions import costs
 from replanned import planned_again
 from session import own_loops, refused_loops
 
-from megatron.pipeline import EveryBatch, install
+from megatron.pipeline import install
 from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning.request import Request
@@ -76,13 +76,27 @@ def test_the_w_of_what_is_frozen_is_planned_to_take_no_time(pool: Pool) -> None:
 @pytest.mark.parametrize("pipeline", [4, rest(2)])
 def test_adapters_like_those_of_peft_train_as_under_stock(pool: Pool, pipeline: int) -> None:
     """With clipping, and ranks on which nothing trains; with 2 ranks with replicas and a distributed optimizer."""
-    stock, fused, on_a_v = pool.each(4, own_loops.adapters, ("stock", "zb-h1", "zb-v"), pipeline)
+    stock, fused, on_a_v, searched = pool.each(4, own_loops.adapters, ("stock", "zb-h1", "zb-v", "v-auto"), pipeline)
     assert [bool(rank.weights) for rank in stock].count(False) == 4 - 4 // pipeline
     assert all(norm > 1e-2 for rank in stock for norm in rank.norms), "clipping changes them"
     exact = [(rank.losses, rank.weights) for rank in stock]
     assert [(rank.losses, rank.weights) for rank in fused] == exact if pipeline == 4 else close(fused, stock)
-    assert close(on_a_v, stock)
+    assert close(on_a_v, stock) and close(searched, stock)
     assert all(set(rank.planned) == {0.0} for rank in (*fused, *on_a_v)), "B computes all that trains"
+    # Layers 1 and 2 are in the first stages: nothing goes back to these.
+    for ranks, stages in ((fused, pipeline), (on_a_v, 2 * pipeline), (searched, 2 * pipeline)):
+        frozen = stages // 4
+        assert [rank.frozen for rank in ranks] == [frozen] * 4
+        handed_over = stages == 4 > pipeline  # between the two stages of a rank
+        assert min(set().union(*(rank.gradients for rank in ranks))) == frozen + 1 + handed_over
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", rest("zb-v")])
+def test_adapters_behind_a_frozen_part_train_where_layers_are_recomputed(pool: Pool, schedule: str) -> None:
+    """The first of these layers has an input that needs a gradient, without which it would give its adapters none."""
+    stock, ours = pool.each(4, own_loops.adapters, ("stock", schedule), 4, True)
+    assert all(any(map(any, rank.weights.values())) for rank in stock if rank.weights) and close(ours, stock)
+    assert {rank.frozen for rank in ours} == {1 if schedule == "zb-h1" else 2}
 
 
 def close(ours: list[own_loops.LowRank], stock: list[own_loops.LowRank]) -> bool:
@@ -235,7 +249,6 @@ def test_chunks_that_were_built_for_another_placement_are_refused_on_every_rank(
         ("zb-h1", {"mesure": True}, "mesure"),
         ("zb-h1", {"watch": "on"}, r"install\(watch='on'\): give 'off', 'report' or 'replan'"),
         ("stock", {"watch": "replan"}, "take one of these, or leave --pipeline-watch out"),
-        ("zb-v", {"watch": "replan", "every_batch": EveryBatch()}, "--pipeline-plan every-batch has the next"),
     ],
 )
 def test_what_does_not_train_is_refused_at_once(schedule: Any, options: dict[str, Any], message: str) -> None:
@@ -275,6 +288,13 @@ def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls
     assert verdict.startswith("global rank 2 (pipeline rank 2 of 4, ")
     assert "is slow or stuck in its own code: it has not called forward_backward (at " in verdict and "own_loops.py" in verdict
     assert "global ranks 0, 1, 3 wait for it. No pass has finished for " in verdict
+
+
+def test_calls_that_some_ranks_make_alone_end_all_ranks(tmp_path: Path) -> None:
+    ended, said = together(own_loops.enter_alone, tmp_path)
+    assert ended == [1] * 4, said
+    [verdict] = re.findall(r"^Pipeline stopped: (.*)$", said, re.MULTILINE)
+    assert verdict.startswith("global rank 0 (pipeline rank 0 of 4, ") and "it has not called forward_backward (at " in verdict
 
 
 def test_failures_at_checkpoints_are_one_line_on_every_rank(pool: Pool, tmp_path: Path) -> None:

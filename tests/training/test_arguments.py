@@ -161,12 +161,6 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --sequence-parallel"
         ("--pipeline-timeout 600", 4, "600 seconds must be less than --distributed-timeout-minutes 10 = 600 seconds"),
         ("--pipeline-costs profile --timing-log-level 2", 4, "--timing-log-level 2 waits for the whole GPU"),
         ("--pipeline-watch replan --pipeline-schedule stock", 4, "take one of these, or leave --pipeline-watch out"),
-        (
-            "--pipeline-watch replan --pipeline-plan every-batch --pipeline-schedule zb-v",
-            2,
-            "--pipeline-plan every-batch has the next",
-        ),
-        ("--pipeline-watch replan --post-validation", 4, "--post-validation has the next begun"),
         ("--pipeline-watch replan --offload full --pipeline-schedule zb-v", 2, "needs to know what copies take"),
         ("--pipeline-watch report --rehearse", 4, "--rehearse has them in turns"),
         (f"{EXPERTS} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 4, "2, or --expert-model-parallel"),

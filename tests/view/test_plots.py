@@ -43,11 +43,16 @@ def test_a_pareto_plot_names_every_schedule(tmp_path: Path) -> None:
     for label in ("1f1b", "zb-h1, twin", "zb-h2", "8 ranks", "multiple of 1F1B's memory"):
         assert f"<!-- {label} -->" in text
     draw_pareto([Point("only", 0.0, 0.0)], tmp_path / "p.png")
+    draw_pareto(points, tmp_path / "p.pdf")
+    assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
+    close = [Point(f"zb-{at}", 0.05 + at / 1000, 8) for at in range(5)]
+    draw_pareto([*close, *points], tmp_path / "p.svg")
+    assert "<!-- zb-0, zb-1, zb-2, zb-3, zb-4 -->" in (tmp_path / "p.svg").read_text()
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_pareto([], tmp_path / "p.svg")
     with pytest.raises(ValueError, match="more than 0, got 0"):
         draw_pareto(points, tmp_path / "p.svg", reference=0)
-    with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
+    with pytest.raises(ValueError, match=r"must end in \.png, \.svg or \.pdf"):
         draw_pareto(points, tmp_path / "p.gif")
 
 

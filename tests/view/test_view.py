@@ -80,7 +80,7 @@ def test_numbers_are_legible_on_every_colour(kind: Kind) -> None:
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
         draw({}, tmp_path / "x.png")
-    with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
+    with pytest.raises(ValueError, match=r"must end in \.png, \.svg or \.pdf"):
         draw({"x": timeline("1f1b", 1, 1)}, tmp_path / "x.jpeg")
 
 

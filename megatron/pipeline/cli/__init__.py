@@ -18,7 +18,7 @@ from megatron.pipeline.cli.versions import Completion, Version
 from megatron.pipeline.flags.packages import missing
 from megatron.pipeline.planner import families, without_gc
 
-COMMANDS = tuple("plan certify compare check export memory costs tune rehearse serve launch support".split())
+COMMANDS = tuple("plan certify compare check export memory costs tune flags rehearse serve launch support".split())
 _OWN_FLAGS = ("check", "launch", "rehearse")  # most of their command line is for others
 _IN_PLAN = ("verify", "simulate", "draw")  # what ``mpipe plan FILE`` does: for this release they answer with its command line
 
@@ -108,13 +108,14 @@ def _parser(command: str | None) -> tuple[Parser, dict[str, Parser]]:
     """The parser of one command, or of all, and those of the commands by name."""
     parser = Parser(
         prog="mpipe",
+        usage="mpipe COMMAND [options]",
         description="Plan, verify, draw and compare pipeline schedules.",
         examples=["mpipe compare --pp 8 --microbatches 32", "mpipe COMMAND --help", 'eval "$(mpipe --print-completion bash)"'],
     )
     parser.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="print versions, and exit")
     completed = "print what completes mpipe's commands and flags in a shell, and exit; needs the package shtab"
     parser.add_argument("--print-completion", action=Completion, choices=["bash", "zsh"], help=completed)
-    commands = parser.add_subparsers(metavar="|".join(COMMANDS), required=True, parser_class=Parser)
+    commands = parser.add_subparsers(prog="mpipe", metavar="|".join(COMMANDS), required=True, parser_class=Parser)
     # A process imports the module of the command that it runs: all of them take longer than a small plan.
     for name in [command] if command else COMMANDS:
         import_module(f"{__name__}.{name}").add(commands)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from megatron.pipeline.flags.flag_types import memory_size, positive_int
@@ -31,8 +31,41 @@ class Parser(argparse.ArgumentParser):
         self.examples = tuple(examples)
 
     def format_help(self) -> str:
-        shown = "".join(f"  {example}\n" for example in self.examples)
-        return super().format_help() + (f"\nexamples:\n{shown}" if shown else "")
+        """The usage in one line, examples, and then the flags, those of one purpose together."""
+        self.usage = self.usage or " ".join([self.prog, *self._needed(), "[options]"]).replace("%", "%%")
+        parts = [self.format_usage()]
+        if self.description:
+            parts.append(f"\n{self.description}\n")
+        if self.examples:
+            parts.append("".join(["\nexamples:\n", *(f"  {example}\n" for example in self.examples)]))
+        formatter = self._get_formatter()
+        for title, actions in self._purposes():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return "".join([*parts, "\n", formatter.format_help()])
+
+    def _needed(self) -> list[str]:
+        """Arguments without which there is no command."""
+        others = [action for action in self._actions if not action.option_strings]
+        flags = [
+            f"{action.option_strings[0]} {action.metavar}"
+            for action in self._actions
+            if action.option_strings and action.required
+        ]
+        return [*flags, *(f"[{one.metavar} ..]" if one.nargs == "*" else str(one.metavar) for one in others)]
+
+    def _purposes(self) -> Iterator[tuple[str | None, list[argparse.Action]]]:
+        """Titles of groups, the usual flags first, with their flags."""
+        for group in self._action_groups:
+            actions = group._group_actions
+            if group is self._optionals:
+                named = {action.option_strings[-1].lstrip("-"): action for action in actions}
+                for title, names in _PURPOSES.items():
+                    yield title, [named.pop(name) for name in names.split() if name in named]
+                actions = list(named.values())
+            yield group.title, actions
 
     def error(self, message: str) -> NoReturn:
         sys.exit(complain(f"{message} (see {self.prog} --help)"))
@@ -50,6 +83,17 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unknown flag --{name}" + (f"; did you mean {known[near[0]]}?" if near else ""))
 
 
+_PURPOSES = {  # of flags that several commands share, in the order of their help
+    "the usual": "gpus gpu gpus-per-node schedule schedules pp microbatches chunks cost costs memory-limit objective json output",
+    "costs in detail": "activation slow first-stage last-stage",
+    "passes": "recompute fuse balance splits group",
+    "vocabulary and experts": "vocab-parallel vocab-cost overlap-experts",
+    "offload": "offload host-memory-limit copy",
+    "unequal microbatches": "lengths attention order",
+    "between iterations": "replicas grad-bytes param-bytes replica-link",
+    "drawings": "draw text memory consecutive trace",
+}
+
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
@@ -63,6 +107,11 @@ def own_parser(name: str, usage: str, description: str, epilog: str, examples: S
         examples=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def dashes_missing(name: str, flags: Sequence[str]) -> str:
+    """Words about flags that are none of a command's own, and stand where those would."""
+    return f"{flags[0]} is no flag of mpipe {name} itself: put -- before a training's, as in mpipe {name} -- {' '.join(flags)}"
 
 
 def add_command(
@@ -135,6 +184,13 @@ def cost_flags() -> Parser:
         type=slow_ranks,
         metavar="RANK=TIMES[,..]",
         help="ranks whose passes take that many times as long as the costs say, such as 2=1.3",
+    )
+    flags.add_argument(
+        "--trained",
+        type=file_of(written_costs.read_trained),
+        metavar="WHAT",
+        help="what trains, of costs of training all: all, none (what trains comes before the layers), layers=16-31/32 (of 32, "
+        "from 0), or lora:r=16[,layers=..], whose adapters take no time here; no B runs before the first layer that trains",
     )
     flags.add_argument(
         "--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches, or as --costs says"

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
+from megatron.pipeline.cli.arguments import Commands, Parser, complain, dashes_missing, own_parser
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
@@ -81,7 +81,10 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         at = arguments.index("--") if "--" in arguments else len(arguments)
-        own, flags = parser().parse_args(list(_joined(arguments[:at]))), arguments[at + 1 :]
+        own, others = parser().parse_known_args(list(_joined(arguments[:at])))
+        flags = arguments[at + 1 :]
+        if others:
+            raise ValueError(dashes_missing(NAME, others))
         if not flags:
             raise ValueError("which training? mpipe check -- FLAGS")
         refuse_without_torch()

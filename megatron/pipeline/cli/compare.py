@@ -41,13 +41,13 @@ from megatron.pipeline.planner import (
     written_costs,
 )
 
-_SUFFIXES = (".json", ".html", ".png", ".svg")
+_SUFFIXES = (".json", ".html", ".png", ".svg", ".pdf")
 
 
 def add(commands: Commands) -> None:
     report = report_flags(
         "one JSON object: the figures of every schedule, and why the others are not possible",
-        ".json for the table, .html for all timelines, .png or .svg for a plot of bubble against memory",
+        ".json for the table, .html for all timelines, .png, .svg or .pdf for a plot of bubble against memory",
     )
     parser = add_command(
         commands,
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
         _print_table(compared)
     if suffix == ".html":
         page(options.output, {str(plan.variant): (plan.timeline, plan) for plan in planned})
-    elif suffix in (".png", ".svg"):
+    elif suffix in (".png", ".svg", ".pdf"):
         _plot(compared, options.output)
     if suffix:
         wrote(options.output)

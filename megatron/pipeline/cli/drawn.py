@@ -10,19 +10,19 @@ from typing import Any, TypeAlias
 
 from megatron.pipeline.cli.arguments import Parser
 from megatron.pipeline.cli.request import changes
-from megatron.pipeline.cli.summary import check_suffix, drawing, said_links, said_ranks, wrote
+from megatron.pipeline.cli.summary import check_suffix, drawing, said_slow, wrote
 from megatron.pipeline.planner import Planned, Timeline, document, view
 
 Shown: TypeAlias = Mapping[str, tuple[Timeline, Planned | None]]  # by title; a recorded timeline has no schedule
 
-_PICTURES = (".png", ".svg", ".html")
+_PICTURES = (".png", ".svg", ".pdf", ".html")
 
 
 def draw_flags() -> Parser:
     """Flags for what is drawn, and where."""
     flags = Parser(add_help=False)
     flags.add_argument("--text", action="store_true", help="draw as text alone, without the table")
-    flags.add_argument("--draw", metavar="OUT", help="also write a picture, .png or .svg, or a page to zoom into, .html")
+    flags.add_argument("--draw", metavar="OUT", help="also write a picture, .png, .svg or .pdf, or a page to zoom into, .html")
     flags.add_argument("--memory", action="store_true", help="with --draw: activation memory under each schedule of a picture")
     flags.add_argument(
         "--consecutive", action="store_true", help="join iterations of one training run, its iteration_*.json in their order"
@@ -40,7 +40,7 @@ def check_drawn(options: argparse.Namespace) -> None:
     check_suffix(options.draw, _PICTURES)
     check_suffix(options.trace, (".trace.json",))
     if options.memory and not options.draw:
-        raise ValueError("--memory is for pictures: add --draw OUT.png, .svg or .html, or leave it out")
+        raise ValueError("--memory is for pictures: add --draw OUT.png, .svg, .pdf or .html, or leave it out")
     if options.text and options.json:
         raise ValueError("--text and --json say two ways to print: leave one of them out")
     if options.consecutive and not options.files:
@@ -69,10 +69,7 @@ def as_text(shown: Shown) -> str:
     """Timelines as text, each under its title."""
     texts = []
     for title, (timeline, planned) in shown.items():
-        said = title
-        if planned:
-            links, slow = planned.problem.costs.seconds_of_links, planned.slow
-            said += f"\nlinks: {said_links(links)}" * bool(links) + f"\nslow: {said_ranks(slow)}" * bool(slow)
+        said = f"{title}\nslow: {said_slow(planned.slow)}" if planned and planned.slow else title
         texts.append(f"{said}\n{drawing(timeline, planned.schedule.splits if planned else 1)}")
     return "\n\n".join(texts)
 
@@ -86,9 +83,9 @@ def write_drawn(shown: Shown, options: argparse.Namespace) -> None:
             timelines = {title: timeline for title, (timeline, _) in shown.items()}
             schedules = {title: planned for title, (_, planned) in shown.items() if planned}
             splits = {title: planned.schedule.splits for title, planned in schedules.items()}
-            links = {title: planned.problem.costs.seconds_of_links | planned.slow for title, planned in schedules.items()}
+            slow = {title: planned.slow for title, planned in schedules.items()}
             curves = document.curves(schedules) if options.memory else {}
-            view.draw(timelines, options.draw, splits=splits, links=links, **curves)
+            view.draw(timelines, options.draw, splits=splits, slow=slow, **curves)
     if options.trace:
         title, (timeline, planned) = list(shown.items())[-1]  # a recorded iteration comes behind its plan
         Path(options.trace).write_text(trace(title, timeline, planned), encoding="utf-8")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
-from megatron.pipeline.cli.arguments import Commands, Parser, complain, own_parser
+from megatron.pipeline.cli.arguments import Commands, Parser, complain, dashes_missing, own_parser
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
@@ -60,7 +60,9 @@ def torchrun(arguments: Sequence[str]) -> list[str]:
         ValueError: flags of ``pretrain_gpt.py`` are wrong, or there is none here.
     """
     at = next((place for place, token in enumerate(arguments) if token == "--" or token.endswith(".py")), len(arguments))
-    own = _parser().parse_args(arguments[:at])
+    own, unknown = _parser().parse_known_args(arguments[:at])
+    if unknown:
+        raise ValueError(dashes_missing(NAME, unknown))
     others = list(arguments[at:])
     target = others.pop(0) if others and others[0].endswith(".py") else None
     flags = [token for token in others if token != "--"]

@@ -91,7 +91,7 @@ def requested(options: Namespace) -> Request:
         of_stages,
         given.get("chunks") if name == given.get("schedule") else None,
         options.memory_limit,
-        objective=options.objective or document.GOAL,
+        **({"objective": options.objective} if options.objective else {}),
         recompute=_stages(options, "recompute"),
         fused=_stages(options, "fuse"),
         splits=given.get("splits"),

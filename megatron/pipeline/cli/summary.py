@@ -68,7 +68,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         what = "all-reduces" if data["costs"].get("F.experts") == 0 else "all-to-alls"
         words = f"{share:.0%} of the {found['communication']:g} that a rank spends in {what} (mean); {found['braids']} braids"
         add("exposed", found["exposed"], words)
-    rows += _links(data["costs"]) + _slow(data.get("slow", {})) + (_offloaded(data, unit) if "offload" in data else [])
+    rows += _slow(data.get("slow", {}), data["costs"]["comm"]) + (_offloaded(data, unit) if "offload" in data else [])
     if limit is not None and "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - SLACK):
         why = "cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is"
         add("limit", unit.number(limit), f"{why} {unit.amount(data['sustaining_limit'])}")
@@ -80,26 +80,17 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
 
 
-def _links(costs: dict[str, float]) -> list[tuple[str, str, str]]:
-    """Line of a report about links that differ."""
-    links = {name[5:-1]: seconds for name, seconds in costs.items() if name.startswith("comm[")}
-    words = f"whose messages do not take {costs['comm']:g}: {said_links(links)}"
-    return [("links", str(len(links)), words)] if links else []
+def _slow(slow: Mapping[str, float], hop: float) -> list[tuple[str, str, str]]:
+    """Lines of a report about links that differ and ranks that are slow."""
+    ranks = {name: times for name, times in slow.items() if name.startswith("rank ")}
+    links = {name: seconds for name, seconds in slow.items() if name not in ranks}
+    rows = ("links", links, f"whose messages do not take {hop:g}"), ("slow ranks", ranks, "in these costs")
+    return [(name, str(len(found)), f"{words}: {said_slow(found)}") for name, found, words in rows if found]
 
 
-def _slow(ranks: dict[str, float]) -> list[tuple[str, str, str]]:
-    """Line of a report about ranks that are slow."""
-    return [("slow ranks", str(len(ranks)), f"in the costs: {said_ranks(ranks)}")] if ranks else []
-
-
-def said_links(links: Mapping[str, float]) -> str:
-    """Seconds of messages over single links, by name, as text."""
-    return ", ".join(f"{name} takes {seconds:g}" for name, seconds in links.items())
-
-
-def said_ranks(ranks: Mapping[str, float]) -> str:
-    """Slow ranks, by number, as text."""
-    return ", ".join(f"rank {rank} takes {times:g} times as long" for rank, times in ranks.items())
+def said_slow(slow: Mapping[str, float]) -> str:
+    """Links and ranks that are slow, as ``Costs.slow`` has them, as text."""
+    return ", ".join(f"{name} takes {much:g}{' times as long' * name.startswith('rank')}" for name, much in slow.items())
 
 
 def _period(data: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -206,7 +197,9 @@ def check_output(options: argparse.Namespace, drawn: bool = False) -> None:
     path = options.output
     _check_directory(path)
     if path and (Path(path).suffix not in (".json", ".txt") or path.endswith(".trace.json")):
-        others = "; --draw writes .png, .svg and .html, --trace writes .trace.json, and mpipe export makes a .csv of a .json"
+        others = (
+            "; --draw writes .png, .svg, .pdf and .html, --trace writes .trace.json, and mpipe export makes a .csv of a .json"
+        )
         raise ValueError(f"cannot write {path}: the file name must end in .json or .txt{others if drawn else ''}")
 
 

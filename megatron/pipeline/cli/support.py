@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.cli.arguments import Commands, add_command
-from megatron.pipeline.flags.support import FEATURES
+from megatron.pipeline.flags.support import FEATURES, Feature
 from megatron.pipeline.planner import topics, view
 
 _HEADER = ("feature", "pretrain_gpt.py", "mpipe launch", "")
@@ -22,13 +22,26 @@ _COMBINATIONS = "These do not go together; every command, launch and `install()`
 
 def add(commands: Commands) -> None:
     help = "list which features of Megatron-LM work with our schedules"
-    parser = add_command(commands, "support", help, run, "mpipe support", "mpipe support --markdown")
+    parser = add_command(commands, "support", help, run, "mpipe support", "mpipe support lora", "mpipe support --markdown")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only what has these words")
     parser.add_argument("--markdown", action="store_true", help="as the table of docs/support.md, and what excludes what")
 
 
 def run(options: argparse.Namespace) -> None:
     header, *rows = _rows()
+    wanted = " ".join(options.words).lower()
+    rows = [row for row, feature in zip(rows, FEATURES, strict=True) if wanted in _searched(feature)]
+    if not rows:
+        raise ValueError(
+            f"no feature is called {wanted!r}: mpipe support lists all {len(FEATURES)}, and docs/launch.md every flag"
+        )
     print(markdown() if options.markdown else f"{view.plain_table(header, rows, words=len(header))}\n\n{_LEGEND}")
+
+
+def _searched(feature: Feature) -> str:
+    """Text in which a word is looked for: the row, and the flags that are of it, with dashes."""
+    flags = (name.replace("_", "-") for name in (*feature.names, *feature.details))
+    return " ".join([feature.title, feature.note, *flags]).lower()
 
 
 def markdown() -> str:

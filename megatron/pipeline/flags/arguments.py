@@ -7,7 +7,7 @@ Every flag here does something; a Megatron-LM flag that this program does not im
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ import yaml
 
 from megatron.pipeline.flags import support
 from megatron.pipeline.flags.flags import MEGATRON
-from megatron.pipeline.flags.importers import bridge, recipes, shell, upstream
+from megatron.pipeline.flags.importers import bridge, huggingface, recipes, shell, upstream
 from megatron.pipeline.flags.settings import NEW, Flags, add_flags
 from megatron.pipeline.planner import reading
 
@@ -68,6 +68,22 @@ def add_launched(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def tokens_of(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line with what ``--config`` and ``--model`` stand for in their places, and remarks on that.
+
+    Raises:
+        ValueError: as ``parse``.
+    """
+    parser = _parser()
+    upstream.add_upstream(parser)
+    tokens = with_config(parser, argv, predicts=True)
+    own = _FlagParser(add_help=False, allow_abbrev=False)
+    for flag in ("--config", "--model"):
+        own.add_argument(flag)
+    left = parser.parse_known_args(tokens)[0]
+    return own.parse_known_args(tokens)[1], upstream.settle(Flags(**vars(left)))[1]
+
+
 def with_config(parser: argparse.ArgumentParser, argv: Sequence[str], predicts: bool = False) -> list[str]:
     """Put the flags in ``--config FILE`` before those of the command line, which so win.
 
@@ -80,10 +96,31 @@ def with_config(parser: argparse.ArgumentParser, argv: Sequence[str], predicts: 
             earlier fork (``FORKS``), or of an earlier release (``GONE``).
     """
     finder = _FlagParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    config = finder.parse_known_args(argv)[0].config
+    for flag in ("--config", "--model"):
+        finder.add_argument(flag)
+    if predicts:
+        finder.add_argument("--set", nargs="+", action="extend", default=[])
+    own = finder.parse_known_args(argv)[0]
     _refuse_old(argv)
-    return [*(_read_config(parser, config, predicts, argv) if config else []), *argv]
+    if predicts and "--set" in argv:
+        argv = [token for token in argv if token not in {"--set", *own.set}]
+    tokens = [*(_read_config(parser, own.config, predicts, argv, own.set if predicts else ()) if own.config else []), *argv]
+    model = finder.parse_known_args(tokens)[0].model
+    return [*(of_model(parser, model) if model else []), *tokens]
+
+
+def of_model(parser: argparse.ArgumentParser, path: str) -> list[str]:
+    """The flags that a model of Hugging Face stands for, as a command line has them.
+
+    Raises:
+        ValueError: as ``huggingface.read``.
+    """
+    try:
+        flags, remarks = huggingface.read(path)
+    except ValueError as error:
+        raise ValueError(f"--model {path}: {' '.join(str(error).split())}") from None
+    upstream.remark(parser, [f"--model {path}: {remark}" for remark in remarks])
+    return _as_tokens(parser, flags, path, f"--model {path}", False)
 
 
 def _refuse_old(flags: Iterable[str]) -> None:
@@ -133,7 +170,9 @@ def _parser() -> _FlagParser:
     return parser
 
 
-def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, argv: Sequence[str]) -> list[str]:
+def _read_config(
+    parser: argparse.ArgumentParser, path: str, predicts: bool, argv: Sequence[str], settings: Sequence[str]
+) -> list[str]:
     """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
     content: Any
     try:
@@ -141,11 +180,14 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, arg
             content = bridge.flags_of(path.removeprefix(bridge.SCHEME))
         else:
             text = reading.content_of(path)
-            if predicts and path.endswith(".sh"):
-                return shell.of_script(text, Path(path).parent, parser, {token.partition("=")[0] for token in argv})
+            is_script = predicts and (path.endswith(shell.ENDS) or text.startswith("#!"))
             loose = predicts and any(mark in text for mark in (recipes.TESTS, recipes.PRIMUS))
-            content = yaml.load(text, yaml.SafeLoader if loose else _Loader)
-            if predicts and isinstance(content, dict):
+            if is_script:
+                values = dict(setting.partition("=")[::2] for setting in settings)
+                content = shell.of_script(text, Path(path), parser, {token.partition("=")[0] for token in argv}, values)
+            else:
+                content = yaml.load(text, yaml.SafeLoader if loose else _Loader)
+            if predicts and not is_script and isinstance(content, dict):
                 content = recipes.flags_in(content, Path(path), parser)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
@@ -161,31 +203,35 @@ def _read_config(parser: argparse.ArgumentParser, path: str, predicts: bool, arg
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
     _refuse_old(f"--{upstream.key(str(name))}" for name in content)
+    return _as_tokens(parser, content, path, f"--config {path}", predicts)
+
+
+def _as_tokens(parser: argparse.ArgumentParser, flags: Mapping[str, Any], path: str, where: str, predicts: bool) -> list[str]:
     known = {upstream.key(option): (option, action) for option, action in parser._option_string_actions.items()}
     tokens: list[str] = []
-    for name, value in content.items():
+    for name, value in flags.items():
         key = upstream.key(str(name))
         if key not in known or key == "config":
             words = upstream.unknown(parser, str(name)) if predicts else _unknown(str(name), parser)
-            raise ValueError(f"--config {path}: {words}")
+            raise ValueError(f"{where}: {words}")
         near = Path(path).parent / str(value)  # mpipe tune writes the costs next to the configuration
         is_near = key == "pipeline-costs" and near.is_file()
-        tokens += _tokens(path, *known[key], near if is_near else value)
+        tokens += _tokens(where, *known[key], near if is_near else value)
     return tokens
 
 
-def _tokens(path: str, option: str, action: argparse.Action, value: Any) -> list[str]:
+def _tokens(where: str, option: str, action: argparse.Action, value: Any) -> list[str]:
     """One key of the YAML file as command-line tokens."""
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise ValueError(f"--config {path}: {option} is on or off: expected true or false, got {value!r}")
+            raise ValueError(f"{where}: {option} is on or off: expected true or false, got {value!r}")
         if value or not isinstance(action, argparse.BooleanOptionalAction):
             return [option] if value else []
         return [next(name for name in action.option_strings if name.startswith("--no-"))]
     if value is None:
         return []
     if isinstance(value, bool | dict) or (isinstance(value, list) and action.nargs is None):
-        raise ValueError(f"--config {path}: {option} takes one value, got {value!r}")
+        raise ValueError(f"{where}: {option} takes one value, got {value!r}")
     if isinstance(value, list):
         return [option, *map(str, value)]
     return [option, *upstream.words(str(value))] if action.nargs else [f"{option}={value}"]

@@ -103,6 +103,9 @@ MEGATRON = {
         add("--make-vocab-size-divisible-by", "pad the vocabulary to a multiple of this", positive_int, 128),
         add("--mtp-num-layers", "multi-token prediction layers: each predicts one token further", to_10_000),
         add("--mtp-loss-scaling-factor", "weight of the losses of the multi-token prediction layers", positive_float, 0.1),
+        # Not of Megatron-LM.
+        predicted("--trained", "what trains: all, none, layers=16-31 (from 0) or lora:r=16[,linear_qkv,..][,layers=..]",
+            str, "all", metavar="WHAT"),
         add("--init-method-std", "standard deviation of the initial weights", not_negative, 0.02),
         add("--attention-dropout", "dropout of attention probabilities", probability, 0.1),
         add("--hidden-dropout", "dropout of hidden states", probability, 0.1),

@@ -11,6 +11,8 @@ _NAMES = {  # of packages, by what Python imports, where these differ
     "megatron.core": "megatron-core",
     "megatron.training": "megatron-core>=0.17",
     "transformer_engine": "transformer-engine[pytorch]",
+    "tree_sitter": "tree-sitter-bash[core]",
+    "tree_sitter_bash": "tree-sitter-bash[core]",
     "yaml": "PyYAML",
 }
 SCRIPTS = ("six", "regex", "pydantic", "triton", "pybind11")  # what Megatron-LM's own scripts import

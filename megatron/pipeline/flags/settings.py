@@ -101,6 +101,9 @@ class PipelineSettings:
 
     config: str | None = _add("--config",
         "YAML file of flags without the dashes; flags on the command line win", str, metavar="FILE")
+    model: str | None = _add("--model",
+        "a model's config.json of Hugging Face, its folder, or its name: sizes for the flags that are not given", str,
+        metavar="PATH")
     schedule: str = _schedule("--pipeline-schedule",
         "a family, file:PATH, or stock for megatron-core's own", str, "zb-h1", metavar="NAME")
     memory_limit: str | None = _schedule("--pipeline-memory-limit",

@@ -18,7 +18,7 @@ from megatron.pipeline.flags.validation_files import check_outputs, of_data
 from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, chunks_of_pattern, of_hybrid, of_letter_costs
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.planner import STOCK, flag_of, topics
+from megatron.pipeline.planner import STOCK, flag_of, topics, written_costs
 
 
 def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Settings:
@@ -36,6 +36,10 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     """
     args = of_hybrid(Settings.of(args))
     _check_required(args, () if elsewhere else ("train_iters", "lr"))
+    try:
+        written_costs.read_trained(args.trained, args.num_layers)
+    except ValueError as error:
+        raise ValueError(f"--trained {error}") from None
     settings = _of_platform(args, elsewhere)
     settings = _of_parallel_sizes(settings, world_size)
     settings = _of_model(settings)
@@ -113,7 +117,8 @@ def _check_required(args: Namespace, further: Sequence[str]) -> None:
     required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", *further)
     missing = [flag_of(name) for name in required if getattr(args, name) is None]
     if missing:
-        raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file")
+        model = ", or the model's config.json by --model" if args.num_layers is None else ""
+        raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file{model}")
 
 
 def has_transformer_engine() -> bool:

@@ -6,6 +6,7 @@ Engine's). B finishes the gradients of all other parameters: norms, biases, embe
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -81,11 +82,13 @@ def split_chunks(models: Sequence[torch.nn.Module], fuse_recomputed: bool = Fals
     return f"backward is not split, runs fused in B: {'; '.join(parts)}" if fused else ""
 
 
-def trained_share(chunk: torch.nn.Module) -> float:
+def trained_share(chunk: torch.nn.Module) -> float | None:
     """Share of a chunk's weight gradients that W computes, by the elements of its matrices; call it after ``split_weights``.
 
-    Frozen matrices have none, and some are left to B. 1 for a chunk without matrices.
+    Frozen matrices have none, and some are left to B. 1 for a chunk without matrices; None where nothing trains, not even by B.
     """
+    if not any(weight.requires_grad for weight in chunk.parameters()):
+        return None
     matrices = {
         weight: te_linear.is_delayed(module) or weight_tasks.is_prepared(weight)
         for module in chunk.modules()
@@ -94,6 +97,16 @@ def trained_share(chunk: torch.nn.Module) -> float:
     elements = sum(weight.numel() for weight in matrices)
     trained = sum(weight.numel() for weight, split in matrices.items() if split and weight.requires_grad)
     return trained / elements if elements else 1.0
+
+
+def work_of(chunks: Sequence[torch.nn.Module]) -> int:
+    """A number for what a rank has to do, equal where its chunks have the same weights and train the same of them.
+
+    No other rank's equals it where layers with the same weights may differ: in experts, or in windows of attention.
+    """
+    weights = repr([(name, each.shape, each.requires_grad) for chunk in chunks for name, each in chunk.named_parameters()])
+    windows = any(getattr(getattr(chunk, "config", None), "window_attn_skip_freq", None) for chunk in chunks)
+    return -1 - torch.distributed.get_rank() if windows or "experts" in weights else zlib.crc32(weights.encode())
 
 
 def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.utils import get_te_version
 
 from megatron.pipeline.backward import weight_tasks
@@ -94,10 +95,10 @@ def prepare(module: torch.nn.Module) -> None:
     delayed = [parameter for name, parameter in module.named_parameters(recurse=False) if _DELAYED.fullmatch(name)]
     for parameter in delayed:  # marked already, but megatron-core makes biases anew under --use-cpu-initialization
         parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
-    module.forward = _Marking(module, delayed)
+    module.forward = Marking(module, delayed)
 
 
-class _Marking:
+class Marking:
     """The forward of a module whose backward leaves a ``DelayedGradient``, and what all of these have in common.
 
     Autograd calls the hook of a tensor once its gradient is there: that of the module's input when the module's backward has run,
@@ -147,8 +148,18 @@ class _Marking:
     def biases(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._delayed if parameter.requires_grad and parameter.dim() == 1]
 
+    def stand_in(self) -> None:
+        """Put in the place of the weights' gradients what says that ``main_grad`` has them, as megatron-core does.
+
+        Raises:
+            RuntimeError: DDP does not wait for them.
+        """
+        assert self.notify
+        for weight, gradient in self.stand_ins:
+            weight.grad, weight.grad_added_to_main_grad = gradient, True
+
     def __call__(self, hidden: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        if self.weights and torch.is_grad_enabled():
+        if self.weights and torch.is_grad_enabled() and not is_graph_capturing():
             if not hidden.requires_grad:  # behind frozen layers; the backward is to come by here even so
                 hidden = hidden.detach().requires_grad_()
             if hidden.is_leaf:  # autograd may call its hook before the parameters, which are leaves as well, have their ``grad``
@@ -176,7 +187,7 @@ class DelayedGradient:
         fused: it runs at once.
     """
 
-    def __init__(self, module: _Marking, fused: bool = False) -> None:
+    def __init__(self, module: Marking, fused: bool = False) -> None:
         self._module = module
         self._tensors, self._product = module.kept.get_nowait()
         self._part: sequence.Part | None = None
@@ -211,8 +222,7 @@ class DelayedGradient:
         if self._part is not None:
             self._tensors[module.gathered] = self._part.whole()
         made = self._product(*self._tensors)[1]
-        for weight, gradient in module.stand_ins:  # as mark_accumulated does
-            weight.grad, weight.grad_added_to_main_grad = gradient, True
+        module.stand_in()
         if module.biases:  # of one linear, or of each expert's
             gradients = made if isinstance(made, (list, tuple)) else [made]
             for bias, own, gradient in zip(module.biases, self._bias_gradients, gradients, strict=True):

@@ -1,4 +1,5 @@
-"""Slow ranks and links: those whose passes or messages take longer than they did, for several iterations on end.
+"""Slow ranks and links: those whose passes or messages take longer than they did, or than those of ranks with equal work, for
+several iterations on end.
 
 Without torch: ``taken`` reads an iteration's report, ``Gauge`` says what is more than usual in it, ``added`` what that costs,
 and ``Verdict`` whether it lasts.
@@ -6,8 +7,8 @@ and ``Verdict`` whether it lasts.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import lru_cache
 from statistics import median, median_low
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -48,27 +49,31 @@ class Taken(NamedTuple):
     Attributes:
         ranks: seconds of their passes over those that costs predict: a batch with long microbatches counts as its loads say,
             where it was planned for them.
+        passes: the same seconds, and how many passes of every kind they are of.
         ways: by sender and receiver, the least seconds from the end of a pass until a message with its result was there, by their
             two clocks; and whether that was there before it was waited for: it may then have come earlier.
     """
 
     ranks: dict[int, float]
+    passes: dict[int, tuple[float, Counter[str]]]
     ways: dict[tuple[int, int], tuple[float, bool]]
 
 
 def taken(report: Report, costs: Costs) -> Taken:
     """Read it from a report."""
-    known, made, found = report.schedule.costs(costs.with_loads(report.loads)), {}, Taken({}, {})
+    known, made, found = report.schedule.costs(costs.with_loads(report.loads)), {}, Taken({}, {}, {})
     for rank, (record, stages) in enumerate(zip(report.ranks, report.schedule.placement.stages, strict=True)):
         seconds = predicted = 0.0
+        kinds = Counter[str]()
         for work, start, end in record.passes:
             if work.kind.row.sends:
                 made[ops.Message(work.kind.row.sends, work.microbatch, stages[work.chunk])] = rank, end
             if not work.kind.is_copy:
                 seconds += end - start
+                kinds.update(work.kind.row.replaces or [work.kind])
                 predicted += known.of(work.microbatch).seconds(work.kind, stages[work.chunk])
         if seconds and predicted:
-            found.ranks[rank] = seconds / predicted
+            found.ranks[rank], found.passes[rank] = seconds / predicted, (seconds, kinds)
     for rank, record in enumerate(report.ranks):
         shortest = _WAIT * sum(end - start for _, start, end in record.passes) / max(1, len(record.passes))
         for message, start, there in record.waits:
@@ -80,10 +85,14 @@ def taken(report: Report, costs: Costs) -> Taken:
 
 
 class Gauge:
-    """Usual times of one pipeline: medians over its last iterations in which nothing was slow."""
+    """Usual times of one pipeline: medians over its last iterations in which nothing was slow.
 
-    def __init__(self, ranks: int) -> None:
-        self._things = things(ranks)
+    Args:
+        works: of every rank, what it has to do: those of which it is equal take equally long, and are compared with each other.
+    """
+
+    def __init__(self, ranks: int, works: Sequence[Hashable] = ()) -> None:
+        self._things, self._works = things(ranks), works or range(ranks)
         self._kept: defaultdict[Thing, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
 
     @property
@@ -101,7 +110,8 @@ class Gauge:
         """More than usual in an iteration, of every rank and link of which that is known.
 
         All ranks are slow together where a batch is long or a room is hot: how much longer a rank's passes take is compared with
-        half of the ranks, too. One is not slow because others have become faster.
+        half of the ranks, too. One is not slow because others have become faster. Of ranks with equal work one is slow that takes
+        longer than half of them, however long it has.
 
         Args:
             slow: what was slow before.
@@ -111,6 +121,10 @@ class Gauge:
         found: dict[Thing, Excess] = {
             rank: Excess(each / max(1.0, median_low(times.values())) - 1) for rank, each in times.items()
         }
+        for rank in times:
+            own = self._works[rank], taken.passes[rank][1]
+            alike = [taken.passes[other][0] for other in times if (self._works[other], taken.passes[other][1]) == own]
+            found[rank] = Excess(taken.passes[rank][0] / median_low(alike) - 1) if len(alike) > 1 else found[rank]
         for link in self._things:
             if isinstance(link, tuple) and {link, link[::-1]} <= usual.keys() & taken.ways.keys():
                 there, back = (taken.ways[way] for way in (link, link[::-1]))

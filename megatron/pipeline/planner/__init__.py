@@ -143,3 +143,20 @@ from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.shards import Shards
 from megatron.pipeline.planner.shape.stages import balanced_by_weight
+
+__all__ = [  # of docs/api.md: these keep their meaning; the others are for the rest of the package
+    "Kind",
+    "Offload",
+    "Pass",
+    "Planned",
+    "Request",
+    "Schedule",
+    "Timed",
+    "Timeline",
+    "Vocabulary",
+    "simulate",
+    "uniform",
+    "view",
+]
+
+Schedule._repr_svg_ = Timeline._repr_svg_ = view.svg  # below view's room; in a notebook a cell shows them

@@ -21,6 +21,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.distributed.device import this_device
+from megatron.pipeline.model.split_linear import trained_share
 from megatron.pipeline.planner import Placement, Planned
 
 _PACKAGES = ("megatron-pipeline", "torch", "numba", "numpy")  # that run, and that plan
@@ -92,8 +93,11 @@ _ENDS = {"embedding": "pre_process", "output layer": "post_process"}
 
 def check_chunks(
     group: torch.distributed.ProcessGroup, placement: Placement, schedule: str, chunks: Sequence[torch.nn.Module]
-) -> None:
+) -> list[float | None]:
     """Refuse a model whose chunks are not the stages that a schedule's placement has there. Collective over the pipeline.
+
+    Returns:
+        The ``trained_share`` of every stage if some weights are frozen; otherwise 1 of all. Empty for other numbers of chunks.
 
     Args:
         schedule: its name.
@@ -102,15 +106,20 @@ def check_chunks(
     Raises:
         ValueError: on every rank of the pipeline: what a chunk has, what the schedule wants, and what to do.
     """
-    everyone: list[list[Built]] = [[]] * group.size()
-    torch.distributed.all_gather_object(everyone, [_built(unwrap_model(chunk)) for chunk in chunks], group=group)
-    fits = [len(built) for built in everyone] == [placement.chunks] * placement.ranks
-    if fits and (found := misplaced(everyone, placement, schedule)):
+    everyone: list[list[tuple[Built, bool, float | None]]] = [[]] * group.size()
+    own = [(_built(unwrap_model(chunk)), all(each.requires_grad for each in chunk.parameters()), trained_share(chunk))
+           for chunk in chunks]  # fmt: skip
+    torch.distributed.all_gather_object(everyone, own, group=group)
+    if [len(row) for row in everyone] != [placement.chunks] * placement.ranks:
+        return []
+    if found := misplaced([[built for built, *_ in row] for row in everyone], placement, schedule):
         raise ValueError(
             f"{found}: build the chunks for the schedule's placement, once it is installed, as examples/own_training_loop.py "
             "does, or take a schedule for chunks as they are: megatron-core's own functions build those of interleaved and gis, "
             "with one chunk those of 1f1b and zb-h1"
         )
+    stages = [everyone[rank][chunk] for rank, chunk in map(placement.home, range(placement.depth))]
+    return [1.0 if all(whole for _, whole, _ in stages) else share for *_, share in stages]
 
 
 def misplaced(chunks: Sequence[Sequence[Built]], placement: Placement, schedule: str) -> str | None:

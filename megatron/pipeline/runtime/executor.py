@@ -216,8 +216,8 @@ class Executor:
         """The tensors that a pass takes: received, or made by another chunk of this rank and handed over; [] for none."""
         message, sent = self._wiring.takes.get(work), self._wiring.answers.get(work)
         if message is None:
-            return []
-        if message in self._received:
+            tensors = []
+        elif message in self._received:
             tensors = self._received.pop(message)
         else:
             made = self._made.pop(message)

@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import distributed_data_parallel, rerun_state_machine
 
 from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
+from megatron.pipeline.model import te_graphs
 from megatron.pipeline.monitor.device_progress import DeviceProgress
 from megatron.pipeline.monitor.progress import Situation
 from megatron.pipeline.monitor.recorder import NullRecorder
@@ -40,7 +41,12 @@ from megatron.pipeline.runtime.wiring import Wiring, wiring
 
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
 def _wiring(plan: Planned, rank: int) -> Wiring:
-    return wiring(plan.programs[rank], rank, plan.schedule.placement)
+    return wiring(plan.programs[rank], rank, plan.schedule.placement, plan.schedule.frozen)
+
+
+@lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
+def _slots(plan: Planned, rank: int) -> Sequence[Sequence[int]]:
+    return plan.slots()[rank]
 
 
 class _Attempt(NamedTuple):
@@ -155,6 +161,8 @@ class Iteration:
             chunk = call.chunks[plan.schedule.placement.home(plan.schedule.placement.last_stage)[1]]
             embedding = schedules.clear_embedding_activation_buffer(config, chunk, self._holds_output)
         self._gather_parameters(call)
+        if getattr(config, "cuda_graph_impl", None) == te_graphs.GRAPHED and not call.forward_only:
+            te_graphs.place(call.chunks, _slots(plan, rank))
         recorder = self.record()
         program = plan.programs[rank]
         stages: ModelStages
@@ -166,9 +174,13 @@ class Iteration:
         else:
             stages = ModelStages(call, plan.schedule, rank, iterators)
         offloaded = self._in_flight(program, call.chunks)
-        shielded = plan.schedule.shielded.intersection(plan.schedule.placement.stages[rank])
-        chunks = {plan.schedule.placement.home(stage)[1] for stage in shielded}
-        handlers = StagePasses(stages, program, not call.forward_only, offloaded, chunks).handlers.joined(stages.handlers)
+        frozen = plan.schedule.frozen
+        first = frozen + bool(frozen and config.recompute_granularity is None)  # whose backwards need an input that needs one
+        chunks = [
+            {chunk for chunk, stage in enumerate(plan.schedule.placement.stages[rank]) if stage in wanted}
+            for wanted in (plan.schedule.shielded, range(frozen), range(first))
+        ]
+        handlers = StagePasses(stages, program, not call.forward_only, offloaded, *chunks).handlers.joined(stages.handlers)
         handlers = replace(handlers, around=sync.around)
         dtype = config.pipeline_dtype or config.params_dtype
         transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, call.device, self.posting)

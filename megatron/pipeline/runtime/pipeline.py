@@ -15,6 +15,7 @@ from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline import patches
 from megatron.pipeline.distributed.device import this_device
+from megatron.pipeline.model.split_linear import work_of
 from megatron.pipeline.monitor.clock import Clock
 from megatron.pipeline.monitor.progress import Situation
 from megatron.pipeline.monitor.recorder import NullRecorder, Recorder
@@ -65,6 +66,7 @@ class Pipeline:
         background: plans while it runs.
         batches: plans of every batch; None without them.
         name, placement, is_stock: those of the plans, which stay.
+        works: of every model that it has trained, ``work_of`` its chunks here.
 
     Raises:
         ValueError: see ``PlanCache``; or the request has what no plan for a batch has yet.
@@ -99,6 +101,7 @@ class Pipeline:
         # The first chunks of models that are built for this placement, and of those that have trained.
         self._built: WeakSet[torch.nn.Module] = WeakSet()
         self._trained: WeakSet[torch.nn.Module] = WeakSet()
+        self.works: list[int] = []
         self._iterations = 0  # that have begun, evaluations included
         self._iteration: Iteration | None = None  # that runs now, or ran last
         self._begun: tuple[Iteration, Call] | None = None  # see begin
@@ -170,6 +173,7 @@ class Pipeline:
         reported = iteration.run(in_places(call, order) if order else call)
         if iteration.first:
             self._trained.add(call.chunks[0])
+            self.works.append(work_of(call.chunks))
         return [reported[order.index(number)] for number in range(len(reported))] if order else reported
 
     def begin(self, **keywords: Any) -> None:
@@ -191,8 +195,22 @@ class Pipeline:
         assert self._begun is not None, "an iteration has begun"
         self._begun[0].start_anew()
 
+    def meet(self, call: Call) -> None:
+        """Look at a model before its first iteration, and plan for what it trains, if it does. Collective over the pipeline.
+
+        Raises:
+            ValueError: see ``check_chunks``.
+        """
+        if call.chunks[0] in (self._built if call.forward_only else self._trained):
+            return
+        shares = check_chunks(call.pipeline, self.placement, self.name, call.chunks)
+        self._built.add(call.chunks[0])
+        if shares and not call.forward_only:
+            self.plans.train(shares)
+
     def _make(self, call: Call, of_batch: Planned | None = None) -> Iteration:
         """Args: of_batch: a plan that all ranks have, in place of the one for equal microbatches."""
+        self.meet(call)
         searches = self._searches and not call.forward_only  # replicas may evaluate more or less often than others
         if searches:
             self.background.adopt_searched()
@@ -202,10 +220,8 @@ class Pipeline:
             self._agreed.add(plan)
         if searches:
             self.background.search(call.num_microbatches)
-        plan = of_batch or plan
-        if call.chunks[0] not in self._built:
-            check_chunks(call.pipeline, self.placement, self.name, call.chunks)
-            self._built.add(call.chunks[0])
+        if of_batch and of_batch.schedule.frozen <= self.plans.frozen:
+            plan = of_batch
         measured = self.measures and not call.forward_only
 
         def record() -> NullRecorder:

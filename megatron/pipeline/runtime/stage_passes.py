@@ -27,6 +27,8 @@ class StagePasses:
         keep_graphs: False for programs without backwards, whose inputs and outputs are dropped at once.
         offloaded: moves what the program copies to host memory and back; None for programs without copies.
         shielded: the chunks whose B has work behind its collectives: see ``Schedule.shielded``.
+        frozen: those whose B has nothing to do: see ``Schedule.frozen``.
+        ends: those whose inputs need no gradient, the frozen ones among them.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class StagePasses:
         keep_graphs: bool = True,
         offloaded: InFlight | None = None,
         shielded: Set[int] = frozenset(),
+        frozen: Set[int] = frozenset(),
+        ends: Set[int] = frozenset(),
     ) -> None:
         self._stages = stages
-        self._shielded = shielded
+        self._shielded, self._frozen, self._ends = shielded, frozen, ends
         self._keep_graphs = keep_graphs
         self._offloaded = offloaded
         computed = (operation.work for operation in program if isinstance(operation, ops.Compute))
@@ -57,6 +61,9 @@ class StagePasses:
 
     def forward(self, work: Pass, received: Tensors) -> Tensors:
         inputs, keep_graph = received or [None], self._keeps_graph(work)
+        for tensor in received if work.chunk in self._ends else ():
+            if tensor is not None:
+                tensor.requires_grad_(False)
         with self._offloaded.capturing(work, keep_graph) if self._offloaded else nullcontext():
             outputs = self._stages.forward(work, inputs, keep_graph)
         return self._keep(work, inputs, outputs)
@@ -70,6 +77,8 @@ class StagePasses:
         """B, which leaves weight gradients to W, and BW: the gradients by the inputs."""
         inputs, outputs = self._graphs.pop(work[1:3])
         with self._leaving_weights(work):
+            if work.chunk in self._frozen:
+                return []
             return self._stages.backward(work, inputs, outputs, gradients or [None])
 
     def braid(self, work: Pass, received: Tensors, other: Pass, gradients: Tensors, made: Callable[[Tensors], None]) -> Tensors:
@@ -97,8 +106,10 @@ class StagePasses:
         """Keep what the backward of a forward needs; the outputs."""
         if self._offloaded:
             self._offloaded.adopt(work, inputs)
+        if work.chunk in self._ends:
+            inputs = [None]
         if self._keep_graphs:
-            self._graphs[work[1:3]] = inputs, outputs if self._keeps_graph(work) else []
+            self._graphs[work[1:3]] = inputs, outputs if self._keeps_graph(work) and work.chunk not in self._frozen else []
         return outputs
 
     @contextmanager

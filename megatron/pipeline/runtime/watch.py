@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.pipeline.monitor import slow
 from megatron.pipeline.monitor.cost_profile import measured_costs, with_sizes
 from megatron.pipeline.monitor.report import PendingReport, Report
-from megatron.pipeline.planner import SLACK, Costs, Planned, Schedule, simulate
+from megatron.pipeline.planner import SLACK, Costs, Planned, Schedule, cutting, simulate
 from megatron.pipeline.runtime.background import Coming
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import TIMED
@@ -75,6 +75,8 @@ class Watch:
         self._things = slow.things(pipeline.placement.ranks)
         self._measures = parallel_state.get_pipeline_model_parallel_rank() == 0 or torch.distributed.get_rank() == 0
         self._summed: tuple[torch.Tensor, list[float], Any] | None = None  # in the iteration before
+        self._ranks: list[int] = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        self._works: list[tuple[int, ...]] = [()] * len(self._ranks)  # ``Pipeline.works`` of the ranks of this pipeline
         self._usual: dict[int, Planned] = {}  # by number of microbatches, while others are in their place
         self._coming: Coming | None = None
         self._start()
@@ -82,11 +84,12 @@ class Watch:
     def _start(self) -> None:
         """Nothing is known, as before the first iteration."""
         self._known, self._assumed = self._pipeline.plans.costs, self._pipeline.plans.planned_costs
-        self._gauge = slow.Gauge(self._pipeline.placement.ranks)
+        self._gauge = slow.Gauge(self._pipeline.placement.ranks, self._works)
         self._verdicts = {thing: slow.Verdict() for thing in self._things}
         self._pending: PendingReport | None = None  # of the iteration before
         self._reports: list[Report] = []  # for costs, where none are known
-        self._costs = self._known
+        # As usual: costs that were measured, in this training or before, may have a slow rank.
+        self._costs = self._known and cutting.evened(self._known, self._pipeline.placement, self._works)
         self._asks = False  # whether what is slow is other than what was planned for
         self._tries = 0  # how often planning may still fail for it
         self._numbers: set[int] = set()  # of microbatches, for which that was planned
@@ -98,6 +101,11 @@ class Watch:
         Args:
             pending: waited for in the next iteration, on the first rank of the pipeline; None counts for nothing.
         """
+        if len(works := tuple(self._pipeline.works)) != len(self._works[0]):  # on all ranks
+            everyone = [works] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(everyone, works, group=self._pipeline.background.world)
+            self._works = [everyone[rank] for rank in self._ranks]
+            self._start()
         if self._pipeline.plans.costs is not self._known:  # measured and planned again meanwhile
             self._start()
         last, self._pending = self._pending, pending
@@ -114,7 +122,7 @@ class Watch:
         found = self._gauge.excess(taken, self._excess)
         if self._costs is None and found:
             measured = with_sizes(measured_costs(self._reports, report), self._assumed)
-            self._costs = replace(measured, hop=self._gauge.hop)
+            self._costs = cutting.evened(replace(measured, hop=self._gauge.hop), self._pipeline.placement, self._works)
         elif not found:
             self._reports = [*self._reports, report][-TIMED:]
         seconds, shares = slow.added(self._costs, self._schedule(report), found) if self._costs and found else (_UNKNOWN, {})
@@ -139,8 +147,7 @@ class Watch:
         ]
         if not changed:
             return []
-        pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        self._asks, self._tries, own = True, _TRIES, (socket.gethostname(), pipeline, mine[1:])
+        self._asks, self._tries, own = True, _TRIES, (socket.gethostname(), self._ranks, mine[1:])
         everyone = [own] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, own, group=self._pipeline.background.world)
         return [self._line(place, everyone, seconds) for place in changed]
@@ -168,6 +175,7 @@ class Watch:
         if self._coming or not (self._asks or (self.slow and numbers - self._numbers)):  # another number of microbatches has come
             return []
         self._asks, self._numbers = False, numbers
+        self._pipeline.plans.costs_now = self._slow_costs() if self.slow else None
         if self.slow:
             self._coming = self._pipeline.background.again(self._slow_costs(), self._pipeline.plans.memory_limit)
             return []
@@ -190,8 +198,9 @@ class Watch:
             if isinstance(found, Exception):
                 raise found
             before = {number: plans.planned[number] for number in found}
-            now = {number: simulate(before[number], plan.problem.costs).makespan for number, plan in found.items()}
-            shorter = {number: plan for number, plan in found.items() if plan.timeline.makespan < now[number] * (1 - SLACK)}
+            length = plans.objective.length
+            now = {number: length(simulate(before[number], plan.problem.costs)) for number, plan in found.items()}
+            shorter = {number: plan for number, plan in found.items() if length(plan.timeline) < now[number] * (1 - SLACK)}
             if not shorter:
                 return [f" {name} keeps its plans: no order that it found is shorter for what is slow"]
             usual = {number: plan for (number, forward_only), plan in plans.made.items() if not forward_only}
@@ -202,7 +211,7 @@ class Watch:
         self._usual = {number: usual[number] for number in shorter} | self._usual
         return [
             f" {name} planned for what is slow in {plan.seconds or 0:.2g} s for {number} microbatches: "
-            f"{1e3 * now[number]:.4g} -> {1e3 * plan.timeline.makespan:.4g} ms"
+            f"{1e3 * now[number]:.4g} -> {1e3 * length(plan.timeline):.4g} ms"
             for number, plan in shorter.items()
         ]
 

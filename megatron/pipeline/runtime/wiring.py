@@ -14,7 +14,7 @@ class Wiring(NamedTuple):
     Attributes:
         takes, makes: the message that a pass needs, and the one that it makes; most have one of each.
         answers: by backward, the message that its forward has sent, and to which pipeline rank. It has been received once the
-            backward has its gradients.
+            backward has its gradients; one that needs none waits for that.
     """
 
     takes: Mapping[Pass, ops.Message]
@@ -22,10 +22,11 @@ class Wiring(NamedTuple):
     answers: Mapping[Pass, tuple[ops.Message, int]]
 
 
-def wiring(program: ops.Program, rank: int, placement: Placement) -> Wiring:
+def wiring(program: ops.Program, rank: int, placement: Placement, frozen: int = 0) -> Wiring:
     """The wiring of a program.
 
     Args:
+        frozen: see ``Schedule.frozen``.
         rank: the one that runs the program.
         placement: of the stages. Two neighbours on one rank hand over their tensors without a message.
     """
@@ -47,14 +48,14 @@ def wiring(program: ops.Program, rank: int, placement: Placement) -> Wiring:
                 awaited.clear()
                 if work.kind.row.sends:
                     makers[ops.Message(work.kind.row.sends, work.microbatch, placement.stage(rank, work.chunk))] = work
+    unneeded = {work for work in passes if work.kind.sends_gradient and placement.stage(rank, work.chunk) < frozen}
     for work in passes:
-        if (given := _handed_over(work, rank, placement)) in makers:
+        if work not in unneeded and (given := _handed_over(work, rank, placement)) in makers:
             takes[work], peers[given] = given, rank
     answers = {
         taker: (activation, peers[activation])
-        for taker, message in takes.items()
-        if message.flow is kinds.Flow.GRADIENT
-        and (activation := ops.Message(kinds.Flow.ACTIVATION, taker.microbatch, placement.stage(rank, taker.chunk))) in peers
+        for taker in (*unneeded, *(taker for taker, message in takes.items() if message.flow is kinds.Flow.GRADIENT))
+        if (activation := ops.Message(kinds.Flow.ACTIVATION, taker.microbatch, placement.stage(rank, taker.chunk))) in peers
     }
     return Wiring(takes, {makers[message]: message for message in peers}, answers)
 

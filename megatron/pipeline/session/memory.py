@@ -86,7 +86,7 @@ def more_than_stock(
 
 
 def equal_stages(args: Settings, share: StageCosts, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
-    """Costs of passes before they are measured: equal times, and memory as the formulas have it, where they are known.
+    """Costs of passes before they are measured: equal times of what trains, and memory as the formulas have it, if these know it.
 
     A microbatch of a rank's mean share of the layers holds 1, until W; what the output layer holds comes on top.
 
@@ -97,14 +97,18 @@ def equal_stages(args: Settings, share: StageCosts, placement: Placement, vocabu
     sizes = _sizes(args, placement, vocabulary)
     if sizes is None or sizes.grows:
         return (stage,) * (placement.last_stage + 1)
-    unit = sum(sizes.layers) / placement.ranks
+    unit = sum(sizes.layers) / placement.ranks or 1.0
     return tuple(
         replace(
             stage,
+            backward=backward * stage.backward,
+            weight=weight * stage.weight,
             activation=(layers + output) / unit,
             retained=(layers * share.retained + retained) / unit,
         )
-        for layers, output, retained in zip(sizes.layers, sizes.output, sizes.retained, strict=True)
+        for layers, output, retained, (backward, weight) in zip(
+            sizes.layers, sizes.output, sizes.retained, sizes.trained, strict=True
+        )
     )
 
 
@@ -120,7 +124,7 @@ def beside(args: Settings, placement: Placement, vocabulary: Vocabulary | None, 
     of_stock = _sizes(stock, first, None)
     if sizes is None or of_stock is None or (sizes.grows and not in_bytes):
         return None
-    unit = 1.0 if in_bytes else sum(sizes.layers) / placement.ranks
+    unit = 1.0 if in_bytes else sum(sizes.layers) / placement.ranks or 1.0
     return Beside(_beside(stock, first, None, of_stock, unit), _beside(args, placement, vocabulary, sizes, unit))
 
 

@@ -32,13 +32,12 @@ from megatron.pipeline.model import chunk_marks, te_linear
 from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.layout import EARLY_PREDICTION, PlacementLayout, balances_letters, costs_of_letters, stage_layers
-from megatron.pipeline.model.split_linear import split_chunks, trained_share
+from megatron.pipeline.model.split_linear import split_chunks
 from megatron.pipeline.planner import (
     EQUAL_PASSES,
     STOCK,
     Costs,
     Facts,
-    Objective,
     Placement,
     Request,
     Schedule,
@@ -89,7 +88,7 @@ class OwnLoop:
         self._letter_costs: Costs | None = None
         self._balanced: Settings | None = None  # a model of letters that was built last, if its stages are balanced
         # Ranks and microbatches are known with the first iteration.
-        request = Request(schedule, 1, 1, objective=Objective.MAKESPAN) if isinstance(schedule, str) else schedule
+        request = Request(schedule, 1, 1) if isinstance(schedule, str) else schedule
         request = replace(request, keep=True)
         families.check(request.schedule, [STOCK])
         if request.schedule.startswith(families.FILE):
@@ -107,14 +106,16 @@ class OwnLoop:
         inspect.signature(Pipeline).bind(request, **options)
         if options.get("every_batch"):
             request.facts.refuse(topics.EVERY_BATCH)
-        _check_watch(watch, request, bool(options.get("every_batch")))
+        if watch not in WATCH_MODES:
+            raise ValueError(f"install(watch={watch!r}): give {', '.join(map(repr, WATCH_MODES[:-1]))} or {WATCH_MODES[-1]!r}")
+        facts = {"pipeline_watch": watch, "pipeline_schedule": request.schedule}
+        Facts(facts, offload=request.offload, pipeline_costs=request.costs).refuse(topics.WATCH)
         options |= {"measure": True} if watch != "off" else {}
         self._request, self._options, self._watch = request, options, CallWatch(watchdog)
         self._slow_of = cache(lambda pipeline: watching(pipeline, watch))
         self._said: set[str] = set()
         self._pipelines: dict[int, Pipeline] = {}
         self._checked: WeakSet[torch.nn.Module] = WeakSet()  # the first chunks of models that can train so
-        self._trained: tuple[float, ...] | None = None  # of every stage, which share of the first one's weights trains
         self._embedding: torch.nn.Parameter | None = None  # of the model that is being built, to which an output layer is tied
         self._boundaries = cache(lambda placement, _group: BoundaryModules(placement))
         self._last_rank: LastRank | None = None
@@ -339,8 +340,7 @@ class OwnLoop:
         return reports
 
     def _check(self, call: Call, pipeline: Pipeline, placement: Placement | None) -> None:
-        """Refuse a model that cannot train so, before its first iteration; of the first one count what trains. Collective over
-        the pipeline."""
+        """Refuse a model that cannot train so, before its first iteration. Collective over the pipeline."""
         loops.follow(call.config)
         if call.chunks[0] in self._checked:
             return
@@ -357,8 +357,7 @@ class OwnLoop:
         self.warn(Facts.of_config(call.config, gathered_logits=gathered, replicas=replicas, chunks=len(call.chunks)))
         if placement is not None:
             _check_tied(call, self.boundary(placement))
-        if self._trained is None:
-            self._trained = _trained(call, pipeline.placement)
+        pipeline.meet(call)
         self._checked.add(call.chunks[0])
 
     def warn(self, facts: Mapping[str, Any] = {}, **known: Any) -> None:
@@ -374,19 +373,7 @@ class OwnLoop:
         stages: Sequence[StageCosts] = (EQUAL_PASSES.share(placement.chunks),) * placement.depth
         if self._balanced and self._request.memory_limit is None:  # which is in microbatches, as if stages were equal
             stages = equal_stages(self._balanced, EQUAL_PASSES, placement, vocabulary)
-        if self._trained is None or len(self._trained) != placement.depth:
-            return stages
-        return [replace(stage, weight=stage.weight * trained) for stage, trained in zip(stages, self._trained, strict=True)]
-
-
-def _check_watch(watch: str, request: Request, every_batch: bool) -> None:
-    """Raises:
-    ValueError: there is no such mode, or it does not go with the rest.
-    """
-    if watch not in WATCH_MODES:
-        raise ValueError(f"install(watch={watch!r}): give {', '.join(map(repr, WATCH_MODES[:-1]))} or {WATCH_MODES[-1]!r}")
-    facts = {"pipeline_schedule": request.schedule, "pipeline_plan": "every-batch" if every_batch else "once"}
-    Facts(facts, pipeline_watch=watch, offload=request.offload, pipeline_costs=request.costs).refuse(topics.WATCH)
+        return stages
 
 
 def _stages(config: TransformerConfig, placement: Placement) -> Sequence[Sequence[LayerType]]:
@@ -425,13 +412,3 @@ def _check_tied(call: Call, boundary: BoundaryModules) -> None:
             "the output layer is tied to the embedding, and their weights differ, as where a checkpoint was loaded into one of "
             "them: load it into both, which a V has on the first pipeline rank, or take a schedule with one chunk per rank"
         )
-
-
-def _trained(call: Call, placement: Placement) -> tuple[float, ...]:
-    """Share of its weights that every stage trains. Collective over the pipeline."""
-    everyone: list[list[float]] = [[]] * call.pipeline.size()
-    torch.distributed.all_gather_object(everyone, [trained_share(chunk) for chunk in call.chunks], group=call.pipeline)
-    if [len(row) for row in everyone] != [placement.chunks] * placement.ranks:
-        return ()  # refused with the first iteration
-    homes = [placement.home(stage) for stage in range(placement.depth)]
-    return tuple(everyone[rank][chunk] for rank, chunk in homes)

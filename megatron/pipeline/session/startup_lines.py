@@ -88,6 +88,11 @@ def plan_in_words(args: Settings, pipeline: Pipeline, knows_memory: bool = True)
         lines.append(offload_in_words(args, pipeline.plans))
     if pipeline.plans.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
         lines.append(_ONE_QUEUE)
+    last = min(filter(None, (args.train_iters, args.exit_interval)), default=args.log_interval)
+    if args.pipeline.trace and last < args.log_interval:
+        lines.append(
+            f" WARNING: --pipeline-trace: none of {counted(last, 'iteration')} is logged: give --log-interval {last} or less"
+        )
     lines += [f" WARNING: --post-validation: {obstacle}" for obstacle in obstacles(args, pipeline.placement)]
     lines += [] if pipeline.is_stock else [f" {one}" for one in of_flags(args).sentences(topics.AT_ONCE)]
     return lines + [f" WARNING: {caution}" for caution in cautions(args)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
+from pkgutil import walk_packages
+from types import ModuleType
 from typing import Any
 
-from megatron.pipeline.flags.flags import actions, as_flags
-from megatron.pipeline.flags.importers import upstream
+from megatron.pipeline.flags.importers import renamed
 
 SCHEME = "bridge:"
 _PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
 # The first that has a setting counts: the first two are those that Bridge lets replace others.
-_SECTIONS = ("mixed_precision", "comm_overlap", "model", "train", "ddp", "optimizer")
+_SECTIONS = ("mixed_precision", "comm_overlap", "model", "train", "ddp", "optimizer", "tokenizer")
 
 
 def flags_of(name: str) -> dict[str, Any]:
@@ -25,26 +27,10 @@ def flags_of(name: str) -> dict[str, Any]:
         ValueError: Bridge is not installed, or has no such recipe.
     """
     recipe = _named(name)()
-    names = upstream.table("names")["bridge"]
-    parts = (getattr(recipe, section, None) for section in _SECTIONS)
-    sections = [_precision(part) if isinstance(part, str) else part for part in parts if part is not None]
-
-    def setting(name: str) -> Any:
-        found = (getattr(part, one, None) for part in sections for one in (names.get(name, name), name))
-        return next((value for value in found if value is not None), None)
-
-    vocabulary = setting("vocab_size") or getattr(getattr(recipe, "tokenizer", None), "vocab_size", None)
-    values = {name: setting(name) for name in actions()} | {
-        "group_query_attention": bool(setting("num_query_groups")),
-        "untie_embeddings_and_output_weights": setting("share_embeddings_and_output_weights") is False,
-        "grad_reduce_in_bf16": setting("grad_reduce_in_fp32") is False,
-        "hybrid_layer_pattern": setting("hybrid_layer_pattern") or setting("hybrid_override_pattern"),
-        "squared_relu": getattr(setting("activation_func"), "__name__", "") == "squared_relu",
-        "mtp_num_layers": setting("mtp_num_layers") or None,
-        "vocab_size": vocabulary,
-        "tokenizer_type": "HuggingFaceTokenizer" if vocabulary else None,  # of which the size is all that is read
-    }
-    return as_flags(values)
+    parts = {section: getattr(recipe, section, None) for section in _SECTIONS}
+    found = {name: _precision(part) if isinstance(part, str) else part for name, part in parts.items() if part is not None}
+    settings = {f"{section}.{name}": value for section, part in found.items() for name, value in vars(part).items()}
+    return renamed.flags_of(settings, renamed.table("bridge"))
 
 
 def _named(name: str) -> Callable[[], Any]:
@@ -53,16 +39,25 @@ def _named(name: str) -> Callable[[], Any]:
     missing = ""
     for each in tried:
         try:
-            found = getattr(import_module(each), function, None)
+            found = next((one for one in _within(each, bool(module)) if callable(getattr(one, function, None))), None)
         except ImportError as error:
             missing = f" ({error})"
             continue
-        if callable(found):
-            return found
+        if found:
+            return getattr(found, function)  # type: ignore[no-any-return]
     raise ValueError(
         f"{' and '.join(tried)} {'has' if len(tried) == 1 else 'have'} no {function}{missing}: install "
         "megatron-bridge, and give the name of a recipe such as llama3_8b_pretrain_config, or MODULE:FUNCTION"
     )
+
+
+def _within(name: str, alone: bool) -> Iterator[ModuleType]:
+    """A module and, unless it is wanted alone, those within it: a release's package may be empty at the top."""
+    package = import_module(name)
+    yield package
+    for each in () if alone else walk_packages(getattr(package, "__path__", ()), f"{name}.", onerror=lambda _: None):
+        with suppress(ImportError):  # one that needs a package that is not here
+            yield import_module(each.name)
 
 
 def _precision(name: str) -> Any:

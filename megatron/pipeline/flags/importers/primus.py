@@ -10,10 +10,8 @@ from typing import Any
 
 import yaml
 
-from megatron.pipeline.flags.flag_types import positive_int
-from megatron.pipeline.flags.flags import actions, as_flags
-from megatron.pipeline.flags.importers import upstream
-from megatron.pipeline.flags.settings import OURS
+from megatron.pipeline.flags.flags import actions
+from megatron.pipeline.flags.importers import renamed, upstream
 from megatron.pipeline.planner import reading
 
 _CONFIGS = Path("primus") / "configs"
@@ -43,15 +41,10 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         settings["moe_token_dispatcher_type"] = "flex"
     if settings.get("tokenizer_model"):
         settings["tokenizer_type"] = "HuggingFaceTokenizer"  # of which the size is all that is read
-    own = {}
-    for name, action in actions().items():
-        if name in settings and action.option_strings[0] not in OURS:
-            own[name] = settings[name] or (None if action.type is positive_int else settings[name])  # a count of 0 is none
-    others = {name.replace("_", "-"): value for name, value in settings.items() if value and name not in actions()}
-    known = {name for name in others if f"--{name}" in parser._option_string_actions}
-    named = {name.replace("_", "-") for name in trainer.get("overrides") or {}}
-    upstream.leave_out(parser, [f"--{name}" for name in others if name in named - known])
-    return {name: value for name, value in others.items() if name in known} | as_flags(own)
+    known = {option[2:].replace("-", "_") for option in parser._option_string_actions}
+    others = [name for name in trainer.get("overrides") or {} if settings[name] and name not in {*known, *actions()}]
+    upstream.leave_out(parser, [f"--{name.replace('_', '-')}" for name in others])
+    return renamed.flags_of(settings, {"names": {}}, parser._option_string_actions)
 
 
 def _extended(file: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:

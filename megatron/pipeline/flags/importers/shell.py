@@ -3,117 +3,142 @@
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
+import math
 import re
-import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.flags.importers import upstream
-from megatron.pipeline.planner import reading
+import yaml
 
-_SET = re.compile(r"""^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=("[^"\n]*"|'[^'\n]*'|[^\s(#;]*)[ \t]*(?:[;#].*)?$""", re.M)
-_SUM = re.compile(r"(?!.*\*\*)[\d\s+*/%()-]+")
-_USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
+from megatron.pipeline.flags.flag_types import not_negative, positive_float
+from megatron.pipeline.flags.importers import renamed, upstream
+from megatron.pipeline.flags.importers.bash import Script, shown, unknown_in
+from megatron.pipeline.flags.settings import Role
+
+_SETTING = re.compile(r"\+*([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.S)  # of a program that hydra configures
+ENDS = (".sh", ".bash", ".sbatch", ".slurm")
 
 
-def of_script(text: str, folder: Path, parser: argparse.ArgumentParser, given: Collection[str]) -> list[str]:
-    """The flags in a shell script that a parser knows, with the values of variables that the script, or the environment, sets.
+def of_script(
+    text: str, path: Path, parser: argparse.ArgumentParser, given: Collection[str], values: Mapping[str, str]
+) -> dict[str, Any]:
+    """Flags of the command, of those that a script would run, that has most flags of a training; of a script without one those
+    in its variables.
 
-    Nothing is run: what a command would print, or a loop would add, is unknown. The last value counts, as in a command line.
-    Scripts that it sources are read too. ``--num_layers`` is ``--num-layers``, and a switch may have ``true`` or ``false``.
-    The other flags, but torchrun's, are ``upstream.leave_out``'s.
+    The last value counts, as in a command line. ``--num_layers`` is ``--num-layers``, and a switch may have ``true`` or
+    ``false``. Names and defaults of frameworks are those of ``names.json``. The other flags, but torchrun's, are
+    ``upstream.leave_out``'s.
 
     Args:
-        folder: of the script.
         given: flags of the command line, whose values in the script are of no interest.
+        values: of variables and, by their numbers, of parameters of the script's command line.
 
     Raises:
-        ValueError: a flag that this project reads has a value that is unknown; or quotes do not match.
+        ValueError: the script has no such flags, or flags that this project reads have values that are not known: all of them.
     """
     from torch.distributed.run import get_args_parser as torchrun  # a second, with torch: scripts alone need it
 
-    values: dict[str, str] = {}
-    lexer = shlex.shlex(_sourced(text, folder, values), posix=True, punctuation_chars="()|&;<>")
-    lexer.whitespace_split = True
-    words = [part for word in lexer for part in _words(_filled(word, values))]
-    found: list[str] = []
-    open_ = 0  # parentheses: of an array, while a pattern of case ends with one that was not opened
-    for index, (word, behind) in enumerate(zip(words, [*words[1:], ""], strict=True)):
-        open_ = max(0, open_ + word.count("(") - word.count(")"))
+    script = Script(path, values)
+    script.run(text)
+    known = parser._option_string_actions
+    stored = [word for value in script.values.values() for word in (value if isinstance(value, list) else [value])]
+    first, *lines = ([part for word in words for part in _words(word)] for words in (stored, *reversed(script.commands)))
+    line = max(lines, key=lambda words: _flags_among(words, known), default=[])
+    line = line if _flags_among(line, known) else first
+    kind: dict[str, Any] = next(
+        (each for each in renamed.table("frameworks") if any(fnmatchcase(word, each["mark"]) for word in line)), {}
+    )
+    settings = {found[1]: found[2] for word in line if (found := _SETTING.fullmatch(word))}
+    flags = _of_settings(settings, kind, known) if settings else _of_words(line, kind, known)
+    missing = [f"; {name} is not there" for name in script.lost]
+    if not flags or (missing and not {"num-layers", "model"} & {*flags, *(flag[2:] for flag in given)}):
+        raise ValueError(f"no flags of a training in it, nor in what it sources{''.join(missing)}")
+    others = (
+        {} if settings else {f"--{upstream.key(word.partition('=')[0])}": word for word in line if re.match("--[A-Za-z]", word)}
+    )
+    theirs = {f"--{name.replace('_', '-')}" for name in kind.get("names", ())}
+    upstream.leave_out(parser, [name for name in others if name not in {*known, *theirs, *torchrun()._option_string_actions}])
+    for name, value in kind.get("defaults", {}).items():
+        if name not in flags and f"--{name}" not in given:
+            flags[name] = value
+            if type(value) is int:
+                upstream.remark(parser, [f"--{name} {value}: {kind['name']}'s own, which leaves it to the data"])
+    flags = {name: value for name, value in flags.items() if f"--{name}" not in given}
+    unknown = {name: value for name, value in flags.items() if not _fits(value, known[f"--{name}"])}
+    _ask(script, {name: f"{value}" for name, value in unknown.items() if not _is_aside(known[f"--{name}"])}, line)
+    return {name: shown(value) if isinstance(value, str) else value for name, value in flags.items() if name not in unknown}
+
+
+def _flags_among(words: Sequence[str], known: Collection[str]) -> int:
+    """Number of words that are flags that are known, or settings for hydra."""
+    names = (f"--{upstream.key(word.partition('=')[0])}" for word in words if word.startswith("--"))
+    return sum(name in known for name in names) + sum(map(bool, map(_SETTING.fullmatch, words)))
+
+
+def _of_words(words: Sequence[str], kind: Mapping[str, Any], known: Mapping[str, argparse.Action]) -> dict[str, Any]:
+    """Flags without dashes, as ``--config`` reads them."""
+    flags: dict[str, Any] = {}
+    for index, word in enumerate(words):
         name, _, value = word.partition("=")
-        known = parser._option_string_actions
-        name = name if name in known else name.replace("_", "-")
-        action = known.get(name) if name.startswith("--") else None
-        if action is None and re.fullmatch("--[A-Za-z][A-Za-z0-9-]*", name) and (open_ or behind[:1] not in (")", "|")):
-            upstream.leave_out(parser, {name} - torchrun()._option_string_actions.keys())
-        is_off = "false" in (value.lower(), behind.lower())
-        if action is None or action.dest == "help" or name in given or (action.nargs == 0 and is_off):
+        name = upstream.key(name)
+        name = kind.get("names", {}).get(name.replace("-", "_"), name) or ""
+        action = known.get(f"--{name}")
+        if not word.startswith("--") or action is None or action.dest == "help":
             continue
-        number: Any = action.nargs  # which argparse's types take for a word
-        most = {None: 1, "?": 1, "*": len(words), "+": len(words)}.get(number, number)
-        own = [value] if value and number != 0 else []
-        for other in words[index + 1 : index + 1 + int(most or 0) - len(own)]:
-            if other.startswith("--") or re.fullmatch(r"[()|&;<>]+", other):
-                break
-            own += upstream.words(other) if action.nargs else [other]
-        if any(("$" in each or "`" in each) and not _fits(each, action) for each in own):
-            raise ValueError(
-                f"{name} {' '.join(own)}: not known without running the script: give {name} on the command line, or set the "
-                "variable in the environment"
-            )
-        if own or action.nargs in (0, "?", "*"):  # else part of a script that reads its own flags
-            found += [name, *own]
-    return found
+        behind = itertools.takewhile(lambda other: not re.match(r"--\D|[()|&;<>]+$", other), words[index + 1 :])
+        own = [each.strip("'\"") for each in ([value] if value else behind)]
+        if action.nargs == 0:
+            flags[name] = not (own and own[0].lower() == "false")
+        elif own or action.nargs in ("?", "*"):  # else part of a script that reads its own flags
+            several = [part for each in own if own == [each] or not unknown_in(each) for part in upstream.words(each)]
+            flags[name] = several if action.nargs not in (None, "?") else own[0]
+    return flags
 
 
-def _sourced(script: str, folder: Path, values: dict[str, str], within: tuple[Path, ...] = ()) -> str:
-    """A script with those that it sources in their places, but those that it is ``within``; adds what variables are set to to
-    ``values``."""
-    parts = []
-    for line in script.replace("\\\n", " ").splitlines(keepends=True):
-        if source := re.match(r"""[ \t]*(?:source|\.)[ \t]+["']?([^"'\s;]+)""", line):
-            # An unknown beginning is taken for the script's own folder.
-            file = (folder / re.sub(r"^\$[^/]*/", "", _filled(source[1], values))).resolve()
-            known = file.is_file() and file not in within
-            text = reading.read_text(file, "a shell script") + "\n" if known else ""
-            parts.append(_sourced(text, file.parent, values, (*within, file)))
-        else:
-            parts.append(_filled_sums(line, values))
-            values.update((name, _filled(value.strip("\"'"), values)) for name, value in _SET.findall(parts[-1]))
-    return "".join(parts)
+def _of_settings(settings: Mapping[str, str], kind: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The same of a program's settings by hydra."""
+    own = {path: yaml.safe_load(value) for path, value in settings.items() if path.startswith(kind.get("under", ""))}
+    flags = renamed.flags_of(own, kind or renamed.table("nested"), known)
+    for flag, (how, parts) in kind.get("of_several", {}).items():
+        numbers = [settings.get(path, str(usual)) for path, usual in parts.items()]
+        numeric = all(map(str.isdecimal, numbers))
+        flags[flag] = (sum if how == "sum" else math.prod)(map(int, numbers)) if numeric else "".join(numbers)
+    return flags
 
 
-def _filled_sums(line: str, values: Mapping[str, str]) -> str:
-    """A line with the results of its arithmetic of whole numbers, as ``$((2 * NODES))``."""
+def _ask(script: Script, unknown: Mapping[str, str], line: Sequence[str]) -> None:
+    """Raise an error about all that a script's text leaves open, if flags depend on it."""
+    decides = any(name.isdigit() for name in script.asked) and any(unknown_in(word) for word in line if word[:2] != "--")
+    if not unknown and not decides:
+        return
+    names = dict.fromkeys([*script.asked, *(name for value in unknown.values() for name in unknown_in(value))])
+    numbers = sorted((name for name in names if name.isdigit()), key=int)
+    sets = [f"{name}=.." for name in (*numbers, *(name for name in names if re.fullmatch(r"[A-Za-z_]\w*", name)))]
+    set_ = f"--set {' '.join(sets)} (parameters by number, variables by name), or " if sets else ""
+    flags = ", ".join(f"--{name} {shown(value)}" for name, value in unknown.items()) or "some of its flags"
+    raise ValueError(f"{flags}: not known without running the script: give {set_}these flags on the command line")
 
-    def result(used: re.Match[str]) -> str:
-        text = re.sub(r"\b[A-Za-z_]\w*\b", lambda name: values.get(name[0], name[0]), _filled(used[1], values))
-        try:
-            return str(eval(text.replace("/", "//"), {"__builtins__": {}})) if _SUM.fullmatch(text) else used[0]
-        except (SyntaxError, TypeError, ArithmeticError):
-            return used[0]
 
-    return re.sub(r"\$\(\((.+?)\)\)(?!\))", result, line)
+def _fits(value: Any, action: argparse.Action) -> bool:
+    """Tell whether a flag can have a value, of which something is unknown."""
+    if action.dest == "model":
+        value = value.rpartition("/")[2]  # its name, which may be known
+    values = value if isinstance(value, list) else [value]
+    if not any(unknown_in(each) for each in values if isinstance(each, str)):
+        return True
+    return action.type in (None, str) and not action.choices and action.dest not in ("model", "pipeline_model_parallel_layout")
 
 
-def _fits(value: str, action: argparse.Action) -> bool:
-    try:
-        return not callable(action.type) or action.type(value) is not None
-    except (argparse.ArgumentTypeError, ValueError):
-        return False
+def _is_aside(action: argparse.Action) -> bool:
+    """Tell whether no prediction depends on a flag: on lengths, files, data and rates."""
+    aside = (Role.LENGTH, Role.FILES, Role.DATA)
+    return vars(action).get("role") in aside or action.type in (not_negative, positive_float) or action.dest == "seed"
 
 
 def _words(word: str) -> list[str]:
     """The words of one that has flags: of a variable's value, or a whole command."""
-    flags = re.match(r"(?:\w+\+?=)?\s*(?=--)|.*\.py\s", word, re.S)
-    return word[flags.end() :].split() if flags else [word]
-
-
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    def value(used: re.Match[str]) -> str:
-        name = used[1] or used[2]
-        return values.get(name) or os.environ.get(name) or used[3] or used[0]
-
-    return _USED.sub(value, word)
+    flags = re.match(r"\s*(?=--)|.*\.py\s", word, re.S)
+    return word[flags.end() :].split() if flags and re.search(r"\s", word.strip()) else [word]

@@ -24,13 +24,6 @@ from megatron.pipeline.planner import hybrid
 _MARK = "upstream:"  # before the names of such flags in a namespace
 _LEFT_OUT = object()  # the value of a flag that no release has
 _OFF = {"none", "None", "0", "False"}
-_CALLED = {  # what people call flags whose spelling is another
-    "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size", "dp": "--data-parallel-size or --world-size of mpipe memory",
-    "mbs": "--micro-batch-size", "gbs": "--global-batch-size", "seq-len": "--seq-length", "fp8": "--fp8-format",
-    "zero": "--use-distributed-optimizer", "hf": "--config with the model's config.json",
-    "dry-run": "mpipe memory, which starts no training", "lora-rank": "megatron.pipeline.install in a loop with adapters",
-}  # fmt: skip
 
 
 def add_upstream(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +62,11 @@ def leave_out(parser: argparse.ArgumentParser, flags: Iterable[str]) -> None:
     parser.set_defaults(**{_MARK + flag[2:]: _LEFT_OUT for flag in flags})
 
 
+def remark(parser: argparse.ArgumentParser, words: Iterable[str]) -> None:
+    """Say something about what was read; ``settle`` does."""
+    parser.set_defaults(remarks=[*(parser.get_default("remarks") or ()), *words])
+
+
 def unknown(parser: argparse.ArgumentParser, name: str) -> str:
     """Words about a flag that no release has, with the nearest of those that one has."""
     meant = nearest(name, parser)
@@ -86,7 +84,7 @@ def nearest(name: str, parser: argparse.ArgumentParser) -> str | None:
     known = {key(option): option for option in parser._option_string_actions}
     wanted = key(name.partition("=")[0])
     near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
-    return _CALLED.get(wanted) or (known[near[0]] if near else None)
+    return table("names")["called"].get(wanted) or (known[near[0]] if near else None)
 
 
 def key(name: str) -> str:
@@ -123,7 +121,8 @@ def settle(args: Flags) -> tuple[Flags, list[str]]:
     given = {name.removeprefix(_MARK): value for name, value in vars(args).items() if name.startswith(_MARK)}
     unknown = [f"--{name}" for name, value in given.items() if value is _LEFT_OUT]
     given = {name: value for name, value in given.items() if value is not _LEFT_OUT}
-    args = Flags(**{name: value for name, value in vars(args).items() if not name.startswith(_MARK)})
+    remarks = getattr(args, "remarks", ())
+    args = Flags(**{name: value for name, value in vars(args).items() if not name.startswith(_MARK) and name != "remarks"})
     for dest, action in actions().items():
         values = getattr(args, dest) if isinstance(getattr(args, dest), list) else [getattr(args, dest)]
         if action.choices and any(value is not None and value not in action.choices for value in values):
@@ -144,7 +143,7 @@ def settle(args: Flags) -> tuple[Flags, list[str]]:
         args |= {dest: new[dest] for dest in free}
     given |= {action.option_strings[0][2:]: getattr(args, dest) for dest, action in actions().items()
               if getattr(args, dest) != action.default}  # fmt: skip
-    notes = [f"left out, unknown to Megatron-LM {_releases()}: {', '.join(unknown)}"] if unknown else []
+    notes = [*remarks, *([f"left out, unknown to Megatron-LM {_releases()}: {', '.join(unknown)}"] if unknown else [])]
     for row in effects["differs"]:
         off = [*_OFF, *row.get("unless", ())]
         on = [name for name, value in given.items() if not any(fnmatch(str(value), pattern) for pattern in off)]

@@ -74,6 +74,8 @@ OPTIONS = (
     Combination("attention | order", "no lengths", "is of microbatches of unequal lengths", "give --lengths, or leave it out"),
     Combination("grad_bytes | param_bytes | replica_link", "no replicas", "is of data-parallel replicas",
                 "give --replicas, or leave it out"),
+    Combination("balance", "trained", "moves layers that are alike", "give it a pattern, with --costs of mpipe costs "
+                "--by-layer --trained .., and leave it out here"),
     Combination("bucket_costs", "replicas", "and {other} say the same", "leave out one of them"),
     Combination("replicas", "no grad_bytes", "needs the bytes of a rank's gradients", "give --grad-bytes, such as 4GiB"),
 )  # fmt: skip

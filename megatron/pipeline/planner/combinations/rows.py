@@ -16,6 +16,9 @@ _ORDER = "relies on the order of megatron-core's own schedules"
 _FUSED = "runs modules of Transformer Engine without the inputs from which W computes their weight gradients"
 _WEIGHTS = "shards parameters in a way that does not support delayed weight gradients"
 _GRAPHS = f"(CUDA graphs) {_ORDER}"
+_CAPTURED = "cuda_graph_impl=transformer_engine"
+_SCOPES = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
+_LOGITS = "looks for the output layer on every rank, which megatron-core's own pipeline does not have there either"
 _KERNELS = "layers launch more kernels"
 _LAUNCHES = "the host launches every kernel: slower where passes are so short that it is not ahead of the device"
 
@@ -80,10 +83,17 @@ EXCLUDED = (
     _excluded("experimental_attention_variant=dsa",
         reason="uses the weight of a linear without its forward, and W would never compute that weight's gradient"),
     _excluded("optimizer_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
-    _excluded("cuda_graph_impl", reason=_GRAPHS, price=_LAUNCHES,
-        details=("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")),
+    _excluded("cuda_graph_impl", reason=f"{_GRAPHS}; transformer_engine does not", price=_LAUNCHES, details=_SCOPES,
+        when=lambda to: to.cuda_graph_impl != "transformer_engine"),
+    Row(_CAPTURED, "fp8 | fp4 | recompute_granularity | add_bias_linear | add_qkv_bias | overlap_moe_expert_parallel_comm | "
+        "cuda_graph_scope=moe | cuda_graph_modules=moe | tp_comm_overlap", "is not tested with {other} under schedules of ours",
+        when=lambda to: to.ours, price=_LAUNCHES, details=_SCOPES),
     _excluded("enable_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
     _excluded("external_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
+    _excluded("logits_load_dir", reason=_LOGITS),
+    _excluded("logits_save_dir", reason=_LOGITS),
+    _excluded("export_kd_teacher_load", reason="adds a teacher's stages to the student's, which the placement does not cut"),
+    _excluded("freeze_all_layers", reason="leaves nothing to train, and megatron-core 0.19 builds models without it"),
     _excluded("perform_rl_step", reason="generates text with megatron-core's own pipeline, which does not know our placements"),
 )  # fmt: skip
 
@@ -133,6 +143,10 @@ SCHEDULES = (
         _ANOTHER),
     Row(_EXPERTS, "vocab_parallel", "runs whole layers of one rank, and {other} takes a part of them to others"),
     Row(_EXPERTS, "offload | copies", "frees tensors itself, and {other} moves them"),
+    Row(_CAPTURED, "reruns | splits>1 | offload | copies | vocab_parallel | post_validation | pipeline_costs=profile",
+        "is not tested with {other} under schedules of ours", when=lambda to: to.ours),
+    Row(_CAPTURED, "ours", "needs transformer-engine 2.11 or newer, whose graphs have W", "update it, or leave {flag} out",
+        when=lambda to: to.engine and to.engine < (2, 11)),
     Row("offload | copies", "fp8", "with FP8: it would move Transformer Engine's FP8 weights with every microbatch",
         "leave --offload out and recompute activations (--recompute-granularity), or train in --bf16"),
     Row("post_validation", "fp8", "with FP8: it takes steps back, and would leave Transformer Engine's scales as they are",
@@ -178,15 +192,12 @@ VOCABULARY = (
         "give --vocab-parallel 2, or leave {flag} out"),
     Row("vocab_parallel", "mtp_num_layers", "cannot be combined with {other}, whose layers need the whole output layer several "
         "times on the last stage"),
-    Row("vocab_parallel", "use_mup | logits_load_dir | logits_save_dir | export_kd_teacher_load",
-        "computes logits in shards, and {other} needs megatron-core's output layer"),
+    Row("vocab_parallel", "use_mup", "computes logits in shards, and {other} needs megatron-core's output layer"),
     Row("vocab_parallel", "fp16_lm_cross_entropy", "computes the loss in float32", "leave --fp16-lm-cross-entropy out"),
     Row("layer_redistribution", "vocab_parallel",
         "makes up for vocabulary layers on the first and the last stage, and {other} leaves none there"),
 )  # fmt: skip
 WATCH = (
-    Row("pipeline_watch=replan", "pipeline_plan=every-batch | post_validation",
-        "swaps plans between two iterations, and {other} has the next begun or planned by then", "take --pipeline-watch report"),
     Row("pipeline_watch=replan", "offload", "needs to know what copies take", "add --offload-profile, or --pipeline-costs FILE",
         when=lambda to: not (to.pipeline_costs or to.offload_profile)),
     Row("pipeline_watch=replan", "pipeline_schedule", "plans again, and {other} is one order",

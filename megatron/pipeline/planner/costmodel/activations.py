@@ -11,6 +11,7 @@ from megatron.pipeline.planner.shape.description import SINGLE
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.hybrid import EXPERTS, MLP
 from megatron.pipeline.planner.shape.stages import numbers_of_layers
+from megatron.pipeline.planner.shape.trained import OUTPUT
 
 
 class Held(NamedTuple):
@@ -56,6 +57,7 @@ def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:
         split: whether W is another pass than B.
     """
     held = shape.policy
+    layers = round(layers * shape.trained.backward) if shape.trained else layers  # the others keep nothing
     full, input_ = layer_activation(shape), shape.hidden_bytes
     retained = layer_retained(shape) if split else 0.0
     if not layers:
@@ -91,7 +93,8 @@ def layer_activation(shape: Shape) -> float:
     normalised = shape.queries_and_keys if shape.qk_norm and not shape.latent else 0
     further = shape.attention * (normalised + more) + shape.mixer.kept
     numbers = _weighed(shape) + shape.tokens * further * shape.policy.of_cut_layers
-    return shape.policy.number * numbers + _indexed(shape) + layer_masks(shape) + attention_matrices(shape) + _quantized(shape)
+    kept = shape.policy.number * numbers + _indexed(shape) + layer_masks(shape) + attention_matrices(shape) + _quantized(shape)
+    return kept - _unread(shape)
 
 
 def layer_retained(shape: Shape) -> float:
@@ -101,8 +104,43 @@ def layer_retained(shape: Shape) -> float:
     vectors from which queries, keys and values are made are outputs and inputs too, and cut as hidden states are. Linears in
     fewer bits keep all of them so.
     """
+    trained = shape.trained
+    numbers = _weighed(shape) * (trained.whole / (trained.backward or 1.0) if trained else 1.0)
+    return _linear_number(shape) * (numbers + shape.tokens * _adapted(shape)[1])
+
+
+def _linear_number(shape: Shape) -> float:
+    """Bytes of a number that linears keep."""
     number, quantized = shape.policy.number, shape.quantized
-    return _weighed(shape) * (quantized.mean(number, quantized.recipe.number) if quantized else number)
+    return quantized.mean(number, quantized.recipe.number) if quantized else number
+
+
+def _adapted(shape: Shape) -> tuple[float, float]:
+    """Numbers of a token that adapters alone keep from F to B, as a mean over the layers that B passes, and what their W needs.
+
+    Attention keeps its own output, and so the input of the linear behind it.
+    """
+    trained = shape.trained
+    if trained is None or not trained.rank:
+        return 0.0, 0.0
+    share = trained.chosen / (trained.backward or 1.0)
+    sides = [(each.share * trained.rank, *each.held(shape.policy), each.target != "linear_proj") for each in shape.adapters]
+    return share * sum(r + read * own for r, read, _, own in sides), share * sum(r + read + made for r, read, made, _ in sides)
+
+
+def _unread(shape: Shape) -> float:
+    """Bytes of the inputs of frozen linears that F does not keep: W alone would read them, or that of an adapter."""
+    trained = shape.trained
+    frozen = 1 - trained.whole / (trained.backward or 1.0) if trained else 0.0
+    return _linear_number(shape) * shape.tokens * (frozen * _linear_inputs(shape) - _adapted(shape)[0])
+
+
+def _linear_inputs(shape: Shape) -> float:
+    """Numbers that linears read of every token, and nothing else does: a router's input is in 16 bits, and is not among them."""
+    whole = (shape.parts - shape.share(EXPERTS)) * shape.hidden
+    whole += shape.attention * shape.latent.normalised if shape.latent else 0
+    cut = shape.ffn + shape.mixer.mixed + _dispatched(shape)
+    return whole * shape.policy.of_whole_layers + cut * shape.policy.of_cut_layers
 
 
 def _indexed(shape: Shape) -> float:
@@ -124,12 +162,8 @@ def _quantized(shape: Shape) -> float:
     quantized, held = shape.quantized, shape.policy
     if quantized is None:
         return 0.0
-    # Experts' input is what is dispatched; a router's is in 16 bits.
-    whole = (shape.parts - shape.share(EXPERTS)) * shape.hidden
-    whole += shape.attention * shape.latent.normalised if shape.latent else 0
-    inputs = whole * held.of_whole_layers + (shape.ffn + shape.mixer.mixed + _dispatched(shape)) * held.of_cut_layers
     own = quantized.recipe.number
-    more = (own - held.number) * inputs + own * shape.attention * shape.attended * held.of_cut_layers
+    more = (own - held.number) * _linear_inputs(shape) + own * shape.attention * shape.attended * held.of_cut_layers
     return shape.tokens * quantized.mean(0.0, more)
 
 
@@ -246,7 +280,9 @@ def output_activation(shape: Shape) -> float:
 
 
 def output_retained(shape: Shape) -> float:
-    """Bytes of those that its W needs: its input, and the gradient of the logits in the model's precision."""
+    """Bytes of those that its W needs, if it has one: its input, and the gradient of the logits in the model's precision."""
+    if not shape.trains(OUTPUT):
+        return 0.0
     return shape.hidden_bytes + shape.policy.number * shape.tokens * shape.vocabulary * shape.policy.of_cut_layers
 
 

@@ -19,6 +19,7 @@ from megatron.pipeline.planner.costmodel.device import Device
 from megatron.pipeline.planner.costmodel.links import Links, exchange_seconds, hop_seconds, layer_communication, with_messages
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, MemoryUnit, StageCosts, VocabularyCosts
+from megatron.pipeline.planner.schedule.core.loads import Load
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, linear
 from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
@@ -29,6 +30,7 @@ from megatron.pipeline.planner.shape.gpt import Shape, Work
 from megatron.pipeline.planner.shape.hybrid import MLP, Pattern
 from megatron.pipeline.planner.shape.shards import Shards
 from megatron.pipeline.planner.shape.stages import numbers_of_layers
+from megatron.pipeline.planner.shape.trained import EMBEDDING, OUTPUT
 
 # Seconds of the host in F, B and W of a layer with experts in 16 bits, and for a product of one expert that is launched alone. In
 # fewer bits, which take twice as long, they were chosen together with the efficiencies of benchmarks/published_throughput.py.
@@ -73,7 +75,7 @@ def estimate(
         costs = _stage(seconds.times(count).plus(waits), waits.weight + saved * count)
         if shielding := shielded_seconds(one, device, links):
             known |= dict(zip(("behind", "saved"), (slower * value * count for value in shielding), strict=True))
-        return replace(costs, recompute=remade * count, **known)
+        return _as_trained(replace(costs, recompute=remade * count, **known), one, count, device)
 
     stages = [stage(shape.of_layers(numbers), len(numbers), gap) for numbers in numbers_of_layers(layers)]
     shards = VocabularyCosts()
@@ -81,7 +83,8 @@ def estimate(
         shards = shard_costs(shape, placement.ranks, device, vocabulary, links)
     else:
         forward, backward = map(device.moving, traffic.embedding_traffic(shape))
-        ends = [(0, StageCosts(forward, backward, 0.0, 0.0, 0.0)), (placement.last_stage, output_costs(shape, device))]
+        embedding = StageCosts(forward, backward * shape.trains(EMBEDDING), 0.0, 0.0, 0.0)
+        ends = [(0, embedding), (placement.last_stage, output_costs(shape, device))]
         # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
         ends += shape.mtp_layers * [
             (placement.last_stage, stage(shape.predictor, shape.predictor.layers)),
@@ -266,8 +269,29 @@ def output_costs(shape: Shape, device: Device) -> StageCosts:
     work = _seconds(device, gpt.output_work(shape).times(shape.policy.of_cut_layers))
     forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.policy.tensor))
     costs = _stage(work.plus(Work(forward, backward, 0.0)))
+    if shape.trained:
+        costs = costs.times(Load(backward=any(shape.trained.layers), weight=shape.trains(OUTPUT)))
     # It has no row-parallel linear before it, and computes its own weight's gradient. Its sum counts as if it were hidden always.
     return replace(costs, behind=costs.weight) if shape.policy.tensor > 1 else costs
+
+
+def _as_trained(costs: StageCosts, shape: Shape, count: int, device: Device) -> StageCosts:
+    """The costs of layers of which not all train: without B where nothing before needs it, without W of what is frozen, and with
+    an adapter's two products, which take as long as their numbers are read and written, in each of F, B and W.
+
+    F reads an adapter's input, writes its output and adds that to the linear's; B does so the other way; W reads both.
+    """
+    trained = shape.trained
+    if trained is None:
+        return costs
+    costs = costs.times(Load(backward=trained.backward, weight=trained.whole))
+    costs = replace(costs, recompute=costs.recompute * trained.backward)
+    inputs, outputs = (sum(each.held(shape.policy)[side] for each in shape.adapters) for side in (0, 1))
+    products = device.seconds(2 * shape.tokens * trained.rank * (inputs + outputs))
+    moved = (inputs + 3 * outputs, 3 * inputs + outputs, inputs + outputs)
+    each = [max(products, device.moving(shape.policy.number * shape.tokens * numbers)) for numbers in moved]
+    more = _stage(Work(*each).times(count * trained.chosen * bool(trained.rank)))
+    return _sum(costs, more)
 
 
 def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary, links: Links | None = None) -> VocabularyCosts:

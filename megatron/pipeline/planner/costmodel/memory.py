@@ -28,7 +28,7 @@ from megatron.pipeline.planner.schedule.transforms.transform import fuse, recomp
 from megatron.pipeline.planner.shape.description import HALF, SINGLE, ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.precision import Quantized
-from megatron.pipeline.planner.shape.stages import layers_of_ranks
+from megatron.pipeline.planner.shape.stages import layers_of_ranks, numbers_of_layers
 
 GIB = 2**30
 # CUDA's context, NCCL's buffers, the workspaces of products, messages, and what the allocator cannot use: a guess, not measured.
@@ -112,7 +112,7 @@ def predict(model: ModelDescription, schedule: Schedule, layers: Sequence[int], 
             state=fixed.state,
             activations=peak,
             microbatches=held_then,
-            temporary=max(fixed.temporary, step_bytes(model, fixed.count) - peak) + graphed * held_then * count,
+            temporary=max(fixed.temporary, step_bytes(model, fixed.count.trained) - peak) + graphed * held_then * count,
             workspaces=workspaces,
         )
         for count, fixed, peak, held_then in zip(layers_of_ranks(layers, placement), all_fixed, held, microbatches, strict=True)
@@ -165,6 +165,7 @@ class StageSizes:
         retained: of these, from B to W.
         making: that B makes again, for a moment.
         grows: whether W needs more of some layers than F keeps of them.
+        trained: shares of B and W that its layers have, where not all train.
     """
 
     layers: tuple[float, ...]
@@ -172,6 +173,7 @@ class StageSizes:
     retained: tuple[float, ...]
     making: tuple[float, ...]
     grows: bool
+    trained: tuple[tuple[float, float], ...]
 
 
 def costs_in_bytes(model: ModelDescription, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> Costs:
@@ -208,11 +210,12 @@ def stage_sizes(model: ModelDescription, layers: Sequence[int], spread: bool) ->
         tuple(every.retained - own.retained for every, own in zip(whole, alone, strict=True)),
         tuple(stage.activation - kept(stage) for stage in alone),
         any(stage.retained > kept(stage) for stage in alone),
+        tuple(shape.of_layers(numbers).passes for numbers in numbers_of_layers(layers)),
     )
 
 
 def state_bytes(model: ModelDescription, count: Parameters) -> float:
-    """Bytes of a rank's weights, gradients and optimizer state.
+    """Bytes of a rank's weights, and of the gradients and optimizer state of those that train.
 
     For each parameter of 16 bits that is 2 for it, 4 or 2 for its gradient (``--accumulate-allreduce-grads-in-fp32``), and 4 for
     the optimizer's own copy with Adam's 8 for two moments; in float32 the optimizer has no copy. ``--use-distributed-optimizer``
@@ -221,10 +224,10 @@ def state_bytes(model: ModelDescription, count: Parameters) -> float:
     copy in float32 shares 16 bits with weights in bfloat16. Linears in fewer bits have copies of their weights, or those alone.
     Muon has one moment of every matrix of a layer, and Adam's two of all else; norms and biases count as matrices.
     """
-    weight, quantized = model.number, Quantized.of(model)
+    weight, quantized, own = model.number, Quantized.of(model), count.trained
     moments = float(2 * SINGLE if model.optimizer == "adam" else SINGLE * (model.sgd_momentum > 0))
     if model.muon:
-        moments -= SINGLE * count.layers / max(1, count.total)
+        moments -= SINGLE * own.layers / max(1, own.total)
     copy: float = SINGLE if weight < SINGLE else 0
     if model.use_precision_aware_optimizer:
         moments = model.exp_avg_bytes + model.exp_avg_sq_bytes
@@ -236,7 +239,7 @@ def state_bytes(model: ModelDescription, count: Parameters) -> float:
     weights: float = count.total * weight
     if quantized:
         weights += count.quantized * (quantized.recipe.weight - (weight if quantized.kept else 0))
-    return weights + count.total * gradient_bytes(model) + (here * (moments + copy) + undo) * optimizer_parameters(model, count)
+    return weights + own.total * gradient_bytes(model) + (here * (moments + copy) + undo) * optimizer_parameters(model, own)
 
 
 def step_bytes(model: ModelDescription, count: Parameters) -> float:
@@ -249,7 +252,7 @@ def gathered_bytes(model: ModelDescription, count: Parameters) -> float:
     """Bytes of a parameter that ranks gather, as a mean."""
     weight, quantized = model.number, Quantized.of(model)
     fewer = weight - quantized.recipe.gathered if quantized and quantized.kept else 0
-    return weight - fewer * count.quantized / count.total
+    return weight - fewer * count.quantized / max(1, count.total)
 
 
 def gradient_bytes(model: ModelDescription) -> int:

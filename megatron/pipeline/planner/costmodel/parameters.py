@@ -12,6 +12,7 @@ from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
 from megatron.pipeline.planner.shape.gpt import Shape
 from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, MLP
 from megatron.pipeline.planner.shape.stages import numbers_of_layers
+from megatron.pipeline.planner.shape.trained import EMBEDDING, OUTPUT
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,15 @@ class Parameters:
         expert: those of experts, which only ranks with the same experts have.
         quantized: of both, those of layers whose linears are in fewer than 16 bits.
         layers: of both, those of layers: all but embedding, output layer, positions and the last norm.
+        frozen, frozen_expert: those of each that do not train.
     """
 
     dense: int = 0
     expert: int = 0
     quantized: int = 0
     layers: int = 0
+    frozen: int = 0
+    frozen_expert: int = 0
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
@@ -36,6 +40,14 @@ class Parameters:
     @property
     def total(self) -> int:
         return self.dense + self.expert
+
+    @property
+    def trained(self) -> Parameters:
+        """Those that train."""
+        frozen = self.frozen + self.frozen_expert
+        if not frozen:
+            return self
+        return Parameters(self.dense - self.frozen, self.expert - self.frozen_expert, 0, max(0, self.layers - frozen))
 
 
 def parameters(
@@ -55,25 +67,28 @@ def parameters(
         for row in placement.stages
     ]
     first, last = placement.home(0)[0], placement.home(placement.last_stage)[0]
-    dense = [0] * placement.ranks
-    dense[first] += shape.positions * shape.hidden
-    dense[last] += shape.norm * shape.hidden  # the norm before the output layer
+    ends = {EMBEDDING: [0] * placement.ranks, OUTPUT: [0] * placement.ranks}
+    ends[EMBEDDING][first] += shape.positions * shape.hidden
+    ends[OUTPUT][last] += shape.norm * shape.hidden  # the norm before the output layer
     if vocabulary is not None:
         shard = shape.hidden * shards(shape, placement.ranks).rows
-        dense = [count + (shard if tied else 2 * shard) for count in dense]
+        ends = {end: [count + shard * (end == EMBEDDING or not tied) for count in dense] for end, dense in ends.items()}
     else:
         matrix = shape.hidden * shape.vocabulary // shape.policy.tensor
-        dense[first] += matrix
+        ends[EMBEDDING][first] += matrix
         if not (tied and first == last):
-            dense[last] += matrix
+            ends[OUTPUT][last] += matrix
         if shape.mtp_layers and first != last:
-            dense[last] += matrix  # embeddings of the tokens that are predicted from
+            ends[EMBEDDING][last] += matrix  # of the tokens that are predicted from
     for _ in range(shape.mtp_layers):
         predictor = shape.predictor
         counts[last] += sum((layer_parameters(predictor, layer) for layer in range(predictor.layers)), Parameters())
         # Three norms, and the product of hidden states and embeddings side by side.
-        dense[last] += 3 * shape.norm * shape.hidden + 2 * shape.hidden**2 // shape.policy.tensor
-    return [count + Parameters(more) for count, more in zip(counts, dense, strict=True)]
+        ends[OUTPUT][last] += 3 * shape.norm * shape.hidden + 2 * shape.hidden**2 // shape.policy.tensor
+    for end, dense in ends.items():
+        frozen = not shape.trains(end)
+        counts = [count + Parameters(more, frozen=frozen * more) for count, more in zip(counts, dense, strict=True)]
+    return counts
 
 
 def layer_parameters(shape: Shape, layer: int) -> Parameters:
@@ -109,7 +124,13 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
     shared, bias = _mlp(shape, width) if width else (0, 0)
     dense = (cut + shared) // tensor + whole + bias
     in_fewer_bits = shape.quantized is not None and shape.quantized.layers[layer]
-    return Parameters(dense, routed, in_fewer_bits * (dense + routed), dense + routed)
+    count = Parameters(dense, routed, in_fewer_bits * (dense + routed), dense + routed)
+    one = shape.of_layers(range(layer, layer + 1))
+    if one.trained is None or one.trained.whole:
+        return count
+    sizes = (one.trained.rank * (each.inputs + each.outputs) // tensor for each in one.adapters) if one.trained.chosen else ()
+    more = round(sum(sizes))
+    return count + Parameters(more, layers=more, frozen=count.dense, frozen_expert=count.expert)
 
 
 def total_parameters(shape: Shape, tied: bool) -> int:

@@ -20,6 +20,7 @@ from megatron.pipeline.planner.schedule.time.cycle import Cycle
 from megatron.pipeline.planner.schedule.transforms.boundary import Rules, megatron, waits_for_norm, with_boundary
 from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.trained import OUTPUT
 
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 
@@ -37,8 +38,8 @@ def with_replicas(
         device: that steps; None where steps are counted elsewhere.
     """
     shape, tied = Shape.of(model), model.tied
-    counts = parameters(shape, placement, layers, model.spread, tied)
-    alone = [max(1, count.total) for count in parameters(shape, linear(len(layers)), layers)]
+    counts = [count.trained for count in parameters(shape, placement, layers, model.spread, tied)]
+    alone = [max(1, count.trained.total) for count in parameters(shape, linear(len(layers)), layers)]
     copies = model.copies
     stages = list(costs.stages)
     data, expert_data = (replace(link, latency=0.0) for link in (links.data, links.expert_data))  # which each bucket has
@@ -54,7 +55,7 @@ def with_replicas(
             share = alone[stage] / whole
             stages[stage] = replace(stages[stage], reduce=share * reduce, step=share * step, gather=share * gather)
     last = len(stages) - 1
-    if tied and model.spread is None and placement.home(last)[0] != placement.home(0)[0]:
+    if tied and shape.trains(OUTPUT) and model.spread is None and placement.home(last)[0] != placement.home(0)[0]:
         size = gradient_bytes(model) * model.padded_vocab_size * model.hidden_size / model.tensor_model_parallel_size
         for end in (0, last):
             more = links.hop.all_reduce(size, 2)

@@ -184,9 +184,7 @@ def stock_at_its_best(costs: Costs, ranks: int, microbatches: int, layers: int |
         layers: of the model: a number of chunks counts only if all stages get as many of them. None: every number counts.
     """
     gathered = with_whole_vocabulary(costs, ranks)
-    request = Request(
-        "1f1b", ranks, microbatches, lambda placement: cutting.of_depth(gathered, placement.depth), objective=Objective.MAKESPAN
-    )
+    request = Request("1f1b", ranks, microbatches, lambda placement: cutting.of_depth(gathered, placement.depth))
     shortest = request.plan()
     for chunks in range(2, MOST_CHUNKS + 1) if ranks > 1 and microbatches % ranks == 0 else ():
         if layers is None or layers % (ranks * chunks) == 0:

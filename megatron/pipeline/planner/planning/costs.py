@@ -23,6 +23,7 @@ from megatron.pipeline.planner.schedule.core.costs_fields import COST_RANGE, MOS
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.stage_costs import COST_FIELDS, PARTS, CostField, CostOf
+from megatron.pipeline.planner.shape.trained import Trained
 
 Numbers: TypeAlias = dict[str, float]
 
@@ -49,6 +50,7 @@ class CostFlags:
         costs: of every stage, in place of ``cost`` but for single links, ``activation``, ``first_stage`` and ``last_stage``.
         boundary: what a rank does between two iterations, ``RS`` and ``AG``, also on top of ``costs``.
         slow: by rank, how many times as long as usual its passes take, on top of all others.
+        trained: what trains, of costs of a training of all; None where all does.
     """
 
     cost: Numbers | None = None
@@ -60,6 +62,7 @@ class CostFlags:
     costs: Costs | None = None
     boundary: Numbers | None = None
     slow: Mapping[int, float] | None = None
+    trained: Trained | None = None
 
 
 def named_times() -> str:
@@ -164,6 +167,7 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     if flags.boundary:
         costs = _set(costs, placement, flags.boundary, None)
     costs = _with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {})
+    costs = cutting.trained(costs, flags.trained.stages(placement.depth)) if flags.trained else costs
     slow = slow_stages(placement, flags.slow or {})
     stages = tuple(each.slowed(slow[stage] / each.pace) if stage in slow else each for stage, each in enumerate(costs.stages))
     return taking_time(replace(costs, stages=stages))
@@ -185,6 +189,11 @@ def _with_sums(cost: Numbers, sums: float) -> Numbers:
         raise ValueError(f"AR = {sums:g} is more than {least:g}, the shorter of F and B, whose part it is")
     parts = dict.fromkeys(_PARTS, 0.0) | {"F.combine": sums, "B.combine": sums}
     return {"BW": backward + weight - min(sums, (1 - _ROWS) * weight)} | cost | parts
+
+
+def read_trained(text: str, layers: int | None = None) -> Trained | None:
+    """``Trained.read``, for flags."""
+    return Trained.read(text, layers)
 
 
 def slow_stages(placement: Placement, slow: Mapping[int, float]) -> dict[int, float]:

@@ -19,7 +19,7 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.names import OFF
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload
-from megatron.pipeline.planner.schedule.core.problem import Objective, Problem, TooLow, per_rank
+from megatron.pipeline.planner.schedule.core.problem import GOAL, Objective, Problem, TooLow, per_rank
 from megatron.pipeline.planner.schedule.core.reading import parse_json, printable, read_text
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
@@ -31,7 +31,6 @@ from megatron.pipeline.planner.schedule.transforms.boundary import megatron
 from megatron.pipeline.planner.schedule.transforms.offload import host_peaks, moved
 from megatron.pipeline.planner.schedule.transforms.transform import without_copies
 
-GOAL = Objective.MAKESPAN  # what a training makes short, unless post-validation lets its iterations interlock
 _Read = TypeVar("_Read")
 
 _OF_EACH = (
@@ -169,9 +168,10 @@ def curves(shown: Mapping[str, Planned]) -> dict[str, Any]:
 
 
 def unit_of_fields(report: Mapping[str, Any]) -> Unit:
-    """Unit of memory of a report: costs of every stage may count it in any unit, unless a rank's share of a microbatch is 1."""
-    given = "stage_costs" in report and not math.isclose(report["activation"]["B"], 1.0)
-    return unit_of(Costs.from_fields(report["stage_costs"]) if given else None)
+    """Unit of memory of a report: costs of every stage may count it in any, unless a rank's share of every microbatch is 1."""
+    stages = report.get("stage_costs")
+    named = stages and "loads" not in stages and math.isclose(report["activation"]["B"], 1.0)
+    return unit_of(None if named or not stages else Costs.from_fields(stages))
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class PlanCache:
         self.name, self.vocabulary = request.schedule, request.vocabulary
         self.objective, self.offload = Objective(request.objective), request.offload
         self.notes: list[str] = []  # remarks of planning, for the log
+        self.costs_now: Costs | None = None  # of single batches, while something is slow
         self._request = request
         self.posting = posting
         self._host_bytes = host_bytes
@@ -93,6 +94,11 @@ class PlanCache:
         return cutting.with_equal_copies(costs) if self.offloads else costs
 
     @property
+    def frozen(self) -> int:
+        """The first stages in which no model trains anything: see ``Schedule``."""
+        return self._request.frozen
+
+    @property
     def made(self) -> dict[tuple[int, bool], Planned]:
         """Those that exist by now, by the number of microbatches and whether they are forwards alone."""
         return dict(self._made)
@@ -130,7 +136,8 @@ class PlanCache:
     def of_batch(self, microbatches: int, loads: Sequence[Load] = ()) -> Request:
         """The request for microbatches, with these loads or equal ones, which another process can read; to be planned quickly."""
         request = self._without_functions(self._at(microbatches, self.costs, self._request.memory_limit))
-        return replace(request, costs=replace(self.planned_costs, loads=tuple(loads)), quick=True)
+        costs = (self.costs_now if loads else None) or self.planned_costs
+        return replace(request, costs=replace(costs, loads=tuple(loads)), quick=True)
 
     def again(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> dict[int, Request]:
         """Requests at other costs, which another process can read, for every number of microbatches that is planned by now."""
@@ -170,6 +177,25 @@ class PlanCache:
                     f"{microbatches}: change the batch size, {own}or take --pipeline-schedule interleaved"
                 )
 
+    def train(self, shares: Sequence[float | None]) -> None:
+        """Plan for what a model trains, from its first iteration on; all ranks must do so at the same time.
+
+        The first model says what W takes. B leaves out the first stages in which no model so far trains anything; with passes
+        other than F, B and W it runs there, too.
+
+        Args:
+            shares: of the weights of each stage that W has to do with; None where nothing trains.
+        """
+        request, stages = self._request, range(len(shares))
+        plain = self.has_family and self.splits == 1 and not (request.vocabulary or request.offload or request.overlap)
+        first = next((stage for stage in stages if shares[stage] is not None), 0) if plain and not request.recompute else 0
+        before = request.trained or [(1.0, share or 0.0) for share in shares]
+        first = min(first, request.frozen) if request.trained else first
+        trained = tuple((float(stage >= first), before[stage][1]) for stage in stages)
+        if trained != (request.trained or ((1.0, 1.0),) * len(shares)):
+            self._made.clear()
+        self._request = replace(request, trained=trained)
+
     def adopt(
         self, plans: Mapping[int, Planned], costs: Costs | None = None, memory_limit: float | Sequence[float] | None = None
     ) -> None:
@@ -187,7 +213,8 @@ class PlanCache:
         for microbatches, plan in plans.items():
             problem = self._problem(microbatches, costs, memory_limit)
             verify(plan.schedule, problem.costs, problem.limits, waits_for_norm=waits_for_norm(problem))
-        self._made |= {(microbatches, False): plan for microbatches, plan in plans.items()}
+        # Another model that has come meanwhile may train more.
+        self._made |= {(each, False): plan for each, plan in plans.items() if plan.schedule.frozen <= self.frozen}
         self.costs, self._request = costs, replace(self._request, memory_limit=memory_limit)
 
     def _placement(self) -> Placement:

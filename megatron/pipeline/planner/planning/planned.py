@@ -15,13 +15,14 @@ from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.schedule.lower.lower import lower
 from megatron.pipeline.planner.schedule.lower.posting import leads, message_buffers
 from megatron.pipeline.planner.schedule.lower.program import Program
-from megatron.pipeline.planner.schedule.lower.slots import GraphOrder, Slots, graph_order, slots_of
+from megatron.pipeline.planner.schedule.lower.slots import Slots, slots_of
 from megatron.pipeline.planner.schedule.optimum.bound import own_bound
 from megatron.pipeline.planner.schedule.optimum.period import period_bound
 from megatron.pipeline.planner.schedule.rules.verify_slots import verify_slots
 from megatron.pipeline.planner.schedule.time.cycle import Cycle
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.planner.schedule.transforms.boundary import waits_for_norm
+from megatron.pipeline.planner.view.notebook import svg
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,14 @@ class Planned:
         steady = "" if self.period is None else f", two iterations of {self.period:.4g} each"
         return f"{self.schedule.name}{offloaded}{steady}"
 
+    def _repr_svg_(self) -> str | None:
+        """Its picture, for notebooks."""
+        return svg(self.timeline, self.title, self.schedule.splits)
+
     @property
     def slow(self) -> dict[str, float]:
-        """See ``Costs.slow_ranks``."""
-        return self.problem.costs.slow_ranks(self.schedule.placement)
+        """See ``Costs.slow``."""
+        return self.problem.costs.slow(self.schedule.placement)
 
     @property
     def memory_limit(self) -> float | tuple[float, ...] | None:
@@ -119,10 +124,6 @@ class Planned:
         found = tuple(slots_of(*each, posted) for each in zip(self.programs, self.schedule.placement.stages, strict=True))
         verify_slots(self.schedule, self.programs, found, posted)
         return found
-
-    def graph_order(self, rank: int, layers: Sequence[int]) -> GraphOrder:
-        """Order in which a rank captures graphs of its layers, ``layers`` of them on each chunk, by slot."""
-        return graph_order(self.programs[rank], self.slots()[rank], layers)
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from numbers import Integral
+from typing import Any, TypeAlias
 
 from megatron.pipeline.planner.combinations.rows import GROUPS
 from megatron.pipeline.planner.combinations.table import Facts
@@ -26,10 +27,10 @@ from megatron.pipeline.planner.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core import costs_fields
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_PASSES, EQUAL_SHARDS, Costs, StageCosts, uniform
-from megatron.pipeline.planner.schedule.core.cutting import with_parts
+from megatron.pipeline.planner.schedule.core.cutting import trained, with_parts
 from megatron.pipeline.planner.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.planner.schedule.core.problem import Objective, Problem, per_rank
+from megatron.pipeline.planner.schedule.core.problem import GOAL, Objective, Problem, per_rank
 from megatron.pipeline.planner.schedule.families import Family
 from megatron.pipeline.planner.schedule.rules.verify import verify
 from megatron.pipeline.planner.schedule.transforms.boundary import waits_for_norm, with_boundary
@@ -37,6 +38,8 @@ from megatron.pipeline.planner.schedule.transforms.boundary import waits_for_nor
 MOST_CHUNKS = 4  # per rank, where the user gives no number: the bubble of more is hardly shorter, and each sends activations too
 MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
 MOST_RANKS = costs_fields.MOST_RANKS
+
+_FLAGS = {"pp": "ranks", "fuse": "fused", "vocab_parallel": "vocabulary", "host_memory_limit": "host_limit"}  # to fields
 
 StagesOf: TypeAlias = Callable[[Placement], Iterable[int]]
 CostsOf: TypeAlias = Callable[[Placement], Costs]
@@ -55,7 +58,7 @@ class Request:
             be cut so. By default every pass of a rank's whole share takes 1, and memory is counted in microbatches.
         chunks: chunks per rank; by default the family's own number.
         memory_limit: the most activation memory a rank may hold, in the costs' unit; one number, or one per rank.
-        objective: what is to be short, for families that search.
+        objective: what is to be short, for families that search: the makespan, unless post-validation makes iterations interlock.
         recompute, fused: the stages that run R, and those that run BW where the family splits the backward; or a function from
             the placement to those.
         splits, group: see ``Problem``; only for families that take them.
@@ -79,6 +82,8 @@ class Request:
             from a placement, the vocabulary and whether to count bytes, in place of the costs' unit, to that. None: not known.
         keep: whether a searched order is kept on disk, and read from there where it has been: see ``kept``. Orders of a moment,
             quick ones and those of unequal microbatches, are not.
+        trained: shares of B and of W of every stage that are left where not all trains; the first stages may have neither. Those
+            of W count where costs are ``equal``.
         bounded: whether to refuse what would take hours: more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
     """
 
@@ -89,7 +94,7 @@ class Request:
     chunks: int | None = None
     memory_limit: float | Sequence[float] | None = None
     _: KW_ONLY
-    objective: Objective | str = Objective.SPAN
+    objective: Objective | str = GOAL
     recompute: Iterable[int] | StagesOf = ()
     fused: Iterable[int] | StagesOf = ()
     splits: int | None = None
@@ -105,7 +110,16 @@ class Request:
     unit: Unit = MICROBATCHES
     bounded: bool = False
     keep: bool = False
+    trained: Sequence[tuple[float, float]] = ()
     beside: Beside | BesideOf | None = None
+
+    def __new__(cls, *_: Any, **fields: Any) -> Request:
+        """Raises:
+        TypeError: a field is called as the flag of ``mpipe`` is that sets it.
+        """
+        if wrong := sorted(fields.keys() & _FLAGS):
+            raise TypeError(f"Request({wrong[0]}={fields[wrong[0]]!r}): the field of --{wrong[0]} is {_FLAGS[wrong[0]]}")
+        return super().__new__(cls)
 
     @property
     def variant(self) -> Variant:
@@ -135,6 +149,9 @@ class Request:
             ValueError: the name is unknown, or a number is out of range or not for this family.
         """
         family = families.named(self.schedule)
+        for name in ("ranks", "microbatches", "chunks", "splits", "group"):
+            if not isinstance(value := getattr(self, name), Integral | None):
+                raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
         if self.bounded:
             sizes = self.ranks, self.microbatches, self.chunks or family.chunks, self.splits or family.splits
             if 3 * math.prod(max(1, number) for number in sizes) > MOST_PASSES:
@@ -174,14 +191,22 @@ class Request:
     def costs_on(self, placement: Placement) -> Costs:
         """The costs on a placement."""
         costs = self.costs(placement) if callable(self.costs) else self.costs
-        return costs or self.equal_costs(placement)
+        costs = costs or self.equal_costs(placement)
+        return trained(costs, [(backward, 1.0) for backward, _ in self.trained]) if self.frozen else costs
+
+    @property
+    def frozen(self) -> int:
+        """The first stages without B."""
+        return next((stage for stage, (backward, _) in enumerate(self.trained) if backward), 0)
 
     def equal_costs(self, placement: Placement) -> Costs:
         """Costs of passes where no costs are given."""
         costs = uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
         if callable(self.equal):
-            return replace(costs, stages=tuple(self.equal(placement, self.vocabulary)))
-        return replace(costs, stages=(self.equal.share(placement.chunks),) * len(costs.stages))
+            costs = replace(costs, stages=tuple(self.equal(placement, self.vocabulary)))
+        else:
+            costs = replace(costs, stages=(self.equal.share(placement.chunks),) * len(costs.stages))
+        return trained(costs, self.trained) if self.trained else costs
 
     def plan(self) -> Planned:
         """The family's schedule for this, which obeys every rule and stays within the limits.
@@ -198,6 +223,7 @@ class Request:
         schedule, by_rules = kept.order(self.schedule, problem, search) if keeps else search()
         seconds = time.perf_counter() - begin
         verify(schedule, waits_for_norm=waits_for_norm(problem))
+        schedule = replace(schedule, frozen=self.frozen) if self.frozen else schedule
         return Planned(schedule, replace(problem, quick=False), self.variant, seconds, by_rules=by_rules)
 
     def _search(self, problem: Problem) -> kept.Order:

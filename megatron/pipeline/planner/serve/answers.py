@@ -83,7 +83,7 @@ def work(query: Query) -> int:
 
 
 def candidates(query: Query) -> list[dict[str, str]]:
-    """What the page plans for its picture of all: the schedules of ``mpipe compare`` and ``auto``, as parameters of a plan, those
+    """Plans for the page's picture of all: the schedules of ``mpipe compare`` and ``auto``, as parameters of a plan, those
     that are the least work first.
 
     Raises:
@@ -95,8 +95,8 @@ def candidates(query: Query) -> list[dict[str, str]]:
         raise ValueError(f"pp={ranks}: expected a whole number from 1 to {MOST_RANKS}")
     found = []
     for name, chunks, group, _ in map(astuple, variants(int(ranks))):
-        chunks = None if chunks == families.FAMILIES[name].chunks else chunks  # which the page leaves out
-        given = {"schedule": name, "chunks": chunks, "group": group}
+        own = chunks == families.FAMILIES[name].chunks  # which the page leaves out
+        given = {"schedule": name, "chunks": None if own else chunks, "group": group}
         found.append({flag: str(value) for flag, value in given.items() if value is not None})
     return sorted(found, key=lambda one: work((*one.items(), *query)))
 
@@ -147,6 +147,5 @@ def download(plan: bytes, suffix: str) -> Answer:
         if suffix == "csv":
             return Answer(200, to_csv(whole.schedule).encode(), type)
         title, splits = whole.title, whole.schedule.splits
-        links = {title: whole.problem.costs.seconds_of_links | whole.slow}
-        draw({title: whole.timeline}, result, splits={title: splits}, **curves({title: whole}), links=links)
+        draw({title: whole.timeline}, result, splits={title: splits}, **curves({title: whole}), slow={title: whole.slow})
         return Answer(200, result.read_bytes(), type)

@@ -36,6 +36,7 @@ class ModelDescription:
 
     Attributes:
         attention_backend: the name of a kernel.
+        trained: what trains: see ``Trained``.
         cuda_graph_scope: parts of layers, by name.
         exp_avg_bytes, exp_avg_sq_bytes, main_params_bytes, main_grads_bytes: of one number of the precision-aware optimizer.
         is_stock: megatron-core's own schedule runs.
@@ -76,6 +77,7 @@ class ModelDescription:
     window_attn_skip_freq: int | list[int] | None = None
     experimental_attention_variant: str | None = None
     hybrid_layer_pattern: str | None = None
+    trained: str = "all"
     # Multi-latent attention, and its indexer.
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None

@@ -16,6 +16,7 @@ from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, MLP, Hybr
 from megatron.pipeline.planner.shape.latent import Latent
 from megatron.pipeline.planner.shape.mixer import Mixer
 from megatron.pipeline.planner.shape.precision import Quantized
+from megatron.pipeline.planner.shape.trained import WIDE_INPUTS, Trained
 from megatron.pipeline.planner.shape.windows import Windows
 
 _WHOLE = ActivationPolicy()
@@ -68,6 +69,7 @@ class Shape:
         sinks: parameters of attention sinks, one for each head.
         hybrid: what every layer is, if not attention and an MLP or experts.
         gates: width of the gate of attention's output, which is made beside queries.
+        trained: what trains, if not all.
     """
 
     layers: int
@@ -94,6 +96,7 @@ class Shape:
     hybrid: Hybrid | None = None
     sinks: int = 0
     gates: int = 0
+    trained: Trained | None = None
 
     @classmethod
     def plain(cls, layers: int, hidden: int, heads: int, seq: int, vocabulary: int, microbatch: int = 1) -> Shape:
@@ -135,6 +138,7 @@ class Shape:
             hybrid=hybrid,
             gates=model.num_attention_heads * model.kv_channels if model.attention_output_gate and not latent else 0,
             sinks=model.num_attention_heads if model.softmax_type == "learnable" else 0,
+            trained=Trained.of(model),
         )
         return replace(shape, ffn=shape._mean_ffn(model.ffn_hidden_size)) if hybrid else shape
 
@@ -306,12 +310,35 @@ class Shape:
     def of_layers(self, numbers: range) -> Shape:
         """The same with means over some layers alone, of all that differs from layer to layer."""
         own: dict[str, Any] = {}
-        for name in ("experts", "quantized", "windows", "hybrid"):
+        for name in ("experts", "quantized", "windows", "hybrid", "trained"):
             kinds: Any = getattr(self, name)
             if numbers and kinds and len(set(kinds.layers)) > 1:
                 own[name] = replace(kinds, layers=kinds.layers[numbers.start : numbers.stop])
         found = replace(self, **own) if own else self
         return replace(found, ffn=found._mean_ffn(self.dense_ffn)) if own.keys() & {"experts", "hybrid"} else found
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Shares of the layers that run B, and that run W for all of their weights."""
+        return (self.trained.backward, self.trained.whole) if self.trained else (1.0, 1.0)
+
+    def trains(self, end: str) -> bool:
+        """Tell whether the embedding or the output layer trains."""
+        return self.trained is None or end in self.trained.names
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """Adapters of a layer; those of experts are as wide as all that a token visits."""
+        own, made, some = float(self.latent is None), self.queries + self.keys_and_values + self.gates, self.share(MLP)
+        some += self.share(EXPERTS)
+        ffn = self.ffn / (some or 1.0)
+        rows = [
+            Adapter("linear_qkv", self.hidden, made, own * self.attention),
+            Adapter("linear_proj", self.attended, self.hidden, self.attention),
+            Adapter("linear_fc1", self.hidden, (self.matrices - 1) * ffn, some),
+            Adapter("linear_fc2", ffn, self.hidden, some),
+        ]
+        return [row for row in rows if self.trained and row.target in self.trained.names]
 
     @property
     def hidden_bytes(self) -> float:
@@ -343,6 +370,27 @@ class Shape:
         """
         layer = layer_work(self)
         return output_work(self).total / (layer.total + (layer.forward if recompute else 0))
+
+
+class Adapter(NamedTuple):
+    """An adapter beside a linear.
+
+    Attributes:
+        target: the linear's name.
+        inputs, outputs: its widths.
+        share: of the layers that have one.
+    """
+
+    target: str
+    inputs: float
+    outputs: float
+    share: float
+
+    def held(self, policy: ActivationPolicy) -> tuple[float, float]:
+        """Numbers of the linear's input and output that a rank holds for every token."""
+        whole, cut = self.share * policy.of_whole_layers, self.share * policy.of_cut_layers
+        reads, makes = (whole, cut) if self.target in WIDE_INPUTS else (cut, whole)
+        return self.inputs * reads, self.outputs * makes
 
 
 def layer_work(shape: Shape, causal: bool = False) -> Work:

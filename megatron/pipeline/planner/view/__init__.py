@@ -5,6 +5,7 @@
 from megatron.pipeline.planner.view.chrome_trace import to_trace
 from megatron.pipeline.planner.view.consecutive import joined, recorded
 from megatron.pipeline.planner.view.copies import copies_in_words
+from megatron.pipeline.planner.view.notebook import svg
 from megatron.pipeline.planner.view.page import Entry, write_page
 from megatron.pipeline.planner.view.picture import Profile, draw
 from megatron.pipeline.planner.view.plots import PlottedTraining, Point, draw_pareto, draw_throughput, pareto

@@ -163,10 +163,8 @@ def _facts(entry: Entry) -> dict[str, str]:
     }
     if schedule is not None and entry.costs is not None:
         facts["peak memory"] = f"{float(max(activation_peaks(schedule, entry.costs))):.4g}"
-        if links := entry.costs.seconds_of_links:
-            facts["links"] = ", ".join(f"{name}: {seconds:.4g}" for name, seconds in links.items())
-        if slow := entry.costs.slow_ranks(schedule.placement):
-            facts["slow ranks"] = ", ".join(f"{rank}: {times:.4g} times" for rank, times in slow.items())
+        if slow := entry.costs.slow(schedule.placement):
+            facts["slow"] = ", ".join(f"{name}: {value:.4g}" for name, value in slow.items())
     return facts | dict(entry.facts)
 
 

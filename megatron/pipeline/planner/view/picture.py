@@ -49,7 +49,7 @@ def draw(
     splits: Mapping[str, int] | None = None,
     memory_unit: str = "",
     waits: Mapping[str, Intervals] | None = None,
-    links: Mapping[str, Mapping[str, float]] | None = None,
+    slow: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """Draw timelines, planned or measured, one under another.
 
@@ -64,8 +64,7 @@ def draw(
         splits: for some of the titles, into how many slices each microbatch is cut.
         memory_unit: of the memory, such as ``MiB``.
         waits: for some of the titles, for each rank, from when to when it waited for messages; drawn as flat bars.
-        links: for some of the titles, ``Costs.seconds_of_links``, drawn as lines between the rows of their ranks, and
-            ``Costs.slow_ranks``, drawn beside these.
+        slow: for some of the titles, ``Costs.slow``: links are drawn as lines between the rows of their ranks, slow ranks beside.
 
     Raises:
         ValueError: there is nothing to draw, or the suffix is another one.
@@ -96,10 +95,10 @@ def draw(
     for title, timeline in timelines.items():
         top -= _TITLE
         _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), unit)
-        _mark_slow(axes[-1], (links or {}).get(title, {}), timeline)
+        _mark_slow(axes[-1], (slow or {}).get(title, {}), timeline)
         top -= rows[title] + _GAP
         if title in memory:
-            _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit)
+            _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit, named=title == next(iter(memory)))
             top -= _CURVE + _GAP
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False, bottom=False)
@@ -170,12 +169,11 @@ def _mark_slow(axes: Axes, slow: Mapping[str, float], timeline: Timeline) -> Non
     left where rows are not too flat, and at the right."""
     found: dict[int, list[str]] = {}  # by the row above
     for name, value in slow.items():
-        if name.isdigit():
-            axes.plot([timeline.makespan] * 2, [int(name) - 0.42, int(name) + 0.42], color=_LINK, linewidth=3, clip_on=False)
-            text = axes.text(1.004, int(name), f"{value:.3g}x", va="center", fontsize=_HALF_FONT, color=_LINK)
+        ends = sorted(map(int, name.removeprefix("rank ").replace("to", "-").split("-")))
+        if len(ends) == 1:
+            text = axes.text(1.003, ends[0], f"{value:.3g}x", va="center", fontsize=_HALF_FONT, fontweight="bold", color=_LINK)
             text.set_transform(axes.get_yaxis_transform())
             continue
-        ends = sorted(map(int, name.replace("to", "-").split("-")))
         found.setdefault(ends[ends[1] - ends[0] > 1], []).append(f"{name}: {value:.3g}")
     for above, words in found.items():
         axes.plot([0, timeline.makespan], [above + 0.5] * 2, color=_LINK, linestyle="--", clip_on=False)
@@ -242,10 +240,13 @@ def _paths(axes: Axes, passes: Sequence[Timed], bar: tuple[float, float], origin
         )
 
 
-def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) -> None:
+def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str, named: bool) -> None:
     """Activation memory over time, one line per rank, from the first rank (dark) to the last (light).
 
     All curves of a picture share the scale up to ``peak``; the axis names the peak of this one.
+
+    Args:
+        named: whether the ranks are named.
     """
     from matplotlib import colormaps
 
@@ -260,9 +261,9 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) 
     # Above all curves, where no number stands, however long.
     words = f"memory ({unit})" if unit else "memory"
     axes.text(0, 0.98, words, transform=axes.transAxes, va="top", fontsize=_FONT - 1, color=INK)
-    if len(profile) <= 8:
+    if named and len(profile) <= 8:
         axes.legend(ncols=len(profile), loc="upper right", fontsize=_FONT - 1, frameon=False, handlelength=1.2, borderaxespad=0.1)
-    else:
+    elif named:
         note = f"from rank 0 (dark) to rank {len(profile) - 1} (light)"
         axes.text(1, 0.98, note, transform=axes.transAxes, ha="right", va="top", fontsize=_FONT - 1, color=INK)
     _plain(axes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ _FONT = 9.0  # points
 # Where a label is tried first: above and to the right, clear of the frontier, which runs right and down from its points.
 _DIRECTIONS = ((1, 1), (-1, -1), (1, 0), (0, 1), (-1, 0), (0, -1), (1, -1), (-1, 1))
 _LINE = 0.19  # inches of a line of text
+_MARKER = 7  # points across
 _EXPLAINED = (
     "Large dots: the fastest in that much memory. Small dots: other trainings that were planned. Dotted: what a GPU may take."
 )
@@ -66,8 +68,8 @@ def draw_pareto(
     """Draw the bubble of schedules against their memory, and the frontier: the least bubble at every amount of memory.
 
     Args:
-        points: the schedules. Those at the same place share a marker and a label.
-        path: where the picture goes; its suffix, .png or .svg, is the format.
+        points: the schedules. Those at the same place share a marker, and those whose markers touch a label.
+        path: where the picture goes; its suffix, .png, .svg or .pdf, is the format.
         reference: the memory of 1F1B, in the same unit; adds an axis in multiples of it.
         title: of the plot, such as the shape and the costs.
         unit: of memory, for the axis.
@@ -92,8 +94,10 @@ def draw_pareto(
         places.setdefault((round(point.memory, 9), round(point.bubble, 9)), []).append(point.title)
     winning = {(round(point.memory, 9), round(point.bubble, 9)) for point in best}
     for place in places:
-        axes.plot(*place, "o", color=_RED if place in winning else _BLUE, markersize=7, markeredgecolor="white", zorder=3)
-    _label(axes, list(places), [", ".join(titles) for titles in places.values()])
+        axes.plot(*place, "o", color=_RED if place in winning else _BLUE, markersize=_MARKER, markeredgecolor="white", zorder=3)
+    groups = _touching(axes, places)
+    names = [", ".join(title for place in group for title in places[place]) for group in groups]
+    _label(axes, [group[-1] for group in groups], names, [(x, y, x, y) for x, y in places])
     axes.set_xlabel(f"peak activation memory of a rank ({unit})", fontsize=_FONT, color=INK)
     axes.set_ylabel(f"bubble (idle share of the {measured})", fontsize=_FONT, color=INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}" if widest < 0.05 else f"{value:.0%}")
@@ -207,6 +211,17 @@ def _steps(axes: Axes, best: Sequence[tuple[float, float]], end: float, colour: 
     """Draw a front as steps, its last one up to ``end``."""
     x, y = zip(*best, (end, best[-1][1]), strict=True)
     axes.step(x, y, where="post", color=colour, linewidth=1.4, alpha=alpha, zorder=1)
+
+
+def _touching(axes: Axes, places: Iterable[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    """Places by memory and bubble, those together whose markers touch."""
+    groups: list[list[tuple[float, float]]] = []
+    for place in sorted(places):
+        x, y = axes.transData.transform(place) * 72 / axes.figure.dpi
+        ends = ((group, axes.transData.transform(group[-1]) * 72 / axes.figure.dpi) for group in groups)
+        near = [group for group, end in ends if math.hypot(x - end[0], y - end[1]) < _MARKER]
+        near[0].append(place) if near else groups.append([place])
+    return groups
 
 
 def _segments(best: Sequence[tuple[float, float]], end: float) -> list[Box]:

@@ -43,12 +43,13 @@ def save(figure: Figure, path: str | Path) -> None:
     """Write a picture whose bytes depend on nothing but what it shows.
 
     Raises:
-        ValueError: the suffix of the path is neither .png nor .svg.
+        ValueError: the suffix of the path is none of .png, .svg and .pdf.
         OSError: the file cannot be written.
     """
-    if Path(path).suffix not in (".png", ".svg"):
-        raise ValueError(f"cannot draw {path}: the file name must end in .png or .svg")
-    figure.savefig(path, dpi=160, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
+    dates = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    if Path(path).suffix not in dates:
+        raise ValueError(f"cannot draw {path}: the file name must end in .png, .svg or .pdf")
+    figure.savefig(path, dpi=160, metadata=dates[Path(path).suffix])
 
 
 def shade(colour: str, chunk: int, chunks: int) -> str:

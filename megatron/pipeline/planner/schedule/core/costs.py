@@ -230,8 +230,7 @@ class Costs:
             ranks: how many times as long passes of their stages take, as ``StageCosts.slowed`` has it.
             links: by sender and receiver, seconds that a message takes longer.
         """
-        times = [ranks.get(placement.home(stage)[0]) for stage in range(placement.depth)]
-        stages = [stage.slowed(more) if more else stage for stage, more in zip(self.stages, times, strict=True)]
+        stages = [stage.slowed(ranks.get(placement.home(number)[0], 1.0)) for number, stage in enumerate(self.stages)]
         before = {(link.sender, link.receiver): link for link in self.links}
         slow = [before.get(way, LinkCosts(*way, latency=self.hop)) for way in links]
         slow = [link._replace(latency=link.latency + more) for link, more in zip(slow, links.values(), strict=True)]
@@ -252,10 +251,10 @@ class Costs:
         """Seconds of a message over each link that differs, by its name such as 2-3 or 2to3."""
         return {name: sum(seconds) for name, seconds in link_costs.written(self.links).items()}
 
-    def slow_ranks(self, placement: Placement) -> dict[str, float]:
-        """How many times as long passes take on each rank where that is not 1, by its number."""
-        times = {str(rank): round(self.stages[first].pace, 9) for rank, (first, *_) in enumerate(placement.stages)}
-        return {rank: more for rank, more in times.items() if more != 1}
+    def slow(self, placement: Placement) -> dict[str, float]:
+        """``seconds_of_links``, and for each rank that is slow, such as ``rank 3``, how many times as long its passes take."""
+        times = {f"rank {rank}": round(self.stages[first].pace, 9) for rank, (first, *_) in enumerate(placement.stages)}
+        return self.seconds_of_links | {rank: more for rank, more in times.items() if more != 1}
 
     @cached_property
     def in_line(self) -> dict[tuple[int, int], float]:

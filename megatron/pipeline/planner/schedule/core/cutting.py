@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from math import lcm
+from statistics import median_low
 from typing import Any
 
 from megatron.pipeline.planner.schedule.core.costs import EQUAL_SHARDS, Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.planner.schedule.core.kinds import Vocabulary
+from megatron.pipeline.planner.schedule.core.loads import Load
+from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.stage_costs import ALL_TO_ALL, PARTS, combined
 
 
@@ -47,11 +50,34 @@ def with_recomputation(costs: Costs, weights: bool = False) -> Costs:
     return replace(costs, stages=tuple(stage.with_recomputation(weights) for stage in costs.stages))
 
 
+def evened(costs: Costs, placement: Placement, works: Sequence[object]) -> Costs:
+    """The costs where ranks with equal work take equally long: as half of them do at most."""
+    alike = [[row for row, other in zip(placement.stages, works, strict=True) if other == work] for work in works]
+    made = list(costs.stages)
+    for stages, rows in zip(placement.stages, alike, strict=True):
+        for stage, same in zip(stages, zip(*rows, strict=True), strict=True):
+            made[stage] = combined(median_low, [costs.stages[other] for other in same])
+    return replace(costs, stages=tuple(made))
+
+
 def shielded(costs: Costs, stages: Set[int]) -> Costs:
     """The costs where B of these stages has work behind its collectives: see ``StageCosts.shielded``."""
     if not stages:
         return costs
     return replace(costs, stages=tuple(one.shielded() if stage in stages else one for stage, one in enumerate(costs.stages)))
+
+
+def trained(costs: Costs, shares: Iterable[tuple[float, float]]) -> Costs:
+    """The costs where not all weights train.
+
+    Args:
+        shares: of B and of W that remain, for every stage. What no backward needs is not held, and what W alone needs, neither.
+    """
+    left = (
+        replace(stage, retained=stage.retained * (weight > 0)).times(Load(backward=backward, weight=weight, memory=backward))
+        for stage, (backward, weight) in zip(costs.stages, shares, strict=True)
+    )
+    return replace(costs, stages=tuple(left))
 
 
 def without_fused(costs: Costs) -> Costs:
@@ -64,7 +90,8 @@ def sliced(costs: Costs, splits: int) -> Costs:
     if splits == 1:
         return costs
     loads = tuple(load for load in costs.loads for _ in range(splits))
-    return replace(costs, stages=tuple(stage.sliced(splits) for stage in costs.stages), loads=loads)
+    links = tuple(link._replace(seconds=link.seconds / splits) for link in costs.links)
+    return replace(costs, stages=tuple(stage.sliced(splits) for stage in costs.stages), loads=loads, links=links)
 
 
 def hidden(costs: Costs) -> Costs:

@@ -57,6 +57,9 @@ class ChunksDoNotFit(ValueError):
     """A schedule has another number of chunks per rank; the caller adds where the number was given."""
 
 
+GOAL = Objective.MAKESPAN  # what a training makes short, unless post-validation lets its iterations interlock
+
+
 @dataclass(frozen=True)
 class Problem:
     """One instance of pipeline scheduling: families plan it, ``bound`` and ``exact`` say how well it can be done.

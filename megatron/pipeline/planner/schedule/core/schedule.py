@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.pipeline.planner.schedule.core import cutting
 from megatron.pipeline.planner.schedule.core.costs import Costs
@@ -33,6 +33,7 @@ class Schedule:
         vocabulary: how the vocabulary is spread over all ranks; None where the first and the last stage have it.
         shielded: the stages whose B has weight gradients behind its collectives between tensor-parallel ranks, which nothing
             else would hide: those of row-parallel linears, and of a linear before which there is none. W computes the others.
+        frozen: the first stages in which nothing trains, and so B computes nothing: no message goes back to them.
         boundary: for each rank, what it runs between two iterations, among its own last and first passes (``core.boundary``);
             empty where that is not planned.
     """
@@ -45,6 +46,8 @@ class Schedule:
     vocabulary: Vocabulary | None = None
     shielded: frozenset[int] = frozenset()
     boundary: Order = ()
+    frozen: int = 0
+    _repr_svg_: ClassVar[Callable[..., str | None]]  # ``view.svg``, for notebooks
 
     @property
     def ranks(self) -> int:
@@ -117,6 +120,7 @@ class Schedule:
             **({"splits": self.splits} if self.splits > 1 else {}),
             **({"vocab_parallel": self.vocabulary} if self.vocabulary else {}),
             **({"shielded": sorted(self.shielded)} if self.shielded else {}),
+            **({"frozen": self.frozen} if self.frozen else {}),
             "passes": [[str(work) for work in passes] for passes in self.passes],
             **({"boundary": [[str(work) for work in row] for row in self.boundary]} if self.boundary else {}),
         }

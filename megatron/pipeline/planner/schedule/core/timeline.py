@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from megatron.pipeline.planner.schedule.core.passes import Pass
 from megatron.pipeline.planner.schedule.core.reading import parse_json
@@ -40,6 +41,7 @@ class Timeline:
 
     ranks: tuple[tuple[Timed, ...], ...]
     copies: tuple[tuple[Timed, ...], ...] = ()
+    _repr_svg_: ClassVar[Callable[..., str | None]]  # ``view.svg``, for notebooks
 
     @property
     def makespan(self) -> float:

@@ -83,6 +83,8 @@ def messages(schedule: Schedule) -> Iterator[Transfer]:
     """Every tensor that has to travel from one rank to another."""
     for rank, passes in enumerate(schedule.passes):
         for slot, (kind, microbatch, chunk) in enumerate(passes):
+            if kind.sends_gradient and schedule.placement.stage(rank, chunk) < schedule.frozen:
+                continue
             for source in schedule.sources[kind, rank, chunk]:
                 if source.hops:
                     ((sender, its_chunk),) = source.homes

@@ -1,4 +1,4 @@
-"""Slots: which microbatches of a chunk use the same memory one after another, and the order of graphs that are captured by slot.
+"""Slots: which microbatches of a chunk use the same memory one after another.
 
 A microbatch is the tenant of a slot of its chunk from its F, or from the moment its activation's receive is posted, until W or BW
 has run and the gradient of its input has been sent: a split backward needs the inputs and the output gradients of its linears
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron.pipeline.planner.schedule.core.kinds import Flow
-from megatron.pipeline.planner.schedule.core.passes import Kind
 from megatron.pipeline.planner.schedule.lower.program import Compute, Operation, Program, Receive, Send
 
-__all__ = ["Capture", "GraphOrder", "Slots", "graph_order", "slots_of", "tenant"]
+__all__ = ["Slots", "slots_of", "tenant"]
 
 Slots = tuple[tuple[int, ...], ...]  # for every chunk of a rank, the slot of every microbatch
 
@@ -38,11 +36,15 @@ def slots_of(program: Program, stages: Sequence[int], posted: bool = False) -> S
             last[who] = place
     coming, leaving = ({place: who for who, place in ends.items()} for ends in (first, last))
     found: list[dict[int, int]] = [{} for _ in stages]
+    counts = [0 for _ in stages]
     free: list[deque[int]] = [deque() for _ in stages]
     for place in sorted(coming.keys() | leaving.keys()):
         if place in coming:
             chunk, microbatch = coming[place]
-            found[chunk][microbatch] = free[chunk].popleft() if free[chunk] else len({*found[chunk].values()})
+            if not free[chunk]:
+                free[chunk].append(counts[chunk])
+                counts[chunk] += 1
+            found[chunk][microbatch] = free[chunk].popleft()
         if place in leaving:
             chunk, microbatch = leaving[place]
             free[chunk].append(found[chunk][microbatch])
@@ -60,62 +62,3 @@ def tenant(operation: Operation, stages: Sequence[int]) -> tuple[int, int] | Non
             return stages.index(message.stage), message.microbatch
         case _:
             return None
-
-
-class Capture(NamedTuple):
-    """A layer in a slot, with graphs of its F, B and W.
-
-    Attributes:
-        layer: its number among the graphed layers of the chunk.
-    """
-
-    chunk: int
-    slot: int
-    layer: int
-
-
-class GraphOrder(NamedTuple):
-    """Order in which graphs are captured.
-
-    Attributes:
-        captures: in ascending order.
-        order: ``_order`` of ``make_graphed_callables`` of Transformer Engine: c for F of the capture with number c, from 1; -c
-            for its B, and -c - 0.5 for its W.
-    """
-
-    captures: tuple[Capture, ...]
-    order: tuple[int | float, ...]
-
-
-_STEPS = {Kind.F: "F", Kind.B: "B", Kind.FB: "B", Kind.W: "W", Kind.BW: "BW", Kind.FBW: "BW"}
-
-
-def graph_order(program: Program, slots: Slots, layers: Sequence[int]) -> GraphOrder:
-    """Order in which a rank's graphed layers are captured: that in which the first tenants of all slots run.
-
-    Transformer Engine takes a W to be that of its chunk's last B. So that W may come later, each layer in each slot is a chunk to
-    it, of one microbatch; in B and W the layers come in reverse, and a fused backward has each W behind its B.
-
-    Args:
-        layers: the number of graphed layers on each chunk.
-    """
-    counts = [1 + max(row, default=-1) for row in slots]
-    captures = tuple(
-        Capture(chunk, slot, layer)
-        for chunk, count in enumerate(counts)
-        for slot in range(count)
-        for layer in range(layers[chunk])
-    )
-    numbers = {capture: number for number, capture in enumerate(captures, 1)}
-    order: list[int | float] = []
-    for work in (operation.work for operation in program if isinstance(operation, Compute) and operation.work.kind in _STEPS):
-        chunk, slot = work.chunk, slots[work.chunk][work.microbatch]
-        if slots[chunk].index(slot) != work.microbatch:
-            continue  # a later tenant replays what the first has captured
-        here = [numbers[Capture(chunk, slot, layer)] for layer in range(layers[chunk])]
-        steps = _STEPS[work.kind]
-        if steps == "F":
-            order += here
-        else:
-            order += [-number - (0.5 if step == "W" else 0) for number in reversed(here) for step in steps]
-    return GraphOrder(captures, tuple(order))

@@ -19,7 +19,7 @@ from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.optimum.earliest import Earliest, usable
-from megatron.pipeline.planner.schedule.optimum.lines import Times, backwards_in_time, lines
+from megatron.pipeline.planner.schedule.optimum.lines import Line, Times, backwards_in_time, lines
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.transform import without_copies
 
@@ -45,6 +45,7 @@ def lower_bound(problem: Problem) -> float:
     * The last pass of any kind on the rank ends no earlier than ``Earliest`` says.
     * Memory: what microbatches allocate they hold for at least their way to the last stage and back. Size times seconds,
       over all microbatches, has to fit into limit times span.
+    * Links: where messages stand in line, all follow the first pass that sends one, and the last pass that needs one follows.
     * Rounds: only a whole number of microbatches fit between F and B of one stage, so that they go there in rounds.
 
     For the makespan, time is counted from the first pass of all ranks, and to the last of all; the rest is the same.
@@ -66,9 +67,8 @@ def lower_bound(problem: Problem) -> float:
         # Without them it is a schedule of the stages' passes; with them every rank has this much to do.
         stages = replace(problem, vocabulary=None)
         shards = math.fsum(problem.costs.each(lambda costs: costs.vocabulary.total, problem.microbatches))
-        paces = [problem.costs.stages[first].pace for first, *_ in problem.placement.stages]
-        work = [seconds + pace * shards for seconds, pace in zip(rank_seconds(stages), paces, strict=True)]
-        return max(lower_bound(stages), *work)
+        paces = (problem.costs.stages[first].pace for first, *_ in problem.placement.stages)
+        return max(lower_bound(stages), *(work + pace * shards for work, pace in zip(rank_seconds(stages), paces, strict=True)))
     limits = [usable(problem, rank) for rank in range(problem.ranks)]
     if any(least_limit(problem, rank) > limit * (1 + SLACK) for rank, limit in enumerate(limits)):
         return math.inf
@@ -89,6 +89,7 @@ def lower_bound(problem: Problem) -> float:
     rounds: list[float] = [_rounds(problem, rank, limit, spans) for rank, limit in enumerate(limits)]
     best: float = max([*work, *areas, *rounds])
     for at, origin in enumerate(origins):
+        best = max(best, _of_links(forward, head.first_ends(at), tail.first_ends(at)[::-1]))
         for rank in range(problem.ranks) if origin is None else [origin]:
             ends = max(head.last_end(at, rank), tail.last_end(at, rank))
             best = max(best, ends, _with_idle_time(work[rank], head.windows(at, rank), tail.windows(at, rank), ends))
@@ -259,6 +260,26 @@ def _rounds(problem: Problem, rank: int, limit: float, spans: Sequence[float]) -
     return best
 
 
+def _of_links(forward: Sequence[Line], first: list[float], last: list[float]) -> float:
+    """Seconds of all messages that stand in one line, with what is before the first and behind the last of them.
+
+    Args:
+        first, last: by line, the least seconds until the end of its first pass, and from the start of its last one.
+    """
+    ways: dict[tuple[int, int], list[float]] = {}
+    for index, line in enumerate(forward):
+        for other, hop, way, busy in line.before:
+            if np.any(busy):
+                seconds, there, back = (
+                    float(np.sum(busy * np.ones(line.count))),
+                    first[other],
+                    last[index] + float(np.min(hop - busy)),
+                )
+                known = ways.get(way, [0.0, math.inf, math.inf])
+                ways[way] = [known[0] + seconds, min(known[1], there), min(known[2], back)]
+    return max((sum(each) for each in ways.values()), default=0.0)
+
+
 def _with_idle_time(work: float, head: tuple[Times, Times], tail: tuple[Times, Times], known: float) -> float:
     """The rank's work, and the most idle time of a head, of a tail, or of both where they cannot overlap.
 
@@ -309,7 +330,7 @@ def lifespans(problem: Problem) -> list[Any]:
     """
     placement, every = problem.placement, lines(problem)
     seconds = {(line.stage, line.kind): line.seconds for line in every}
-    hops = {(every[other].stage, line.stage): hop for line in every for other, hop in line.before}
+    hops = {(every[other].stage, line.stage): hop for line in every for other, hop, *_ in line.before}
     spans: list[Any] = []
     for stage in reversed(range(placement.depth)):
         after = stage + 1

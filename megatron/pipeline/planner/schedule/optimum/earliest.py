@@ -37,7 +37,8 @@ class Earliest:
 
     Four facts raise the starts, over and over (``sweep``):
 
-    * The passes of a line follow each other, and those of the lines before, a hop later where the rank is another.
+    * The passes of a line follow each other, and those of the lines before, a hop later where the rank is another, and their
+      messages each other where these stand in line.
     * A pass that allocates starts only after enough has been freed: with the k-th pass of a line, k passes of all lines
       before it on this rank have allocated as well. What they hold beyond the limit has been freed, by passes whose
       earliest ends are known: the first moment when enough of those can have ended is an earliest start.
@@ -73,7 +74,7 @@ class Earliest:
         ancestors: list[int] = []  # sets of lines as bits
         for line in lines:
             ancestors.append(0)
-            for other, _ in line.before:
+            for other, *_ in line.before:
                 ancestors[-1] |= ancestors[other] | 1 << other
         self._needs = [self._need(index, [x for x in self.of_rank[line.rank] if ancestors[index] >> x & 1])
                        for index, line in enumerate(lines)]  # fmt: skip
@@ -118,10 +119,12 @@ class Earliest:
         moments = [self._moments(rank) for rank in range(len(self.of_rank))]
         for index, (line, need) in enumerate(zip(self.lines, self._needs, strict=True)):
             start = self.starts[index]
-            for other, hop in line.before:
+            for other, hop, _, busy in line.before:
                 ready = self.starts[other] + (of_passes(self.lines[other].seconds, self._numbers) + of_passes(hop, self._numbers))
                 if self._splits > 1 and (self.lines[other].kind is Kind.F) != (line.kind is Kind.F):
                     ready = ready[:, self._turned]
+                if not isinstance(busy, np.ndarray) and busy:
+                    ready = np.maximum.accumulate(ready - busy * self._numbers, axis=1) + busy * self._numbers
                 np.maximum(start, ready, out=start)
             if need.memory is not None:
                 np.maximum(start, self._freed(need.memory, need.frees), out=start)
@@ -242,6 +245,10 @@ class Earliest:
         started = [np.searchsorted(start, moments) for start in starts]
         counts = {index: self._counts[some] for index, some in zip(self.of_rank[rank], started, strict=True)}
         return moments, self._most_work(rank, counts)
+
+    def first_ends(self, origin: int) -> list[float]:
+        """The earliest end of every line's first pass."""
+        return [float(line.between(0, 1) + start[origin, 0]) for line, start in zip(self.lines, self.starts, strict=True)]
 
     def last_end(self, origin: int, rank: int) -> float:
         """The earliest end of a rank's last pass."""

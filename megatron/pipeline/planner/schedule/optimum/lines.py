@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,15 @@ from megatron.pipeline.planner.schedule.core.problem import Problem
 Times = NDArray[np.float64]
 
 
+class Before(NamedTuple):
+    """The index of a line before another; ``hop`` is the seconds between, of which a message occupies its link for ``busy``."""
+
+    other: int
+    hop: float | Times
+    way: tuple[int, int] = (0, 0)
+    busy: float | Times = 0.0
+
+
 @dataclass(frozen=True)
 class Line:
     """All passes of one kind on one stage. They run in the order of their microbatches, so that one can count them.
@@ -31,7 +40,7 @@ class Line:
         change: the memory that a pass allocates when it starts (positive) or frees when it ends (negative), where its load is 1.
         count: how many passes there are.
         memory: the loads of all passes together, or of every pass where microbatches are unequal.
-        before: the lines of which the k-th pass precedes the k-th of this one, as (index, seconds of the hop between).
+        before: the lines of which the k-th pass precedes the k-th of this one.
     """
 
     stage: int
@@ -41,7 +50,7 @@ class Line:
     change: float
     count: int
     memory: float | Times
-    before: tuple[tuple[int, float | Times], ...] = ()
+    before: tuple[Before, ...] = ()
 
     @property
     def unequal(self) -> bool:
@@ -105,7 +114,7 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
         def least_seconds(costs: Costs, stage: int = stage, kind: Kind = kind) -> float:
             return _least_seconds(leanest(costs.stages[stage]), kind)
 
-        before: list[tuple[int, float | Times]] = []
+        before: list[Before] = []
         for source in sources(placement, None)[kind, rank, chunk]:
             home, its_chunk = source.homes[0]
             its_stage = placement.stage(home, its_chunk)
@@ -113,8 +122,11 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
             def message(costs: Costs, home: int = home, rank: int = rank) -> float:
                 return costs.message(home, rank)
 
+            def busy(costs: Costs, way: tuple[int, int] = (home, rank)) -> float:
+                return costs.in_line.get(way, 0.0)
+
             needed = next(known[its_stage, other] for other in source.kinds if (its_stage, other) in known)
-            before.append((needed, each(message)))
+            before.append(Before(needed, each(message), (home, rank), each(busy)))
         change = leanest(costs.stages[stage]).allocated(kind, stage in problem.recompute)
         own = Kind(kind.row.replaces[0]) if kind.row.replaces else kind
         known[stage, own] = len(made)
@@ -141,10 +153,10 @@ def backwards_in_time(forward: Sequence[Line]) -> list[Line]:
     def turned(each: float | Times) -> float | Times:
         return each[::-1] if isinstance(each, np.ndarray) else each
 
-    after: list[list[tuple[int, float | Times]]] = [[] for _ in forward]
+    after: list[list[Before]] = [[] for _ in forward]
     for index, line in enumerate(forward):
-        for other, hop in line.before:
-            after[other].append((len(forward) - 1 - index, turned(hop)))
+        for other, hop, way, busy in line.before:
+            after[other].append(Before(len(forward) - 1 - index, turned(hop), way, turned(busy)))
     return [
         replace(line, seconds=turned(line.seconds), change=-line.change, memory=turned(line.memory), before=tuple(next_))
         for line, next_ in zip(forward[::-1], after[::-1], strict=True)

@@ -23,18 +23,22 @@ def verify_slots(schedule: Schedule, programs: Sequence[Program], slots: Sequenc
         uses = [(who, one) for who, one in found if who is not None and (posted or not isinstance(one, Receive))]
         left = {who: place for place, (who, _) in enumerate(uses)}  # the last use of each
         tenants: dict[tuple[int, int], tuple[int, int]] = {}
-        most = [0 for _ in stages]
+        here, most = [0 for _ in stages], [0 for _ in stages]
         for place, (who, operation) in enumerate(uses):
             chunk, microbatch = who
             slot = chunk, rows[chunk][microbatch]
-            if tenants.setdefault(slot, who) != who:
+            if slot not in tenants:
+                tenants[slot] = who
+                here[chunk] += 1
+                most[chunk] = max(most[chunk], here[chunk])
+            elif tenants[slot] != who:
                 raise ScheduleError(
                     f"rank {rank}: {describe(operation)} is in slot {slot[1]} of chunk {chunk}, which microbatch "
                     f"{tenants[slot][1]} has until its weight gradients are there and its gradient is sent; give it another slot"
                 )
-            most[chunk] = max(most[chunk], sum(one == chunk for one, _ in tenants))
             if left[who] == place:
                 del tenants[slot]
+                here[chunk] -= 1
         for chunk, row in enumerate(rows):
             if len(set(row)) > most[chunk]:
                 raise ScheduleError(

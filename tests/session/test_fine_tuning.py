@@ -1,0 +1,49 @@
+"""LoRA and frozen parts in loops as frameworks have them: equal to megatron-core's own schedules, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from pool import Pool
+from session import tuned_loops
+from session.tuned_loops import Tuned, Tuning
+
+FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+SELECTIVE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
+CASES = {
+    "adapters, tied ends": Tuning(tied=True),
+    "adapters, layers recomputed": Tuning(recomputes=FULL),
+    "adapters, tensor parallel": Tuning(pipeline=2, tensor=2),
+    "adapters, tensor parallel, layers recomputed": Tuning(pipeline=2, tensor=2, recomputes=FULL),
+    "adapters, attention recomputed, replicas": Tuning(pipeline=2, recomputes=SELECTIVE),
+    "a frozen first half": Tuning(adapters=False, layers=(5, 6, 7, 8)),
+    "a frozen first half, replicas": Tuning(pipeline=2, adapters=False, layers=(5, 6, 7, 8)),
+    "the middle alone": Tuning(adapters=False, layers=(4, 5)),
+}
+
+
+def losses(found: list[Tuned]) -> list[list[list[float]]]:
+    return [rank.losses for rank in found]
+
+
+def weights(found: list[Tuned], tuning: Tuning) -> dict[str, list[float]]:
+    """Of all layers, of each tensor-parallel rank."""
+    ranks = enumerate(found)
+    return {f"{rank % tuning.tensor} {name}": weight for rank, one in ranks for name, weight in one.weights.items()}
+
+
+@pytest.mark.parametrize("tuning", CASES.values(), ids=CASES)
+def test_what_trains_is_equal_to_stocks(pool: Pool, tuning: Tuning) -> None:
+    stock, ours, on_a_v = (pool.run(4, tuned_loops.train, name, tuning) for name in ("stock", "zb-h1", "zb-v"))
+    linears = 4 * 2 if tuning.adapters else 12
+    assert len(weights(stock, tuning)) == len(tuning.layers) * linears * tuning.tensor
+    for found in (stock, ours, on_a_v):
+        assert not [name for rank in found for name in rank.still if not name.endswith("linear_qkv.bias")]
+        assert losses(found) == losses(stock) and weights(found, tuning) == weights(stock, tuning)
+        close = 1e-6 if found is on_a_v or tuning.pipeline * tuning.tensor < 4 else 0
+        assert [rank.norms for rank in found] == [pytest.approx(rank.norms, rel=close, abs=0) for rank in stock]
+
+
+@pytest.mark.parametrize("name", ["adapters, layers recomputed", "a frozen first half"])
+def test_chunks_that_take_turns_are_equal_to_stocks(pool: Pool, name: str) -> None:
+    stock, ours = (pool.run(4, tuned_loops.train, schedule, CASES[name], 2) for schedule in ("stock", "interleaved"))
+    assert ours == stock and not stock[0].still
