@@ -74,6 +74,7 @@ def test_a_search_finds_what_trying_everything_finds(space: Layouts, stock: bool
             assert mine.seconds <= 1.01 * its
             assert mine.seconds <= best[place(mine.candidate)] * 1.007, "what gains less than 0.7 % may not be planned"
         assert all(outcome.fullest.total <= memory for outcome in found.results)
+        assert 0.8 * min(best.values()) < found.bound <= min(best.values())
         seconds = [each.seconds for each in found.results]
         assert seconds == pytest.approx(sorted(seconds), rel=1e-2), "as exactly as they are ranked"
 
@@ -194,6 +195,14 @@ def test_attention_alone_is_made_again_where_it_is_not_fused() -> None:
     on = layouts("--transformer-impl local", pipeline=(4,), microbatch=(2,), schedules=("1f1b",))
     best = winner(on_device(on, memory=10e9))
     assert best.candidate.args.recompute_granularity == "selective"
+
+
+def test_the_recomputation_of_recipes_is_tried() -> None:
+    latent = "--multi-latent-attention --q-lora-rank 512 --kv-lora-rank 256 --recompute-granularity selective"
+    on = layouts(f"{latent} --disable-bias-linear --recompute-modules core_attn mlp", pipeline=(4,), schedules=("1f1b",))
+    for stock in (True, False):
+        tried = [one.args.recompute_modules for one in on.remedies(candidate(on, "1f1b", stock))]
+        assert ["mla_up_proj"] in tried and ["core_attn", "mlp"] in tried
 
 
 @pytest.mark.usefixtures("here")

@@ -197,6 +197,7 @@ def report(base: Flags, cluster: Cluster, found: SearchResult, stock: SearchResu
         "left_out": found.left_out,
         "work": found.work,
         "stopped": bool(found.stopped),
+        "bound_seconds": found.bound,
         "transformer_impl": base.transformer_impl,
         "best_is_stock": ranked(found)[0].candidate.is_stock,
         "best": [row(result) for result in ranked(found)],
@@ -350,12 +351,14 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
     if found.failed:
         title += f"; {found.failed.total()} could not be planned: {next(iter(found.failed))}"
     best, under = ranked(found), stock.best(3)
+    above = f"{found.results[0].seconds / found.bound - 1:.1%} above the lower bound of all that was searched"
     sure = _range("throughput", best[0])
     least_most = ranges.in_words(*sure.of(best[0].tokens_per_second), "tokens/s")
     least, most = (size / rank_memory.GIB for size in likely_bytes(best[0]))
     needs = ranges.in_words(least, most, "GiB")
     limit = f"{needs} of {cluster.device.memory / rank_memory.GIB:.4g}"
     parts = [title, _table(best), f"the best: {least_most}, learnt from {sure.source}; its fullest GPU likely needs {limit}"]
+    parts.append(f"the fastest is {above}: layouts, schedules, recomputation, and any order of their passes")
     if under:
         ours = (each.tokens_per_second for each in found.results if not each.candidate.is_stock)
         error = 1 - _range("schedules", under[0]).low

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from megatron.pipeline.planner import (
     SLACK,
@@ -83,6 +83,7 @@ class Result:
         memory_bound: whether more memory would make it faster.
         mfu: operations of the model over what all GPUs could do, without recomputation.
         device: the GPU.
+        bound: seconds that no order of these passes in that memory is below.
     """
 
     candidate: Candidate
@@ -94,6 +95,7 @@ class Result:
     memory_bound: bool
     mfu: float
     device: Device
+    bound: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -126,11 +128,13 @@ class Dominated:
     Attributes:
         memory_bound: whether it might not, had it more memory.
         planned: whether that took planning.
+        bound: seconds that it is not below.
     """
 
     candidate: Candidate
     memory_bound: bool
     planned: bool
+    bound: float
 
 
 @dataclass(frozen=True)
@@ -171,12 +175,13 @@ def _evaluate(cluster: Cluster, candidate: Candidate, beat: float) -> Outcome:
         if candidate.overlaps and not candidate.is_stock and family.memory is None:
             # Without megatron-core's order of braids, which holds more, where that does not fit.
             limits.append(max(least) - within)
-    beat -= least_between(one.steady(1))
+    between = least_between(one.steady(1))
     for limit in limits:
         try:
-            planned = _plan(one, limit, beat)
+            planned = _plan(one, limit, beat - between)
         except LimitTooLow as error:
             return _infeasible(candidate, fixed, error.least + within)
+        planned = replace(planned, bound=planned.bound + between)
         if isinstance(planned, Dominated):
             return planned
         ranks = rank_memory.predict(one.model, planned.schedule, candidate.layers, device)
@@ -192,7 +197,8 @@ def _result(one: CandidateCosts, planned: _PlannedIteration, ranks: list[rank_me
     operations = one.shape.training_operations() * candidate.microbatches * one.model.data_parallel_size
     peak = device.products(quantized.recipe.peak if quantized else "").peak
     mfu = operations / (parts.total * one.cluster.gpus * peak)
-    return Result(candidate, parts.total, parts, ranks, one.trained, limit, planned.memory_bound, mfu, device)
+    bound = min(planned.bound, parts.total)
+    return Result(candidate, parts.total, parts, ranks, one.trained, limit, planned.memory_bound, mfu, device, bound)
 
 
 def seconds_of(cluster: Cluster, candidate: Candidate, schedule: Schedule) -> float:
@@ -224,19 +230,22 @@ def work(one: CandidateCosts) -> float:
     return passes * (_OFFLOADED if one.offload else 1) + searched
 
 
-class _PlannedIteration(NamedTuple):
+@dataclass(frozen=True)
+class _PlannedIteration:
     """A schedule for ``planned_microbatches``.
 
     Attributes:
         memory_bound: whether more memory might shorten it.
         alone: its seconds.
         pipeline: those of a pipeline of all microbatches.
+        bound: seconds that such a pipeline is not below.
     """
 
     schedule: Schedule
     memory_bound: bool
     alone: float
     pipeline: float
+    bound: float
 
 
 def _plan(one: CandidateCosts, limit: float | None, beat: float) -> _PlannedIteration | Dominated:
@@ -248,17 +257,17 @@ def _plan(one: CandidateCosts, limit: float | None, beat: float) -> _PlannedIter
     free = lower_bound(replace(problem, limits=None))
     least = free if one.offload else lower_bound(problem)  # what is in host memory is beyond the limits
     if least + more > beat:
-        return Dominated(candidate, free + more <= beat, planned=False)
+        return Dominated(candidate, free + more <= beat, planned=False, bound=least + more)
     memory_bound = limit is not None and lower_bound(problem) > _BOUND * free
-    schedule = _solve(one, problem)
+    schedule, bound = _solve(one, problem), least + more
     seconds = one.length(schedule)
     if count < whole:
         if seconds + more > beat:
-            return Dominated(candidate, memory_bound, planned=True)  # not worth planning again
+            return Dominated(candidate, memory_bound, planned=True, bound=bound)  # not worth planning again
         step = min(one.placement.ranks, count - 1)
         shorter = _solve(one, one.problem(costs, count - step, limit))
         more = max(more, (whole - count) * (seconds - one.length(shorter)) / step)
-    return _PlannedIteration(schedule, memory_bound, seconds, seconds + more * (count < whole))
+    return _PlannedIteration(schedule, memory_bound, seconds, seconds + more * (count < whole), bound)
 
 
 def _solve(one: CandidateCosts, problem: Problem) -> Schedule:

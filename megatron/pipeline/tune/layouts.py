@@ -24,6 +24,7 @@ SEARCHED = neutral(Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.MEMORY) | {"mic
 _NEEDS_VOCAB_PARALLEL = ("vocab_logits_limit", "vocab_mask_padding", "label_smoothing", "z_loss")
 
 FULL_RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 CORE_RECOMPUTE: dict[str, Any] = {"recompute_granularity": "selective"}
 # The families to try where the user names none, those with one chunk per rank first; and those that megatron-core has itself.
 _SUGGESTED = [family for family in families.FAMILIES.values() if family.suggested]
@@ -158,6 +159,11 @@ class Layouts:
         if args.recompute_granularity is None:
             fused = {"recompute_fused_backward": not candidate.is_stock}
             ways: list[dict[str, Any]] = [FULL_RECOMPUTE | fused]
+            own = {name: getattr(self.base, name) for name in _RECOMPUTE}
+            if own["recompute_granularity"] and own != dict.fromkeys(_RECOMPUTE) | FULL_RECOMPUTE:  # as the training was written
+                ways.append(own)
+            if args.multi_latent_attention:
+                ways.append(CORE_RECOMPUTE | {"recompute_modules": ["mla_up_proj"]})
             if args.transformer_impl == "local":
                 ways.append(dict(CORE_RECOMPUTE))
             yield from self._changed_all(candidate, ways)

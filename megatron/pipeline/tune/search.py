@@ -47,6 +47,7 @@ class SearchResult:
         interrupted: how many of these who runs them.
         refused: why flags contradict each other, with how often.
         failed: why candidates could not be planned, with how often.
+        bound: seconds that nothing which may fit is below, in any order of its passes, planned or not.
     """
 
     results: list[Result] = field(default_factory=list)
@@ -59,6 +60,7 @@ class SearchResult:
     interrupted: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
+    bound: float = float("inf")
 
     def best(self, wanted: int = BEST) -> list[Result]:
         """The fastest of every layout, the fastest first; of layouts that are the same in time and memory, the simplest."""
@@ -73,7 +75,8 @@ class SearchResult:
     def joined(self, other: SearchResult) -> SearchResult:
         """This search and another one of the same layouts as one; of equal results, those of this one first."""
         both: dict[str, Any] = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
-        return SearchResult(**both | {"results": sorted(both["results"], key=_rank)})
+        bound = min(self.bound, other.bound)
+        return SearchResult(**both | {"results": sorted(both["results"], key=_rank), "bound": bound})
 
     def front(self) -> list[Result]:
         """The results that are not dominated in time and memory, the fastest first."""
@@ -140,6 +143,11 @@ class _Waiting:
         others = [heap for heap in self.slow.values() if heap]
         return heapq.heappop(min(others)) if others else None
 
+    @property
+    def least(self) -> float:
+        """A lower bound on the seconds of all of them."""
+        return min((entry.least for heap in (self.quick, *self.slow.values()) for entry in heap), default=float("inf"))
+
     def __len__(self) -> int:
         return len(self.quick) + sum(map(len, self.slow.values()))
 
@@ -190,6 +198,7 @@ def search(
                 progress(*running.share())
         except (TimeoutError, KeyboardInterrupt) as stop:
             found.left_out += len(waiting) + len(running.entries)
+            found.bound = min([found.bound, waiting.least, *(entry.least for entry, _ in running.entries)])
             found.stopped, found.interrupted = 1, isinstance(stop, KeyboardInterrupt)
             _give_up(pool)
     found.results.sort(key=_rank)
@@ -222,6 +231,7 @@ class _Running:
             threshold = _threshold(best, entry.candidate, self._wanted)
             if entry.least > threshold:
                 self.found.beaten += 1
+                self.found.bound = min(self.found.bound, entry.least)
             elif self._work + entry.work <= self._budget:
                 future = self._pool.submit(evaluate, self._layouts.cluster, entry.candidate, threshold)
                 self.entries.append((entry, future))
@@ -230,6 +240,7 @@ class _Running:
                 break
             else:
                 self.found.left_out += 1
+                self.found.bound = min(self.found.bound, entry.least)
         return bool(self.entries)
 
     def end_one(self) -> None:
@@ -265,6 +276,8 @@ def _taken(found: SearchResult, outcome: Outcome, layouts: Layouts) -> Iterator[
         found.tried += 1
     if isinstance(outcome, Infeasible):
         found.misfits.append(outcome)
+    else:
+        found.bound = min(found.bound, outcome.bound)
     if isinstance(outcome, Result):
         found.results.append(outcome)
         found.results.sort(key=_rank)

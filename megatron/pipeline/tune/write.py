@@ -58,7 +58,7 @@ def extras(result: Result) -> list[str]:
         f"vocab-parallel {args.vocabulary.spread}": args.vocabulary.spread,
         "layer-redistribution": args.vocabulary.redistributes,
         "account-for-embedding/loss": args.account_for_loss_in_pipeline_split,
-        f"recompute {args.recompute_granularity}": args.recompute_granularity,
+        " ".join(["recompute", str(args.recompute_granularity), *(args.recompute_modules or ())]): args.recompute_granularity,
         f"offload {args.offloading.mode}": args.offloading.mode,
         "overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
         "post-validation": args.steps.ahead,
