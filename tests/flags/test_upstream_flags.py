@@ -127,6 +127,9 @@ def test_vocabularies(capsys: pytest.CaptureFixture[str]) -> None:
         ("--log-param-norms", "; did you mean --log-params-norm?"),
         ("--tp", "; did you mean --tensor-model-parallel-size?"),
         ("--lora_rank", "; did you mean megatron.pipeline.install in a loop with adapters?"),
+        ("--lora", "; did you mean megatron.pipeline.install in a loop with adapters?"),
+        ("--wandb", "; did you mean --wandb-project with mpipe launch, or --metrics FILE?"),
+        ("--dry-run", "; did you mean mpipe memory, which starts no training?"),
         ("--allgather-cp", "; --help lists ours"),
     ],
 )
