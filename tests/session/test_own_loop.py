@@ -129,6 +129,11 @@ UNEQUAL = replace(
 )
 
 
+def test_a_name_and_a_request_plan_for_the_makespan() -> None:
+    named, asked = (OwnLoop(schedule)._request for schedule in ("zb-v", Request("zb-v", 1, 1)))
+    assert named.objective is asked.objective is Objective.MAKESPAN
+
+
 def test_a_loop_that_plans_again_gets_searched_plans(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(UNEQUAL.to_json(), encoding="utf-8")
     plans = OwnLoop("zb-auto", tmp_path / "costs.json").pipeline(4).plans

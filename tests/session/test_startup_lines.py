@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from releases import EXTRA_TOKENS
@@ -64,6 +65,14 @@ def test_the_log_predicts_the_memory_of_every_rank(flags: str) -> None:
     first, last, first_held, last_held = map(float, found.groups())
     assert first > first_held > 0 and last > last_held > 0
     assert first_held * 2**30 > args.seq_length * args.micro_batch_size * args.hidden_size * 4 * args.num_layers / 2
+
+
+@pytest.mark.parametrize(("interval", "warned"), [("", True), ("--log-interval 4", True), ("--log-interval 3", False)])
+def test_traces_that_will_not_be_written_are_said_at_the_start(interval: str, warned: bool, tmp_path: Path) -> None:
+    flags = f"{MODEL} --train-iters 9 --exit-interval 3 --pipeline-trace {tmp_path} {interval}"
+    args, _, pipeline = program.prepare(flags.split(), world_size=2)
+    line = " WARNING: --pipeline-trace: none of 3 iterations is logged: give --log-interval 3 or less"
+    assert (line in plan_in_words(args, pipeline)) == warned
 
 
 def test_the_log_leaves_out_a_split_that_stock_alone_trains() -> None:

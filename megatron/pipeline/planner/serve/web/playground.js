@@ -287,9 +287,13 @@ class Page {
   }
 
   async #candidates() {
-    const { pp, microbatches } = this.common;
-    const response = await fetch(`/api/candidates?${new URLSearchParams({ pp, microbatches })}`).catch(() => null);
-    return response?.ok ? response.json() : [];
+    const sizes = new URLSearchParams({ pp: this.common.pp, microbatches: this.common.microbatches }).toString();
+    if (this.listed?.sizes !== sizes) {
+      const response = await fetch(`/api/candidates?${sizes}`).catch(() => null);
+      if (!response?.ok) return [];
+      this.listed = { sizes, all: await response.json() };
+    }
+    return this.listed.all;
   }
 
   #drawParetoSoon() {
