@@ -41,9 +41,9 @@ _EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm"
 _TRAININGS = {  # schedule, ranks, pipeline ranks, flags, parts of layers, microbatches of every iteration
     "whole layers": ("zb-h1", 2, 2, "", "", (4,) * 5),
     "a V of 4 ranks": ("zb-v", 4, 4, "--num-layers 8", "attn", (4,) * 3),
-    "other numbers of microbatches": ("v-half", 2, 2, "", "attn mlp", (4, 4, 2, 16, 4)),
+    "other numbers of microbatches": ("v-half", 2, 2, "", "attn mlp", (4, 2, 16, 4)),
     "fused backwards": ("interleaved", 2, 2, "", "", (4,) * 3),
-    "replicas": ("zb-h1", 4, 2, _REPLICAS, "", (4,) * 4),
+    "replicas": ("zb-h1", 4, 2, _REPLICAS, "", (4,) * 3),
     "experts": ("zb-v", 4, 2, _EXPERTS, "attn moe_router", (4,) * 3),
 }
 
@@ -57,8 +57,7 @@ def test_a_gpt_that_is_captured_trains_as_one_that_is_not(engine: Pool, training
     )
     assert [result[:2] for result in captured] == [result[:2] for result in eager]
     for *_, replays, layers in captured:
-        replayed = [count for count in microbatches[1:] if count <= 4]
-        assert replays == layers * 3 * sum(replayed)
+        assert replays == layers * 3 * sum(microbatches[1:])  # for 16 there are slots enough
 
 
 @pytest.mark.parametrize("mutation", graphs.MUTATIONS)
