@@ -188,6 +188,11 @@ def multi_tensor_scale(_chunk: int, _overflow: Tensor, lists: Sequence[Sequence[
         target.copy_(source.float() * factor)
 
 
+def multi_tensor_scale_tensor(_chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], factor: Tensor) -> None:
+    """The same, where the factor is on the device."""
+    multi_tensor_scale(_chunk, overflow, lists, factor.item())
+
+
 def multi_tensor_adam(
     _chunk: int,
     _overflow: Tensor,

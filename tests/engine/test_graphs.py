@@ -37,14 +37,12 @@ def test_graphs_change_no_bit(engine: Pool, name: str, microbatches: int) -> Non
 
 _PLAIN = "--bf16 --disable-bias-linear --normalization RMSNorm --swiglu"
 _REPLICAS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096"
-_EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm"
 _TRAININGS = {  # schedule, ranks, pipeline ranks, flags, parts of layers, microbatches of every iteration
     "whole layers": ("zb-h1", 2, 2, "", "", (4,) * 5),
     "a V of 4 ranks": ("zb-v", 4, 4, "--num-layers 8", "attn", (4,) * 3),
-    "other numbers of microbatches": ("v-half", 2, 2, "", "attn mlp", (4, 4, 2, 16, 4)),
+    "other numbers of microbatches": ("v-half", 2, 2, "", "attn mlp", (4, 2, 16, 4)),
     "fused backwards": ("interleaved", 2, 2, "", "", (4,) * 3),
-    "replicas": ("zb-h1", 4, 2, _REPLICAS, "", (4,) * 4),
-    "experts": ("zb-v", 4, 2, _EXPERTS, "attn moe_router", (4,) * 3),
+    "replicas": ("zb-h1", 4, 2, _REPLICAS, "", (4,) * 3),
 }
 
 
@@ -57,8 +55,7 @@ def test_a_gpt_that_is_captured_trains_as_one_that_is_not(engine: Pool, training
     )
     assert [result[:2] for result in captured] == [result[:2] for result in eager]
     for *_, replays, layers in captured:
-        replayed = [count for count in microbatches[1:] if count <= 4]
-        assert replays == layers * 3 * sum(replayed)
+        assert replays == layers * 3 * sum(microbatches[1:])  # for 16 there are slots enough
 
 
 @pytest.mark.parametrize("mutation", graphs.MUTATIONS)

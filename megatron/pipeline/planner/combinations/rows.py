@@ -17,6 +17,7 @@ _FUSED = "runs modules of Transformer Engine without the inputs from which W com
 _WEIGHTS = "shards parameters in a way that does not support delayed weight gradients"
 _GRAPHS = f"(CUDA graphs) {_ORDER}"
 _CAPTURED = "cuda_graph_impl=transformer_engine"
+_UNTESTED = "is not tested with {other} under schedules of ours"
 _SCOPES = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
 _LOGITS = "looks for the output layer on every rank, which megatron-core's own pipeline does not have there either"
 _KERNELS = "layers launch more kernels"
@@ -86,8 +87,8 @@ EXCLUDED = (
     _excluded("cuda_graph_impl", reason=f"{_GRAPHS}; transformer_engine does not", price=_LAUNCHES, details=_SCOPES,
         when=lambda to: to.cuda_graph_impl != "transformer_engine"),
     Row(_CAPTURED, "fp8 | fp4 | recompute_granularity | add_bias_linear | add_qkv_bias | overlap_moe_expert_parallel_comm | "
-        "cuda_graph_scope=moe | cuda_graph_modules=moe | tp_comm_overlap", "is not tested with {other} under schedules of ours",
-        when=lambda to: to.ours, price=_LAUNCHES, details=_SCOPES),
+        "cuda_graph_scope=moe | cuda_graph_modules=moe | pipeline_model_parallel_size=1 | num_experts | overlap_grad_reduce | "
+        "overlap_param_gather", _UNTESTED, when=lambda to: to.ours, price=_LAUNCHES, details=_SCOPES),
     _excluded("enable_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
     _excluded("external_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
     _excluded("logits_load_dir", reason=_LOGITS),
@@ -144,7 +145,7 @@ SCHEDULES = (
     Row(_EXPERTS, "vocab_parallel", "runs whole layers of one rank, and {other} takes a part of them to others"),
     Row(_EXPERTS, "offload | copies", "frees tensors itself, and {other} moves them"),
     Row(_CAPTURED, "reruns | splits>1 | offload | copies | vocab_parallel | post_validation | pipeline_costs=profile",
-        "is not tested with {other} under schedules of ours", when=lambda to: to.ours),
+        _UNTESTED, when=lambda to: to.ours),
     Row(_CAPTURED, "ours", "needs transformer-engine 2.11 or newer, whose graphs have W", "update it, or leave {flag} out",
         when=lambda to: to.engine and to.engine < (2, 11)),
     Row("offload | copies", "fp8", "with FP8: it would move Transformer Engine's FP8 weights with every microbatch",
