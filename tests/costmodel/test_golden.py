@@ -30,7 +30,8 @@ CASES = 250
 def predicted(seed: int) -> Iterator[float]:
     """All of a model on a cluster: each number of stages and ranks, weighed by its place."""
     draw = Random(f"prediction {seed}")
-    given, device = shape(draw), replace(named(draw.choice(shipped())), forward=draw.choice([1.0, 1.3]))
+    gpus = [name for name in shipped() if not name.startswith("RTX")]  # those there were when the numbers were written
+    given, device = shape(draw), replace(named(draw.choice(gpus)), forward=draw.choice([1.0, 1.3]))
     if given.quantized and given.quantized.recipe.peak not in {one.name for one in device.precisions}:
         given = replace(given, quantized=None)
     ranks, experts, held = draw.choice([2, 4]), given.experts, given.policy

@@ -171,6 +171,12 @@ def cost_flags() -> Parser:
         "of neighbouring ranks that share one switch to host memory, and the share of speed that each keeps while all copy in "
         "one direction (default: 1,1,1: copies do not slow each other; or the file's)",
     )
+    _add_of_stages(flags)
+    return flags
+
+
+def _add_of_stages(flags: Parser) -> None:
+    """Flags for the costs of every stage or rank, on top of those of all."""
     flags.add_argument(
         "--costs",
         type=file_of(document.read_costs),
@@ -188,7 +194,6 @@ def cost_flags() -> Parser:
     flags.add_argument(
         "--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches, or as --costs says"
     )
-    return flags
 
 
 def boundary_flags() -> Parser:

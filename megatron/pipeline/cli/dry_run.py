@@ -28,7 +28,7 @@ _SAID = ("it starts", "it starts, and is not predicted to fit", "", "it does not
 
 @dataclass
 class DryRun:
-    """What a start would come to; fields are those of ``--json``.
+    """Outcome of a start, before it; fields are those of ``--json``.
 
     Attributes:
         refused: why it does not start, in one line; None where it does.

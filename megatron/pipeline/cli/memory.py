@@ -332,7 +332,7 @@ def title(prediction: Prediction) -> str:
 
 
 def table(prediction: Prediction) -> str:
-    """What every rank needs."""
+    """Table of what every rank needs."""
     heads = ["rank", "layers", "parameters", "state GiB", "activations GiB", "microbatches", "other GiB", "total GiB"]
     cells = [
         [

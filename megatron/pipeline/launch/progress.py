@@ -89,7 +89,7 @@ class LaunchProgress:
 
 
 def _boards() -> list[Callable[[dict[str, float], int], object]]:
-    """What writes values of an iteration where Megatron-LM writes its own: TensorBoard and Weights & Biases, as flags ask."""
+    """Writers of an iteration's values where Megatron-LM writes its own: TensorBoard and Weights & Biases, as flags ask."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     found: list[Callable[[dict[str, float], int], object]] = []
