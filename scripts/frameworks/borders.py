@@ -98,7 +98,7 @@ def see_the_cpu(*packages: str) -> None:
     view.cuda.mem_get_info = lambda *_: (0, 0)
     cpu.give_view(view, *packages)
     moved = torch.Tensor.to
-    if moved.__module__ == __name__:  # by an earlier row
+    if getattr(moved, "__module__", "") == __name__:  # by an earlier row
         return
 
     def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
