@@ -36,13 +36,11 @@ def test_graphs_change_no_bit(engine: Pool, name: str, microbatches: int) -> Non
 
 
 _PLAIN = "--bf16 --disable-bias-linear --normalization RMSNorm --swiglu"
-_REPLICAS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096"
 _TRAININGS = {  # schedule, ranks, pipeline ranks, flags, parts of layers, microbatches of every iteration
     "whole layers": ("zb-h1", 2, 2, "", "", (4,) * 5),
     "a V of 4 ranks": ("zb-v", 4, 4, "--num-layers 8", "attn", (4,) * 3),
     "other numbers of microbatches": ("v-half", 2, 2, "", "attn mlp", (4, 2, 16, 4)),
     "fused backwards": ("interleaved", 2, 2, "", "", (4,) * 3),
-    "replicas": ("zb-h1", 4, 2, _REPLICAS, "", (4,) * 3),
 }
 
 
