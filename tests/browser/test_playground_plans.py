@@ -312,6 +312,7 @@ def test_the_front_is_that_of_compare_and_another_size_leaves_nothing_stale(
 
 def test_planning_ahead_ends_in_time_and_says_how_many_are_missing(opened: Opened) -> None:
     opened.go({"schedule": "1f1b"})
+    expect(opened.page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)  # what the page itself asks for
     ask = "(until) => window.playground.plans.askAhead([{ schedule: 'v-auto', pp: '3', microbatches: '7' }], until, () => {})"
     assert [opened.page.evaluate(ask, until) for until in (0, 1e15)] == [1, 0]
 
