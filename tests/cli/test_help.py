@@ -60,7 +60,10 @@ def test_missing_dashes_before_a_training_s_flags_are_named(capsys: pytest.Captu
 def test_support_searches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["support", "lora"]) == 0
     found = capsys.readouterr().out
-    assert "LoRA" in found and "Muon" not in found
+    assert "LoRA" in found and "Muon" not in found and "latent" not in found  # whose --kv-lora-rank it is not
+    assert main(["support", "cp"]) == 0
+    found = capsys.readouterr().out
+    assert "context parallelism" in found and "offload" not in found
     assert main(["support", "fp8"]) == 0
     assert "FP8" in capsys.readouterr().out
     assert main(["support", "quantum"]) == 2

@@ -226,7 +226,7 @@ def test_what_is_assumed_of_attention_is_told(capsys: pytest.CaptureFixture[str]
         ("--gpu-memory much", "expected a GPU's memory such as 80 or 80GB, got 'much'"),
         ("--world-size 6", "6 ranks cannot be split into models of 1 x 4 x 1 = 4 ranks"),
         ("--world-size 4 --data-parallel-size 1", "not allowed with argument"),
-        ("--pipeline-model-parallel-size 100000", "100000 pipeline ranks"),
+        ("--pipeline-model-parallel-size 100000", "expected a whole number from 1 to 10,000, got 100000"),
         ("--pipeline-schedule nothing", "unknown schedule 'nothing'"),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pool import forked, free_port
 
@@ -20,6 +21,13 @@ SIZES = (
 )
 
 Steps = list[tuple[float, float]]
+
+
+def written_board(folder: Path) -> Any:
+    """What TensorBoard reads there."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    return EventAccumulator(str(folder)).Reload()
 
 
 def launch(

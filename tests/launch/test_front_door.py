@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch.launched import launch
+from launch.launched import launch, written_board
 from pool import forked
 from releases import CORE
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from megatron.pipeline.flags.importers.upstream import table
 from megatron.pipeline.launch.check import check_flags, untested
@@ -160,7 +159,7 @@ def test_upstreams_loop_trains_as_its_own_schedule_does_and_its_checkpoints_go_b
     assert len(first) == 1 and len(stock) == 3
     board = f"--tensorboard-dir {tmp_path}/board"
     assert losses("zb-v", "zb-v", f"--load {start} --save {half} --save-interval 2 {board}") == stock
-    written = EventAccumulator(str(tmp_path / "board")).Reload().Tags()["scalars"]
+    written = written_board(tmp_path / "board").Tags()["scalars"]
     assert {"lm loss", "bubble-rate", "peak-activation-bytes", "tokens-per-second"} <= set(written)
     assert losses("back", "stock", f"--load {half} --ckpt-step 2") == stock[1:]
     assert losses("on", "zb-h1", f"--load {half} --ckpt-step 2") == stock[1:]

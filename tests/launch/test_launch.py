@@ -13,12 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch.launched import OWN, SIZES, STAND_IN, Steps, launch, run
+from launch.launched import OWN, SIZES, STAND_IN, Steps, launch, run, written_board
 from marked import rest
 from megatron.core import dist_checkpointing
 from pool import Pool
 from releases import reduces_experts_wrong
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from megatron.pipeline import patches
 from megatron.pipeline.launch.script import prepare
@@ -55,12 +54,12 @@ def test_losses_are_those_of_the_script_alone(tmp_path: Path, stock: Steps, flag
 def test_our_values_are_where_megatron_lm_writes_its_own(tmp_path: Path, schedule: str) -> None:
     boards = f"--tensorboard-dir {tmp_path}/board --wandb-project {tmp_path}/wandb --tensorboard-log-interval 2"
     launch(tmp_path, STAND_IN, f"{SIZES} --train-iters 4 --pipeline-schedule {schedule} {boards}")
-    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    scalars = written_board(tmp_path / "board").Scalars
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][1::2]
     logged = [json.loads(line) for line in (tmp_path / "wandb").read_text().splitlines()]
     assert [one["at"] for one in logged] == [2, 4]
     for name in ("tokens-per-second", *(() if schedule == "stock" else ("bubble-rate", "peak-activation-bytes"))):
-        points = [(point.step, point.value) for point in board.Scalars(name)]
+        points = [(point.step, point.value) for point in scalars(name)]
         written = [one[name.replace("-", "_")] for one in metrics]
         whole = [max(value) if isinstance(value, list) else value for value in written]
         assert points == [(step, pytest.approx(value)) for step, value in zip((2, 4), whole, strict=True)]

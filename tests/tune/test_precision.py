@@ -112,7 +112,7 @@ def test_a_rack_is_one_node() -> None:
 )
 def test_a_rack_has_several_hosts_which_start_its_ranks(gpu: str, gpus: int, per_node: int, hosts: int) -> None:
     cluster = Cluster(named(gpu), gpus, per_node)
-    lines = tune._how_to_run(cluster, Path("x"))
+    lines = tune._how_to_run(cluster, Path("x"), "Megatron-LM/pretrain_gpt.py")
     assert f"sbatch --nodes {hosts} --gpus-per-node {gpus // hosts} " in lines
     assert lines.count(f"--nnodes {hosts} --nproc-per-node {gpus // hosts} ") == 2
 

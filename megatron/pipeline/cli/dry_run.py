@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -149,7 +150,8 @@ def _predict(answer: DryRun, prediction: memory.Prediction, gpu: Device | None, 
 
 def _text(answer: DryRun, prediction: memory.Prediction) -> str:
     lines = [*answer.left_out, *answer.warnings]
-    lines += [f"not installed here: {' '.join(answer.missing)}: pip install {' '.join(answer.missing)}"] if answer.missing else []
+    quoted = " ".join(map(shlex.quote, answer.missing))
+    lines += [f"not installed here: {' '.join(answer.missing)}: pip install {quoted}"] if quoted else []
     fullest, size = prediction.fullest.total / rank_memory.GIB, (answer.gpu_memory or 0) / rank_memory.GIB
     need = f"the fullest rank needs {fullest:.1f} GiB of {size:.4g}"
     verdict = "fits" if answer.fits else "does not fit: mpipe memory with these flags says what would"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.cli.arguments import Commands, add_command
+from megatron.pipeline.flags.importers import upstream
 from megatron.pipeline.flags.support import FEATURES, Feature
 from megatron.pipeline.planner import topics, view
 
@@ -30,8 +32,10 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> None:
     header, *rows = _rows()
     wanted = " ".join(options.words).lower()
-    rows = [row for row, feature in zip(rows, FEATURES, strict=True) if wanted in _searched(feature)]
-    if not rows:
+    called = re.compile(rf"\b({re.escape(wanted)}|{re.escape(upstream.called(wanted))})\b") if wanted else re.compile("")
+    named, others = ([row for row, feature in zip(rows, FEATURES, strict=True) if called.search(text(feature))]
+                     for text in (lambda feature: feature.title.lower(), _searched))  # fmt: skip
+    if not (rows := named or others):
         raise ValueError(
             f"no feature is called {wanted!r}: mpipe support lists all {len(FEATURES)}, and docs/launch.md every flag"
         )

@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
         print()
         for path in (*written.values(), *picture, *more):
             wrote(str(path))
-        print(f"\n{_how_to_run(cluster, directory, base.hybrid_layer_pattern is not None)}")
+        print(f"\n{_how_to_run(cluster, directory, _script(base))}")
     if options.verify and not found.interrupted:
         _verify(options, written, [*ranked(found)[:_TRIED], *stock.best(1)])
     return 130 if found.interrupted else 0  # as after SIGINT
@@ -431,9 +431,17 @@ def _table(results: list[Result]) -> str:
     return view.plain_table(heads, cells, words=2)
 
 
-def _how_to_run(cluster: Cluster, directory: Path, hybrid: bool = False) -> str:
-    """One line for each way to start the best: this repository's script, by torchrun or SLURM, and Megatron-LM's own, which alone
-    has hybrid models."""
+def _script(base: Flags) -> str:
+    """The script that trains this model under ``mpipe launch``: what freezes weights is one's own."""
+    if base.trained != "all":
+        return "YOURS.py"
+    return f"Megatron-LM/pretrain_{'hybrid' if base.hybrid_layer_pattern is not None else 'gpt'}.py"
+
+
+def _how_to_run(cluster: Cluster, directory: Path, script: str) -> str:
+    """One line for each way to start the best: this repository's script, by torchrun or SLURM, and Megatron-LM's own or another,
+    which alone have hybrid models and weights that do not train."""
+    alone = not script.endswith("/pretrain_gpt.py")
     nodes, best, data = -(-cluster.gpus // cluster.per_host), directory / "best.yaml", "--data-path ..."
     ranks, lines = f"--nproc-per-node {cluster.per_host}", []
     if nodes > 1:
@@ -441,11 +449,11 @@ def _how_to_run(cluster: Cluster, directory: Path, hybrid: bool = False) -> str:
         size = f"--nodes {nodes} --gpus-per-node {cluster.per_host}"
         lines = (
             ["on every node"]
-            if hybrid
+            if alone
             else [f"CONFIG={best} sbatch {size} scripts/slurm/pretrain_gpt.sbatch {data}", "or on every node"]
         )
-    lines += [] if hybrid else [f"torchrun {ranks} pretrain_gpt.py --config {best} {data}"]
-    lines += [f"mpipe launch {ranks} Megatron-LM/pretrain_{'hybrid' if hybrid else 'gpt'}.py --config {best} {data}"]
+    lines += [] if alone else [f"torchrun {ranks} pretrain_gpt.py --config {best} {data}"]
+    lines += [f"mpipe launch {ranks} {script} --config {best} {data}"]
     return "\n".join(lines)
 
 

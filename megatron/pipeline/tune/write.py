@@ -37,7 +37,9 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
     args = parse(flags, predicts=True)
     if without := left(args):
         head += f"\nWithout flags of Megatron-LM that pretrain_gpt.py does not have: {' '.join(without)}"
-    values = vars(args) | changes | {"trained": "all"}  # a training counts it
+    if args.trained != "all":
+        head += f"\nPredicted with --trained {args.trained}: the script that trains freezes the rest."
+    values = vars(args) | changes | {"trained": "all"}  # a training counts what requires gradients
     config = as_flags({name: values.get(name) for name in actions()})
     config["pipeline-schedule"] = changes["pipeline_schedule"]  # even our default: mpipe launch has another
     comment = "".join(f"# {line}\n" for line in head.splitlines())

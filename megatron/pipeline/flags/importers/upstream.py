@@ -87,6 +87,11 @@ def nearest(name: str, parser: argparse.ArgumentParser) -> str | None:
     return table("names")["called"].get(wanted) or (known[near[0]] if near else None)
 
 
+def called(word: str) -> str:
+    """The flag, without dashes, that people call by a word; else the word."""
+    return key(str(table("names")["called"].get(word, word)))
+
+
 def key(name: str) -> str:
     """A flag's name as a command line has it, without its first dashes."""
     return name.lstrip("-").replace("_", "-")
