@@ -18,6 +18,7 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import Prediction, predicted
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import MEGATRON
+from megatron.pipeline.flags.importers.bash import Script, unknown_in
 from megatron.pipeline.flags.importers.upstream import table
 from megatron.pipeline.flags.settings import add_flags
 from megatron.pipeline.launch.parser import extend
@@ -99,6 +100,12 @@ def test_a_model_by_its_name_is_below_all_other_flags(tmp_path: Path, capsys: py
     assert "did you mean --model with" in refusal(capsys, "memory", "--hf", "Qwen/Qwen3-8B", BATCH)
 
 
+EXPERTS = (
+    '{"model_type": "mixtral", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "num_local_experts": 4, '
+    '"num_hidden_layers": %s}'
+)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -106,6 +113,10 @@ def test_a_model_by_its_name_is_below_all_other_flags(tmp_path: Path, capsys: py
         ("[]", "no config.json of a model of Hugging Face, which has a model_type"),
         ('{"model_type": "mamba", "hidden_size": 8}', "without num_hidden_layers, num_attention_heads, vocab_size, which"),
         ('{"model_type": "clip_vision_model", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}', "vocab_size"),
+        (EXPERTS % '4, "decoder_sparse_step": "2"', "its experts' layers, or their sizes, are not whole numbers, or missing ("),
+        (EXPERTS % '4, "n_shared_experts": 2', "or missing ('moe_ffn_hidden_size')"),
+        (EXPERTS % "1000000000", "--num-layers: expected a whole number from 1 to 10,000, got 1000000000"),
+        (EXPERTS.replace("8", "1" + "0" * 400) % 4, "--hidden-size: expected a whole number of at least 1, got 1000"),
         (None, "a folder without a config.json"),
     ],
 )
@@ -113,7 +124,7 @@ def test_what_is_no_model_is_refused(text: str | None, words: str, tmp_path: Pat
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     line = refusal(capsys, "memory", "--model", str(tmp_path), BATCH)
-    assert f"--model {tmp_path}: " in line and words in line
+    assert words in line and (f"--model {tmp_path}: " in line or "expected" in words)
     assert "; known kinds are llama," in line or "model_type" not in line or text == "[]"
 
 
@@ -406,6 +417,41 @@ def test_a_script_does_nothing_and_ends(tmp_path: Path, capsys: pytest.CaptureFi
         capsys, "memory", "--config", str(file)
     )
     assert not made.exists()
+
+
+BOMB = 'A=aaaaaaaaaaaaaaaa\nfor ((i=0; i<60; i++)); do A="$A$A"; done\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BOMB, "it is too long, or its loops do not end"),
+        (
+            BOMB.replace("=a", "=(a").replace("aa\n", "aa a)\n").replace('"$A$A"', '("${A[@]}" "${A[@]}")'),
+            "it is too long, or its",
+        ),
+        ("# a comment\n" * 100_000, "it is too long"),
+        ("A=1\nA=${}\n", "line 2 cannot be read as bash: change it, or give flags instead"),
+        ("source circle\n", "nor in what it sources; circle is not there"),
+        (f"source a\0b\nsource {'a' * 5000}\n", "b is not there; aaaa"),
+    ],
+)
+def test_scripts_that_are_odd_are_refused_in_a_line(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    file = tmp_path / "train.sh"
+    file.write_text(text)
+    assert words in refusal(capsys, "memory", "--config", str(file))
+
+
+def test_comments_counts_and_numbers_of_bash(tmp_path: Path) -> None:
+    """A comment behind ``&&``, a count from 1 by ``++i``, an array's end, ``${#}``, and numbers beyond 64 bits."""
+    script = Script(tmp_path / "train.sh", {"1": "a"})
+    script.run("true && # so\nA=(7 8)\nfor ((i=0; i<3; ++i)); do B=$i; done\nC=${A[-1]}\nD=${#}\nE=9\n")
+    assert [script.values[name] for name in "BCD"] == ["2", "8", "1"]
+    script.run("for ((i=0; i<20; i++)); do E=$((E * E)); done\n")
+    assert unknown_in(str(script.values["E"])) == ["$((E * E))"]
 
 
 def test_an_experiment_of_primus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

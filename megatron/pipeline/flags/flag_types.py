@@ -31,7 +31,7 @@ _ABOVE_0 = math.nextafter(0, 1)
 MOST = 10_000
 _YEAR = 366 * 24 * 60  # minutes
 
-positive_int = number_type(int, "a whole number of at least 1", 1)
+positive_int = number_type(int, "a whole number of at least 1", 1, 10**15)
 count = number_type(int, "a whole number of at least 1", 1, 999_999_999)
 # Of layers, ranks and experts, by which planning takes time and memory.
 to_10_000 = number_type(int, "a whole number from 1 to 10,000", 1, MOST)

@@ -13,7 +13,7 @@ from megatron.pipeline.planner import reading
 
 Node = Any  # of a library that not every installation has
 _MARK = re.compile("\ue000([^\ue001]*)\ue001")  # around what is unknown
-_MOST = 200_000  # steps of a script
+_MOST = 20_000  # steps of a script; one also reads 16 letters of text, or 256 of values
 _TESTS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 _EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion")
 
@@ -51,16 +51,26 @@ class Script:
         """Follow the lines of a text.
 
         Raises:
-            ValueError: it has no end in sight.
+            ValueError: it has no end in sight, or a line cannot be read.
         """
+        self._count(len(text) >> 4)
         text = re.sub(r"\$([A-Za-z_]\w*)(?=[+*])", r"${\1}", text)  # which the grammar does not split
         self._run(self._parser.parse(text.encode()).root_node)
 
     def _run(self, node: Node) -> bool | None:
         """Follow a statement; returns what a test says, and None where that is not known."""
-        self._steps += 1
+        self._count(1)
+        try:
+            return self._ran(node)
+        except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError):  # a node lacks parts, or is too deep
+            raise ValueError(f"line {node.start_point[0] + 1} cannot be read as bash: change it, or give flags instead") from None
+
+    def _count(self, steps: int) -> None:
+        self._steps += steps
         if self._steps > _MOST:
-            raise ValueError(f"{self._path}: its loops do not end: give its flags instead")
+            raise ValueError("it is too long, or its loops do not end: give its flags instead")
+
+    def _ran(self, node: Node) -> bool | None:
         if node.children and node.children[0].type == "((":
             return bool(self._result(node.named_children[0]))
         run: Callable[[Node], bool | None] | None = getattr(self, f"_run_{node.type}", None)
@@ -73,7 +83,7 @@ class Script:
         return status
 
     def _run_list(self, node: Node) -> bool | None:
-        left, how, right = node.children
+        left, how, *_, right = node.children  # with comments between them
         status = self._run(left)
         fails = status is False or (status is None and how.type == "&&" and left.type in ("test_command", "list"))
         return status if fails is (how.type == "&&") else self._run(right)
@@ -136,11 +146,15 @@ class Script:
             case ["true" | "false" as status]:
                 return status == "true"
             case ["source" | ".", name, *_]:  # an unknown beginning of its path is taken for the script's own folder
-                file = (self._path.parent / re.sub("^\ue000[^/]*\ue001/", "", name)).resolve()
-                if not file.is_file():
+                file = self._path.parent / re.sub("^\ue000[^/]*\ue001/", "", name)
+                try:
+                    file, found = file.resolve(), file.is_file()
+                except (OSError, RuntimeError, ValueError):  # links in a circle, or what cannot be a name
+                    found = False
+                if not found:
                     self._known(name)
                     self.lost.append(shown(name))
-                if file.is_file() and file not in self._within:
+                if found and file not in self._within:
                     self._within.add(file)
                     self.run(reading.read_text(file, "a shell script"))
             case ["printf", "-v", name, form, *rest]:
@@ -188,7 +202,8 @@ class Script:
             return None
         if node.type == "variable_assignment":
             return self._run(node)
-        if changed := re.fullmatch(r"(\w+)\s*([-+])(?:\2|=\s*(.+))", _text(node)):  # i++ or i += 2
+        text = re.sub(r"^(\+\+|--)(\w+)$", r"\2\1", _text(node))
+        if changed := re.fullmatch(r"(\w+)\s*([-+])(?:\2|=\s*(.+))", text):  # i++ or i += 2
             self._set(changed[1], str(_evaluated(f"{self._named(changed[1])[0]} {changed[2]} {changed[3] or 1}")))
         return _evaluated(self._expression(node))
 
@@ -207,7 +222,9 @@ class Script:
             rest = [value for key, value in self._given.items() if key.isdigit()]
             return [str(len(rest))] if name == "#" else rest
         value = self._given.get(name, self.values.get(name, os.environ.get(name)))
-        return [_unknown(name)] if value is None else value if isinstance(value, list) else [value]
+        values = [_unknown(name)] if value is None else value if isinstance(value, list) else [value]
+        self._count(sum(map(len, values)) + len(values) >> 8)
+        return values
 
     def _fields(self, nodes: Sequence[Node]) -> list[str]:
         return [field for node in nodes if node.type != "comment" for field in self._words(node, True)]
@@ -264,6 +281,8 @@ class Script:
             del self.commands[before:]
             known = len(commands) == 1 and commands[0][:1] == ["echo"]
             return [" ".join(commands[0][1:]) if known else _unknown(re.split("[ )|`]", text.strip("$(`"))[0], "$({})")]
+        if text == "${#}":
+            return self._named("#")
         target = next(iter(node.named_children))
         index = target.child_by_field_name("index") if target.type == "subscript" else None
         name = _text(target.child_by_field_name("name") if index else target)
@@ -271,7 +290,7 @@ class Script:
         lacks = values == [_unknown(name)]
         if index and _text(index) not in ("@", "*"):
             place = self._result(index)
-            values = values[place : place + 1] if place is not None else [_unknown(text)]
+            values = values[place : place + 1 or None] if place is not None else [_unknown(text)]
         how = next((_text(child) for child in node.children[2:] if not child.is_named), "}").lstrip(":")
         other = "".join(self._value(child) for child in node.named_children[1:])
         if text.startswith("${#"):
@@ -287,13 +306,16 @@ class Script:
 
 
 def _evaluated(expression: str) -> int | None:
-    """The result of bash's arithmetic of whole numbers."""
+    """The result of bash's arithmetic of whole numbers, in an expression of at most 1,000 letters."""
+    if len(expression) > 1000:
+        return None
     text = re.sub(r"(.*)\?(.*):(.*)", r"(\2) if (\1) else (\3)", expression, flags=re.S).replace("/", "//")
     text = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
     if not re.fullmatch(r"(?!.*(\*\*|<<|>>))(\d|\s|[-+*/%()<>=!]|\b(and|or|not|if|else)\b)+", text):
         return None
     try:
-        return int(eval(text, {"__builtins__": {}}))
+        found = int(eval(text, {"__builtins__": {}}))
+        return found if -(2**63) <= found < 2**63 else None
     except (SyntaxError, TypeError, ArithmeticError, MemoryError):
         return None
 

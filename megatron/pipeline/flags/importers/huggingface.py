@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megatron.pipeline.flags.flag_types import MOST
 from megatron.pipeline.flags.flags import as_flags
 from megatron.pipeline.flags.importers import renamed, upstream
 from megatron.pipeline.planner import reading
@@ -84,7 +85,10 @@ def of_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     table = known | {"names": known["names"] | kind.get("names", {})}
     values = known["always"] | renamed.values_of(settings, table)[0]
     if values.get("num_experts"):
-        values |= known["experts"] | _of_experts(settings, values)
+        try:
+            values |= known["experts"] | _of_experts(settings, values)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"its experts' layers, or their sizes, are not whole numbers, or missing ({error})") from None
     if "window" in kind and settings.get("sliding_window"):
         values |= {"window_size": f"{settings['sliding_window']},0", "window_attn_skip_freq": kind["window"]}
     return as_flags(values | kind.get("is", {})), remarks
@@ -94,6 +98,8 @@ def _of_experts(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
     """Layers that have experts, and the width of those that every token passes."""
     found: dict[str, Any] = {}
     layers, other = values["num_layers"], settings.get("mlp_only_layers") or ()
+    if not isinstance(layers, int) or layers > MOST:
+        return {}  # the flag is refused
     step, first, last = (
         next((settings[name] for name in names if settings.get(name)), usual)
         for names, usual in (
