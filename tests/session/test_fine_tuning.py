@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from pool import Pool
 from session import tuned_loops
 from session.tuned_loops import Tuned, Tuning
+
+from megatron.pipeline.planner import Kind, Pass
+from megatron.pipeline.runtime.stage_passes import StagePasses
 
 FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 SELECTIVE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
@@ -17,6 +24,8 @@ CASES = {
     "adapters, attention recomputed, replicas": Tuning(pipeline=2, recomputes=SELECTIVE),
     "a frozen first half": Tuning(adapters=False, layers=(5, 6, 7, 8)),
     "a frozen first half, replicas": Tuning(pipeline=2, adapters=False, layers=(5, 6, 7, 8)),
+    "a frozen first half whose output needs a gradient": Tuning(adapters=False, layers=(5, 6, 7, 8), hooked=True),
+    "layers that join": Tuning(adapters=False, alone=(7, 8)),
     "the middle alone": Tuning(adapters=False, layers=(4, 5)),
 }
 
@@ -47,3 +56,13 @@ def test_what_trains_is_equal_to_stocks(pool: Pool, tuning: Tuning) -> None:
 def test_chunks_that_take_turns_are_equal_to_stocks(pool: Pool, name: str) -> None:
     stock, ours = (pool.run(4, tuned_loops.train, schedule, CASES[name], 2) for schedule in ("stock", "interleaved"))
     assert ours == stock and not stock[0].still
+
+
+def test_a_weight_outside_the_chunks_that_feeds_a_frozen_stage_is_refused() -> None:
+    prompt = torch.nn.Parameter(torch.ones(2, 3))
+    stages: Any = SimpleNamespace(forward=lambda *_: [torch.ones(2, 3) * prompt.tanh()])
+    passes = StagePasses(stages, (), frozen={0}, ends={0})
+    with pytest.raises(ValueError, match=r"of shape \(2, 3\) trains outside .* freeze it"):
+        passes.forward(Pass(Kind.F, 0, 0), [])
+    prompt.requires_grad_(False)
+    passes.forward(Pass(Kind.F, 0, 0), [])

@@ -31,6 +31,8 @@ class Tuning(NamedTuple):
         layers: numbers of those with anything that trains.
         tied: the ends are, and are frozen.
         recomputes: settings of recomputation.
+        alone: numbers of the layers that train in the first iteration; the others join behind it.
+        hooked: the embedding's output needs a gradient, by a hook as peft's.
     """
 
     pipeline: int = 4
@@ -39,6 +41,8 @@ class Tuning(NamedTuple):
     layers: tuple[int, ...] = tuple(range(1, 9))
     tied: bool = False
     recomputes: tuple[tuple[str, Any], ...] = ()
+    alone: tuple[int, ...] = ()
+    hooked: bool = False
 
 
 class Tuned(NamedTuple):
@@ -94,6 +98,8 @@ def train(schedule: str, tuning: Tuning, chunks: int | None = None) -> Tuned:
             setattr(config, f"{setting}_func", each if len(each) > 1 else each[0])
     before, losses, norms = _trained(models), [], []
     for seed, microbatches in enumerate(STEPS):
+        for layer in (layer for model in models if tuning.alone for layer in model.decoder.layers):
+            layer.requires_grad_(layer.layer_number in (tuning.layers if seed else tuning.alone))
         data = own.batches(microbatches, seed + 10 * parallel_state.get_data_parallel_rank())
         found, norm = own.run(wrapped, data, optimizer)
         losses.append([float(one.mean()) for one in found] if parallel_state.is_pipeline_last_stage() else [])
@@ -129,6 +135,8 @@ def _build(tuning: Tuning, chunks: int | None) -> list[Any]:
         layers = block_spec(settings, config, vp_stage)
         models.append(GPTModel(config, layers, 64, 16, share_embeddings_and_output_weights=tuning.tied, **ends))
         models[-1].requires_grad_(False)
+        if tuning.hooked and first:
+            models[-1].embedding.register_forward_hook(lambda *given: given[-1].requires_grad_(True))
         for layer in models[-1].decoder.layers:
             if layer.layer_number in tuning.layers:
                 _adapt(layer) if tuning.adapters else layer.requires_grad_(True)

@@ -196,12 +196,14 @@ class Pipeline:
         self._begun[0].start_anew()
 
     def meet(self, call: Call) -> None:
-        """Look at a model before its first iteration, and plan for what it trains, if it does. Collective over the pipeline.
+        """Look at a model before its first iteration, and plan for what it trains, if it does; where stages are without B, before
+        each, for they may be to train from now on. Collective over the pipeline.
 
         Raises:
             ValueError: see ``check_chunks``.
         """
-        if call.chunks[0] in (self._built if call.forward_only else self._trained):
+        met = self._built if call.forward_only else self._trained
+        if call.chunks[0] in met and (call.forward_only or not self.plans.frozen):
             return
         shares = check_chunks(call.pipeline, self.placement, self.name, call.chunks)
         self._built.add(call.chunks[0])

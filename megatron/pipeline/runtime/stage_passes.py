@@ -66,6 +66,8 @@ class StagePasses:
                 tensor.requires_grad_(False)
         with self._offloaded.capturing(work, keep_graph) if self._offloaded else nullcontext():
             outputs = self._stages.forward(work, inputs, keep_graph)
+        if work.chunk in self._frozen and not work.microbatch:
+            _check_nothing_trains(outputs)
         return self._keep(work, inputs, outputs)
 
     def recompute(self, work: Pass, _: Tensors) -> Tensors:
@@ -123,6 +125,25 @@ class StagePasses:
             yield
         held: Iterable[list[Any]] = (hold(task.held) for task in tasks) if is_observed() else repeat([])
         self._weights[work[1:3]] = list(zip(tasks, held, strict=False))
+
+
+def _check_nothing_trains(outputs: Tensors) -> None:
+    """Refuse outputs of a frozen chunk behind a weight that trains.
+
+    Raises:
+        ValueError: says which; what needs a gradient and is no parameter, as of the hooks of adapters' frameworks, may be there.
+    """
+    found, seen = [tensor.grad_fn for tensor in outputs if tensor is not None], set[Any]()
+    while found:
+        if (node := found.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(weight := getattr(node, "variable", None), torch.nn.Parameter):
+            raise ValueError(
+                f"a weight of shape {tuple(weight.shape)} trains outside the model's chunks, and feeds a stage whose own weights are "
+                "all frozen, to which no gradient goes back: make it a parameter of a module in that chunk, or freeze it"
+            )
+        found.extend(following for following, _ in node.next_functions)
 
 
 def run_weights(tasks: list[tuple[WeightTask, list[Any]]]) -> None:
