@@ -166,7 +166,7 @@ def main() -> None:
 
     one_rank()
     title = f"{options.layers} linears a chunk, {options.hidden} x {options.hidden}, {options.tokens} tokens, {options.dtype}"
-    rows, seconds = [], {}
+    rows, seconds = [], dict[str, list[float]]()
     for name in SCHEDULES:
         row, of_rounds = measured(name, options)
         rows.append(row)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import slot_graphs
 import torch
-from gpu_model import graphs
 from megatron.core import parallel_state, tensor_parallel
 from pool import Pool
+
+from gpu_model import graphs
 
 SMALL = {"hidden": 64, "tokens": 32, "layers": 2, "ranks": 4, "microbatches": 8, "dtype": "bf16", "rounds": 1}
 
@@ -24,8 +26,9 @@ def _measured(name: str, shared: bool) -> str:
     one = graphs.Pool()
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    posed = {"CUDAGraph": graphs.CUDAGraph, "graph": graphs.graph, "synchronize": lambda: None}
-    with patch.multiple(torch.cuda, **posed, graph_pool_handle=lambda: one if shared else graphs.Pool()):
+    posed: dict[str, Any] = {"CUDAGraph": graphs.CUDAGraph, "graph": graphs.graph, "synchronize": lambda: None}
+    posed["graph_pool_handle"] = (lambda: one) if shared else graphs.Pool
+    with patch.multiple(torch.cuda, **posed):
         try:
             return slot_graphs.measured(name, Namespace(**SMALL))[0][1]
         except SystemExit as error:

@@ -60,7 +60,8 @@ def place(chunks: Sequence[torch.nn.Module], slots: Sequence[Sequence[int]]) -> 
         chunk: torch.nn.Module = unwrap_model(wrapped)
         setattr(chunk, _SLOTS, row)
         cuda_graphs.capture_with(chunk, capture)
-        for layer in (module for module in chunk.modules() if hasattr(module, _GRAPHS)):
+        layers: list[Any] = [module for module in chunk.modules() if hasattr(module, _GRAPHS)]
+        for layer in layers:
             graphs: list[SlotGraph] = getattr(layer, _GRAPHS)
             if distributed_data_parallel.gathered(wrapped):  # whose hooks of modules a replay does not call
                 layer.setup_manual_hooks(wrapped._make_forward_pre_hook)
