@@ -110,12 +110,12 @@ STEPS = (
         _COUNTS,
         environment=_UNCOMPILED,
     ),
-    _benchmark("slot_graphs.py", 60, 1),
     Step("CUDA tests", (*_TESTS, *MARKED), 360, 2, _COUNTS, environment=_COMPILED),
     _benchmark("queues.py", 60, 2),
     _benchmark("split_backward.py", 90, 2, *"--hidden 4096 --tokens 4096 --dtype bf16".split()),
     replace(_benchmark("rehearse_llama.py", 330, 3), finds=r"predicted tokens/s: [^\n]+", environment=_COMPILED),
     _benchmark("vocabulary_kernels.py", 120, 3),
+    _benchmark("slot_graphs.py", 60, 4),
     _benchmark("offload.py", 210, 4, *"--hidden 4096 --seq 4096 8192".split()),
     Step(
         "torch's sanitizer of streams",
