@@ -62,6 +62,11 @@ def _capture(run: tiny_gpt.Run, upstream: Any) -> tuple[list[Any], int]:
         patch.object(type(tracker), "fork", lambda *_: nullcontext()),
     ):
         helper = upstream.TECudaGraphHelper(**given, optimizers=[run.optimizer])
+        gathering = run.chunks if run.args.overlap_param_gather else []
+        for chunk in gathering:
+            chunk.disable_forward_pre_hook(param_sync=False)
         helper.create_cudagraphs()
+        for chunk in gathering:
+            chunk.enable_forward_pre_hook()
     assert all(layer.cuda_graphs for layers in helper.callables_per_chunk for layer in layers)
     return made, len(helper.flattened_callables)

@@ -30,16 +30,20 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
     [("zb-h1", 8), ("zb-h1", 5), ("zb-v", 8), ("v-half", 8), ("interleaved", 8), ("zb-auto", 16), ("1f1b", 4), ("v-min", 12)],
 )
 def test_graphs_change_no_bit(engine: Pool, name: str, microbatches: int) -> None:
-    eager, graphed = (engine.run(1, graphs.train, name, microbatches, graphs_on)[0] for graphs_on in (False, True))
+    eager, graphed = (engine.once(1, graphs.train, name, microbatches, graphs_on)[0] for graphs_on in (False, True))
     assert graphed == eager
     assert len(set(eager[0])) == 5
 
 
 _PLAIN = "--bf16 --disable-bias-linear --normalization RMSNorm --swiglu"
+_OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+_EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm"
 _TRAININGS = {  # schedule, ranks, pipeline ranks, flags, parts of layers, microbatches of every iteration
     "whole layers": ("zb-h1", 2, 2, "", "", (4,) * 5),
     "a V of 4 ranks": ("zb-v", 4, 4, "--num-layers 8", "attn", (4,) * 3),
     "other numbers of microbatches": ("v-half", 2, 2, "", "attn mlp", (4, 2, 16, 4)),
+    "experts": ("zb-v", 4, 2, _EXPERTS, "attn moe_router", (4,) * 3),
+    "overlaps": ("zb-v", 4, 2, _OVERLAPS, "attn", (4,) * 3),
     "fused backwards": ("interleaved", 2, 2, "", "", (4,) * 3),
 }
 
@@ -59,7 +63,7 @@ def test_a_gpt_that_is_captured_trains_as_one_that_is_not(engine: Pool, training
 @pytest.mark.parametrize("mutation", graphs.MUTATIONS)
 def test_what_makes_graphs_wrong_is_seen(engine: Pool, mutation: str) -> None:
     for name in ("zb-h1", "v-half"):
-        eager = engine.run(1, graphs.train, name, 8, False)[0]
+        eager = engine.once(1, graphs.train, name, 8, False)[0]
         assert engine.run(1, graphs.train, name, 8, True, mutation)[0] != eager, name
 
 

@@ -20,6 +20,7 @@ SMALL = {  # after a step's own flags
     "queues.py": "--priority high --size 16 --rounds 1",  # what it starts for each number of queues
 }
 RANKS = "rehearse_llama.py"  # runs under torchrun: test_rehearsal.py, and test_gpus.py for its flags
+GRAPHS = "slot_graphs.py"  # test_slot_graphs.py
 
 
 def posed(directory: Path, *command: str) -> str:
@@ -52,7 +53,8 @@ def test_every_marked_test_passes_or_is_skipped(tmp_path: Path, whole_trainings:
     assert reasons == (several if whole_trainings else {"transformer-engine is not installed"})
 
 
-BENCHMARKS = [one for one in gpu.STEPS if one.command[1].startswith("benchmarks/") and RANKS not in one.command[1]]
+BENCHMARKS = [one for one in gpu.STEPS if one.command[1].startswith("benchmarks/")]
+BENCHMARKS = [one for one in BENCHMARKS if Path(one.command[1]).name not in (RANKS, GRAPHS)]
 
 
 @pytest.mark.parametrize("step", BENCHMARKS, ids=lambda one: one.name)

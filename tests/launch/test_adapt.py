@@ -32,6 +32,8 @@ def upstreams(flags: str) -> Namespace:
     parser.add_argument("--fp8-recipe", default="delayed")
     parser.add_argument("--cuda-graph-impl", default="none")
     parser.add_argument("--cuda-graph-scope", nargs="+")
+    parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--overlap-grad-reduce", action="store_true")
     Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1")).add_flags(parser)
     return parser.parse_args(["--pipeline-model-parallel-size", "4", "--num-layers", "16", *flags.split()])
 
@@ -125,13 +127,16 @@ def test_a_setting_is_refused_and_one_with_a_price_can_be_left_out(row: Combinat
 @pytest.mark.parametrize("schedule", ["zb-v", "stock"])
 def test_graphs_of_transformer_engine_stay_where_they_are_tested(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = f"--pipeline-schedule {schedule} --adapt --disable-bias-linear --cuda-graph-impl transformer_engine"
-    assert upstreams(f"{plain} --cuda-graph-scope attn").cuda_graph_impl == "transformer_engine"
+    fine = f"{plain} --cuda-graph-scope attn moe_router --num-experts 4 --overlap-grad-reduce"
+    assert upstreams(fine).cuda_graph_impl == "transformer_engine"
     assert capsys.readouterr().out == ""
     for other in ("--fp8-format hybrid", "--recompute-granularity full", "--cuda-graph-scope moe"):
         args = upstreams(f"{plain} {other}")
         said = capsys.readouterr().out
         assert (args.cuda_graph_impl, bool(said)) == (("none", True) if schedule == "zb-v" else ("transformer_engine", False))
         assert schedule == "stock" or f"is not tested with {other} under schedules of ours: left out by --adapt" in said
+    assert upstreams(f"{plain} --num-experts 4").cuda_graph_impl == ("none" if schedule == "zb-v" else "transformer_engine")
+    assert ("captures whole layers" in capsys.readouterr().out) == (schedule == "zb-v")
 
 
 def test_no_row_is_lost() -> None:

@@ -55,15 +55,40 @@ def test_models_of_planned_schedules_alone_are_captured_by_slot(monkeypatch: pyt
             cuda_graphs._by_plan(_create, _helper(chunk))
 
 
+def _linear(bias: bool = False) -> Any:
+    linear: Any = torch.nn.Linear(2, 2, bias=bias)
+    linear.parallel_mode, linear.tp_size, linear.sequence_parallel = None, 1, False
+    linear.wgrad_store = SimpleNamespace(context=None)
+    te_linear.prepare(linear)
+    return linear
+
+
+def test_ddp_hears_of_a_layers_linears_once_and_in_one_order() -> None:
+    """Or replicas reduce buckets in different orders: Transformer Engine has the linears in a set."""
+    heard, linears = list[int](), [_linear() for _ in range(3)]
+    for number, linear in enumerate(linears):
+        linear.weight.main_grad = torch.zeros(2, 2)
+        linear.wgrad_accumulation_and_reduce_hooks = [lambda number=number: heard.append(number)]
+        linear.forward.notifies_alone()
+
+    def replay() -> None:
+        assert len(heard) in (0, 3), "before its gradient is there"
+        for linear in linears[1:] + linears[:1]:
+            for hook in linear.wgrad_accumulation_and_reduce_hooks:
+                hook()
+
+    graphs = SimpleNamespace(backward_dw=replay)
+    for _ in range(2):
+        te_graphs.GraphedGradient(graphs, [linear.forward for linear in linears]).run()
+    assert heard == [2, 1, 0] * 2
+
+
 @pytest.mark.parametrize(
     ("frozen", "bias", "words"), [(True, False, "has a frozen weight"), (False, True, "adds its bias itself")]
 )
 def test_what_a_graph_of_w_has_no_gradient_of_is_refused(frozen: bool, bias: bool, words: str) -> None:
-    linear: Any = torch.nn.Linear(2, 2, bias=bias)
+    linear = _linear(bias)
     linear.weight.requires_grad_(not frozen)
-    linear.parallel_mode, linear.tp_size, linear.sequence_parallel = None, 1, False
-    linear.wgrad_store = SimpleNamespace(context=None)
-    te_linear.prepare(linear)
     layer = SimpleNamespace(layer_number=3, _get_submodules_under_cudagraphs=lambda: [linear])
     with pytest.raises(ValueError, match=f"Linear of layer 3 {words}"):
         te_graphs._delayed(layer)

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.cli.memory import Prediction, predicted
+from megatron.pipeline.cli.memory import Prediction, _text, predicted
 from megatron.pipeline.model.description import describe, shape_of
+from megatron.pipeline.planner import Request
+from megatron.pipeline.planner.costmodel.activations import layer_temporary
 from megatron.pipeline.planner.costmodel.device import named, shipped
 from megatron.pipeline.planner.costmodel.estimate import layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links
@@ -97,13 +99,21 @@ def test_muon_keeps_one_moment_of_matrices() -> None:
     assert any("orthogonalised" in note for note in found["muon"].not_modelled)
 
 
-def test_graphs_of_layers_keep_their_outputs_gradients() -> None:
-    """One for each layer and microbatch that a rank holds; a graph of the whole iteration has none."""
-    plain, graphs, whole = (
-        training(more).ranks
-        for more in ("", "--cuda-graph-impl transformer_engine --cuda-graph-scope attn", "--cuda-graph-impl full_iteration")
-    )
-    each = shape_of(training().args).hidden_bytes
-    for row, other, one in zip(plain, graphs, whole, strict=True):
-        assert other.temporary - row.temporary == pytest.approx(each * row.layers * row.microbatches)
-        assert one == row
+def test_graphs_of_layers_keep_what_their_slots_have() -> None:
+    """Inputs, gradients on both sides and a pool of temporaries; a graph of the whole iteration has none."""
+    flags = "--cuda-graph-impl transformer_engine --cuda-graph-scope attn"
+    for schedule in ("zb-h1", "zb-v", "stock"):
+        plain, graphs, whole = (
+            training(f"--pipeline-schedule {schedule} {more}") for more in ("", flags, "--cuda-graph-impl full_iteration")
+        )
+        assert whole.ranks == plain.ranks
+        hidden, pool = shape_of(plain.args).hidden_bytes, layer_temporary(shape_of(plain.args))
+        expected = [hidden * rank.layers * rank.microbatches for rank in plain.ranks]
+        if schedule != "stock":
+            slots = [sum(len(set(row)) for row in rows) for rows in Request(schedule, 4, 16).plan().slots()]
+            slots[-1] -= 1  # the last rank sends a gradient behind its next F
+            expected = [count * (3 * hidden * 8 / plain.schedule.placement.depth + pool) for count in slots]
+        assert [rank.graphs for rank in graphs.ranks] == pytest.approx(expected)
+        more = [other.total - one.total for one, other in zip(plain.ranks, graphs.ranks, strict=True)]
+        assert more == pytest.approx(expected)
+        assert "of other GiB, CUDA graphs keep up to" in _text(graphs, None, None, 80.0, [])

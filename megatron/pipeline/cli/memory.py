@@ -284,6 +284,10 @@ def _text(
         stock = other.args.pipeline.schedule == STOCK
         what = "stock: megatron-core's own 1F1B, not interleaved" if stock else f"{schedule_name(other.args)}: our default"
         parts.append(f"for comparison, {what}\n\n{table(other)}")
+    if graphs := max(rank.graphs for rank in prediction.ranks):
+        parts.append(
+            f"of other GiB, CUDA graphs keep up to {graphs / rank_memory.GIB:.2f} on a rank: inputs, gradients and pools"
+        )
     if warning:
         parts.append(warning)
     fullest, size = prediction.fullest.total / rank_memory.GIB, f"{gpu_memory:g} GB"
@@ -342,7 +346,7 @@ def table(prediction: Prediction) -> str:
             f"{rank.state / rank_memory.GIB:.2f}",
             f"{rank.activations / rank_memory.GIB:.2f}",
             f"{rank.microbatches:.4g}",
-            f"{(rank.temporary + rank_memory.OVERHEAD) / rank_memory.GIB:.2f}",
+            f"{(rank.temporary + rank.graphs + rank_memory.OVERHEAD) / rank_memory.GIB:.2f}",
             f"{rank.total / rank_memory.GIB:.2f}",
         ]
         for number, rank in enumerate(prediction.ranks)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.patches import cuda_graphs
+from megatron.pipeline.patches import cuda_graphs, distributed_data_parallel
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.model import te_linear
@@ -56,11 +56,15 @@ def place(chunks: Sequence[torch.nn.Module], slots: Sequence[Sequence[int]]) -> 
     Args:
         slots: of a rank's plan, by chunk and microbatch.
     """
-    for chunk, row in zip(unwrap_model(list(chunks)), slots, strict=True):
+    for wrapped, row in zip(chunks, slots, strict=True):
+        chunk: torch.nn.Module = unwrap_model(wrapped)
         setattr(chunk, _SLOTS, row)
         cuda_graphs.capture_with(chunk, capture)
-        for layer in (module for module in chunk.modules() if hasattr(module, _GRAPHS)):
+        layers: list[Any] = [module for module in chunk.modules() if hasattr(module, _GRAPHS)]
+        for layer in layers:
             graphs: list[SlotGraph] = getattr(layer, _GRAPHS)
+            if distributed_data_parallel.gathered(wrapped):  # whose hooks of modules a replay does not call
+                layer.setup_manual_hooks(wrapped._make_forward_pre_hook)
             layer.cuda_graphs = [graphs[slot] for slot in row] if max(row) < len(graphs) else []
 
 
@@ -79,18 +83,19 @@ def capture(helper: Any, upstream: Any) -> None:
             f"--cuda-graph-impl transformer_engine needs transformer-engine >= {'.'.join(map(str, OLDEST))}, whose graphs have "
             "W, and an older one is installed: update it, or leave the flag out"
         )
-    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False) for chunk in helper.model):
-        raise ValueError("CUDA graphs are not tested with overlap_grad_reduce under schedules of ours: leave one of the two out")
     chunks = unwrap_model(list(helper.model))
     start = helper._start_capturing()
     for index, layers in enumerate(helper.callables_per_chunk):
         row = getattr(chunks[index], _SLOTS)
         slots = [_captured(helper, upstream, index, len(set(row)), len(row)) for _ in range(1 + max(row))] if layers else []
         for number, layer in enumerate(layers):
-            setattr(layer, _GRAPHS, [SlotGraph(graphs[number], _delayed(layer), number == 0) for graphs in slots])
+            linears = _delayed(layer)
+            setattr(layer, _GRAPHS, [SlotGraph(graphs[number], linears, number == 0) for graphs in slots])
+            for linear in linears:
+                linear.notifies_alone()
     helper._graphs_created = True
     helper._finish_capturing(start)
-    place(chunks, [getattr(chunk, _SLOTS) for chunk in chunks])
+    place(helper.model, [getattr(chunk, _SLOTS) for chunk in chunks])
 
 
 def _captured(helper: Any, upstream: Any, chunk: int, slots: int, microbatches: int) -> Sequence[Any]:
@@ -186,7 +191,9 @@ class GraphedGradient:
         Raises:
             RuntimeError: DDP does not wait for them.
         """
-        for linear in self._linears:
-            linear.stand_in()
         if self._linears:
             self._graphs.backward_dw()
+        for linear in reversed(self._linears):  # as B without graphs has it
+            linear.stand_in()
+            for hook in linear.notify:
+                hook()

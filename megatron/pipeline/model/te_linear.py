@@ -133,7 +133,12 @@ class Marking:
         """
         if not self._module.wgrad_accumulation_and_reduce_hooks:
             raise RuntimeError(weight_tasks.DDP_DOES_NOT_WAIT)
-        return self._module.wgrad_accumulation_and_reduce_hooks  # type: ignore[no-any-return]
+        return tuple(self._module.wgrad_accumulation_and_reduce_hooks)
+
+    def notifies_alone(self) -> None:
+        """Have Transformer Engine call none of ``notify`` behind a graph of W: it takes the linears of a layer in any order."""
+        assert self.notify
+        self._module.wgrad_accumulation_and_reduce_hooks = []
 
     @cached_property
     def weights(self) -> list[torch.nn.Parameter]:

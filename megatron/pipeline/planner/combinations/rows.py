@@ -87,8 +87,11 @@ EXCLUDED = (
     _excluded("cuda_graph_impl", reason=f"{_GRAPHS}; transformer_engine does not", price=_LAUNCHES, details=_SCOPES,
         when=lambda to: to.cuda_graph_impl != "transformer_engine"),
     Row(_CAPTURED, "fp8 | fp4 | recompute_granularity | add_bias_linear | add_qkv_bias | overlap_moe_expert_parallel_comm | "
-        "cuda_graph_scope=moe | cuda_graph_modules=moe | pipeline_model_parallel_size=1 | num_experts | overlap_grad_reduce | "
-        "overlap_param_gather", _UNTESTED, when=lambda to: to.ours, price=_LAUNCHES, details=_SCOPES),
+        "cuda_graph_scope=moe | cuda_graph_modules=moe | pipeline_model_parallel_size=1", _UNTESTED, when=lambda to: to.ours,
+        price=_LAUNCHES, details=_SCOPES),
+    Row(_CAPTURED, "num_experts", "captures whole layers, and how many tokens visit {other} is read by the host",
+        when=lambda to: to.ours and not any(getattr(to, scope) for scope in _SCOPES), price=_LAUNCHES,
+        instead="add --cuda-graph-scope attn moe_router (from 0.18 on --cuda-graph-modules)"),
     _excluded("enable_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
     _excluded("external_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
     _excluded("logits_load_dir", reason=_LOGITS),

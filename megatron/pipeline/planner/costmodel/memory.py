@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from megatron.pipeline.planner.costmodel import activations
@@ -47,8 +47,9 @@ class RankMemory:
         state: weights, gradients and optimizer state.
         activations: at their peak.
         microbatches: that are held then, from F to W, a chunk of several counting as its part.
-        temporary: in addition to the activations, or the excess of the optimizer's step over them; and of CUDA graphs.
+        temporary: in addition to the activations, or the excess of the optimizer's step over them.
         workspaces: of libraries, a part of ``OVERHEAD`` that torch allocates.
+        graphs: that CUDA graphs keep in addition to what microbatches hold without them (``graph_bytes``).
     """
 
     layers: int
@@ -58,11 +59,12 @@ class RankMemory:
     microbatches: float
     temporary: float
     workspaces: float = 0.0
+    graphs: float = 0.0
 
     @property
     def counted(self) -> float:
         """All but ``OVERHEAD``."""
-        return self.state + self.activations + self.temporary
+        return self.state + self.activations + self.temporary + self.graphs
 
     @property
     def allocated(self) -> float:
@@ -103,7 +105,7 @@ def predict(model: ModelDescription, schedule: Schedule, layers: Sequence[int], 
     costs = estimate(shape, placement, layers, gpu, schedule.vocabulary, split)
     held = activation_peaks(schedule, costs)
     all_fixed = fixed_memory(model, placement, layers, schedule.vocabulary, gpu)
-    graphed = shape.hidden_bytes if shape.policy.layer_graphs else 0.0
+    graphs = graph_bytes(shape, schedule, layers, microbatches) if shape.policy.layer_graphs else [0.0] * placement.ranks
     workspaces = gpu.grouped_workspaces if model.moe_grouped_gemm else gpu.workspaces
     return [
         RankMemory(
@@ -112,11 +114,40 @@ def predict(model: ModelDescription, schedule: Schedule, layers: Sequence[int], 
             state=fixed.state,
             activations=peak,
             microbatches=held_then,
-            temporary=max(fixed.temporary, step_bytes(model, fixed.count.trained) - peak) + graphed * held_then * count,
+            temporary=max(fixed.temporary, step_bytes(model, fixed.count.trained) - peak),
             workspaces=workspaces,
+            graphs=graphed,
         )
-        for count, fixed, peak, held_then in zip(layers_of_ranks(layers, placement), all_fixed, held, microbatches, strict=True)
+        for count, fixed, peak, held_then, graphed in zip(
+            layers_of_ranks(layers, placement), all_fixed, held, microbatches, graphs, strict=True
+        )
     ]
+
+
+def graph_bytes(shape: Shape, schedule: Schedule, layers: Sequence[int], microbatches: Sequence[float]) -> list[float]:
+    """Bytes of every rank that CUDA graphs of layers keep: an estimate, as if whole layers were captured.
+
+    Where W is a pass, graphs are captured by slot: each of a chunk's slots, the most microbatches between F and W, has an input,
+    an output's gradient and an input's gradient for each layer, and a pool in which one layer's temporaries stay. Megatron-LM's
+    own capture keeps the gradient of a layer's output for each microbatch that is held.
+
+    Args:
+        layers: of every stage, in the model's order.
+        microbatches: that every rank holds at its peak.
+    """
+    placement = schedule.placement
+    if not any(work.kind is Kind.W for row in schedule.passes for work in row):
+        rows = zip(layers_of_ranks(layers, placement), microbatches, strict=True)
+        return [shape.hidden_bytes * count * held for count, held in rows]
+    pool, found = activations.layer_temporary(replace(shape, experts=None)), []
+    for stages, row in zip(placement.stages, schedule.passes, strict=True):
+        now, most = [0] * len(stages), [0] * len(stages)
+        for work in row:
+            now[work.chunk] += (work.kind is Kind.F) - (work.kind in (Kind.W, Kind.BW))
+            most[work.chunk] = max(most[work.chunk], now[work.chunk])
+        of_chunks = (3 * shape.hidden_bytes * layers[stage] + pool * (layers[stage] > 0) for stage in stages)
+        found.append(sum(slots * each for slots, each in zip(most, of_chunks, strict=True)))
+    return found
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ class ActivationPolicy:
             before each.
         recompute_layers: layers of a unit of which F keeps the input alone; 0 where no whole layers are made again.
         recompute_first: recompute only this number of first layers of a chunk, each a unit of its own.
-        layer_graphs: CUDA graphs launch single layers. For a layer and a microbatch that is held there is one, which keeps the
-            gradient of its output: an estimate.
+        layer_graphs: CUDA graphs launch single layers.
         logits_limit: bytes in float32 above which a shard of a spread vocabulary does not keep its logits.
     """
 
