@@ -80,6 +80,33 @@ def test_a_search_finds_what_trying_everything_finds(space: Layouts, stock: bool
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("memory", [80e9, rest(SCARCE)])
+def test_what_cannot_be_the_fastest_is_not_planned_and_the_fastest_stays(space: Layouts, memory: float) -> None:
+    on = on_device(space, memory=memory)
+    stock = search.search(on, True, 3)
+    limits = search.SearchLimits(beat=stock.results[0].seconds, error=1.04)
+    whole, pruned = (search.search(on, limits=each) for each in (search.SearchLimits(), limits))
+    assert pruned.tried < whole.tried
+    first, same = (stock.joined(each).results[0] for each in (whole, pruned))
+    assert same.candidate.changes == first.candidate.changes and same.seconds == first.seconds
+    assert whole.bound <= stock.joined(pruned).bound <= same.seconds
+
+
+@pytest.mark.usefixtures("here")
+def test_one_candidate_stands_for_a_layout_that_cannot_fit_or_be_the_fastest(space: Layouts) -> None:
+    count = len(list(space))
+    slow = search.search(space, limits=search.SearchLimits(beat=1e-3, error=1.04))
+    assert slow.beaten == count and not slow.tried and 1e-3 < slow.bound < 1e3
+    full = search.search(on_device(space, memory=2.5e9), limits=search.SearchLimits(beat=1e3, error=1.04))
+    assert len(full.misfits) == count and not full.results
+
+
+def test_a_pipeline_has_no_more_ranks_than_layers_and_ends() -> None:
+    on = layouts("--global-batch-size 131072", gpus=2**17, tensor=(1,), microbatch=(1,))
+    assert {layout["pipeline_model_parallel_size"] for layout in on} == {1, 2, 4, 8}
+
+
+@pytest.mark.usefixtures("here")
 def test_the_front_is_one(space: Layouts) -> None:
     found = search.search(space, wanted=100)
     front = found.front()

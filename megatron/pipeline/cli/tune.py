@@ -45,7 +45,7 @@ _WORTH_SAYING = 0.005  # of an iteration
 _LOST = {"between": "step", "imbalance": "unequal stages"}
 _FILES = ("best", "second", "third")
 _STOCKS = ", megatron-core's own schedule, and none of ours that was planned is faster by more than the error"
-_MOST_GPUS = 2**17  # more than any cluster, and the search ends in a minute
+_MOST_GPUS = 2**17  # more than any cluster
 _TRIED = 3  # of the best that --verify runs
 
 
@@ -145,14 +145,17 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         SystemExit: a process died.
     """
     seconds = options.seconds or float("inf")
-    limits = SearchLimits(options.processes, options.work)
+    error = 1 / ranges.learnt("schedules", shape_of(_model(layouts.base)), layouts.cluster.device).low
+    limits = SearchLimits(options.processes, options.work, error=error)
     end, before = time.monotonic() + seconds, signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Progress("planning stock's") as progress:
             stock = found = ours = search(layouts, True, 3, replace(limits, seconds=seconds / 2), progress)
         if not stock.interrupted:
             with Progress("planning schedules") as progress:
-                ours = search(layouts, False, BEST, replace(limits, seconds=end - time.monotonic()), progress)
+                beat = min((result.seconds for result in stock.results), default=float("inf"))
+                left = replace(limits, seconds=end - time.monotonic(), beat=beat)
+                ours = search(layouts, False, BEST, left, progress)
             found = stock.joined(ours)
     except BrokenProcessPool:
         raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None

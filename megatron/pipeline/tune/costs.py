@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner import (
@@ -100,6 +101,25 @@ class CandidateCosts:
         again = self.shape.policy.recomputes
         seconds = [stage.forward + stage.value("fused") + stage.recompute * again for stage in costs.stages]
         return [self.candidate.microbatches * sum(seconds[stage] for stage in row) for row in self.placement.stages]
+
+    @cached_property
+    def fixed(self) -> list[rank_memory.FixedMemory]:
+        """Memory of every rank in addition to activations."""
+        return rank_memory.fixed_memory(self.model, self.placement, self.candidate.layers, self.model.spread, self.cluster.device)
+
+    def hopeless(self, beat: float) -> bool:
+        """Tell whether no schedule in its layout fits or takes less than ``beat``, if it is a plain one, from means over all
+        ranks: these are least there, and the same wherever layers are.
+        """
+        least = cutting.hidden(self.costs) if self.model.expert_model_parallel_size > 1 else self.costs
+        state = fmean(each.state for each in self.fixed)
+        return state > self.cluster.device.memory - rank_memory.OVERHEAD or fmean(self.work(least)) > beat
+
+    @property
+    def further(self) -> float:
+        """Least seconds of the microbatches that are not planned."""
+        further, whole = self.candidate.microbatches - self.planned_microbatches, self.candidate.microbatches
+        return further * (max(self.work(self.fastest)) / whole + self.trained.vocabulary.total)
 
     def problem(self, costs: Costs, microbatches: int, limit: float | None, bare: bool = False) -> Problem:
         """The problem of its plan.

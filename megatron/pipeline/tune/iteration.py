@@ -155,19 +155,24 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
         beat: seconds of an iteration; a candidate that takes longer is not planned if that is known before.
     """
     try:
-        return _evaluate(cluster, candidate, beat)
+        one = CandidateCosts(cluster, candidate)
+        fixed = one.fixed
+        if max(each.total for each in fixed) >= cluster.device.memory:
+            return _infeasible(candidate, fixed, 0.0)
+        return _evaluate(one, fixed, beat)
     except Exception as error:  # of any kind: thousands of others may do
         return Failed(candidate, str(error) if isinstance(error, ValueError) else repr(error))
 
 
-def _evaluate(cluster: Cluster, candidate: Candidate, beat: float) -> Outcome:
-    one, device = CandidateCosts(cluster, candidate), cluster.device
-    fixed = rank_memory.fixed_memory(one.model, one.placement, candidate.layers, one.model.spread, device)
+def _evaluate(one: CandidateCosts, fixed: list[rank_memory.FixedMemory], beat: float) -> Outcome:
+    candidate, device, family, within = one.candidate, one.cluster.device, one.family, one.within
     left = [device.memory - each.total for each in fixed]
-    if min(left) <= 0:
-        return _infeasible(candidate, fixed, 0.0)
-    family, within = one.family, one.within
     limits: list[float | None] = [max(0.0, min(left) - within) if family.plans_for_limits else None]
+    between = least_between(one.steady(1))
+    problem = replace(one.problem(one.trained, one.planned_microbatches, limits[0]), limits=None)
+    bound = lower_bound(problem) + one.further + between
+    if bound > beat:  # what saves memory takes longer still
+        return Dominated(candidate, memory_bound=False, planned=False, bound=bound)
     if not family.plans_for_limits and not one.offload:
         least = _least_peaks(one)
         if any(peak > most for peak, most in zip(least, left, strict=True)):
@@ -175,7 +180,6 @@ def _evaluate(cluster: Cluster, candidate: Candidate, beat: float) -> Outcome:
         if candidate.overlaps and not candidate.is_stock and family.memory is None:
             # Without megatron-core's order of braids, which holds more, where that does not fit.
             limits.append(max(least) - within)
-    between = least_between(one.steady(1))
     for limit in limits:
         try:
             planned = _plan(one, limit, beat - between)
@@ -253,11 +257,11 @@ def _plan(one: CandidateCosts, limit: float | None, beat: float) -> _PlannedIter
     candidate, costs = one.candidate, one.trained
     whole, count = candidate.microbatches, one.planned_microbatches
     problem = one.problem(costs, count, limit)
-    more = (whole - count) * (max(one.work(one.fastest)) / whole + costs.vocabulary.total)
+    more = one.further
     free = lower_bound(replace(problem, limits=None))
     least = free if one.offload else lower_bound(problem)  # what is in host memory is beyond the limits
     if least + more > beat:
-        return Dominated(candidate, free + more <= beat, planned=False, bound=least + more)
+        return Dominated(candidate, memory_bound=True, planned=False, bound=least + more)
     memory_bound = limit is not None and lower_bound(problem) > _BOUND * free
     schedule, bound = _solve(one, problem), least + more
     seconds = one.length(schedule)

@@ -74,7 +74,8 @@ class Layouts:
         experts = choices.expert or _powers(base.num_experts or 1)
         for tensor, context, expert in product(tensors, contexts, experts):
             left, rest = divmod(gpus, tensor * context)
-            pipelines = [] if rest else [size for size in choices.pipeline or range(1, left + 1) if left % size == 0]
+            longest = min(left, (base.num_layers or left) + 2)  # the ends may have no layer, and no other stage
+            pipelines = [] if rest else [size for size in choices.pipeline or range(1, longest + 1) if left % size == 0]
             if not pipelines:
                 self.refused[_why_not_divided(gpus, tensor, context, choices.pipeline or ())] += 1
             for pipeline in pipelines:

@@ -13,9 +13,10 @@ import os
 import signal
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron.pipeline.planner import end_with_parent, view
@@ -160,11 +161,21 @@ class SearchLimits:
         processes: that plan; by default as many as there are cores. They change how long it takes, and nothing else.
         budget: the most ``work`` that planning may take; what exceeds it is left out.
         seconds: after which the search ends with what it has by then, which depends on the machine; as at a KeyboardInterrupt.
+        beat: seconds of an iteration that is known already.
+        error: times the fastest's seconds: what may be as good. What cannot be is not planned, and of what takes long to plan
+            only what may be the fastest is.
     """
 
     processes: int | None = None
     budget: float = float("inf")
     seconds: float = float("inf")
+    beat: float = float("inf")
+    error: float = float("inf")
+
+    def most(self, best: Sequence[Result], turn: int) -> float:
+        """Seconds above which a candidate is not planned, in any layout."""
+        fastest = min([self.beat, *(result.seconds for result in best[:1])])
+        return fastest if turn and self.error < float("inf") else fastest * self.error
 
 
 def search(
@@ -191,7 +202,7 @@ def search(
         found, waiting = running.found, running.waiting
         try:
             for layout in layouts:
-                waiting.add(layouts.candidates(layout, stock))
+                waiting.add(_worth_trying(layouts, layout, stock, limits.most((), 0)))
                 progress(0, waiting.known, 0.0)
             while running.begin():
                 running.end_one()
@@ -205,6 +216,16 @@ def search(
     return found
 
 
+def _worth_trying(layouts: Layouts, layout: Mapping[str, Any], stock: bool, beat: float) -> Iterator[Candidate]:
+    """The candidates of a layout; the first alone, for all, where none can fit, or take less than ``beat``."""
+    candidates = layouts.candidates(layout, stock)
+    for first in islice(candidates, 1):
+        yield first
+        if beat < float("inf") and CandidateCosts(layouts.cluster, first).hopeless(beat):
+            return
+    yield from candidates
+
+
 class _Running:
     """Candidates that are planned now, in the order in which they began; what was found, and what waits.
 
@@ -213,7 +234,7 @@ class _Running:
     """
 
     def __init__(self, layouts: Layouts, wanted: int, limits: SearchLimits, pool: ProcessPoolExecutor) -> None:
-        self._layouts, self._wanted, self._budget, self._pool = layouts, wanted, limits.budget, pool
+        self._layouts, self._wanted, self._limits, self._pool = layouts, wanted, limits, pool
         self._until = time.monotonic() + limits.seconds
         self.found, self.waiting = SearchResult(refused=layouts.refused), _Waiting(layouts)
         self.entries: deque[tuple[_QueueEntry, Future[Outcome]]] = deque()
@@ -228,11 +249,11 @@ class _Running:
         best = self.found.best(self._wanted)
         while len(self.entries) < _AHEAD and (entry := self.waiting.next(best, idle=not self.entries)):
             self.waiting.work -= entry.work
-            threshold = _threshold(best, entry.candidate, self._wanted)
+            threshold = min(_threshold(best, entry.candidate, self._wanted), self._limits.most(best, entry.turn))
             if entry.least > threshold:
                 self.found.beaten += 1
                 self.found.bound = min(self.found.bound, entry.least)
-            elif self._work + entry.work <= self._budget:
+            elif self._work + entry.work <= self._limits.budget:
                 future = self._pool.submit(evaluate, self._layouts.cluster, entry.candidate, threshold)
                 self.entries.append((entry, future))
             elif self.entries:
@@ -261,7 +282,7 @@ class _Running:
     def share(self) -> tuple[int, int, float]:
         """The argument of ``progress``."""
         done = self.found.tried + self.found.beaten + self.found.failed.total()
-        most = self.waiting.known + min(self._budget, self._work + self.waiting.work)
+        most = self.waiting.known + min(self._limits.budget, self._work + self.waiting.work)
         return done, self.waiting.known, (done + self.found.work) / most
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from operator import add
 from typing import NamedTuple
 
@@ -35,7 +36,8 @@ def held_by_stages(shape: Shape, layers: Sequence[int], spread: bool, split: boo
         layers: of every stage, in the model's order.
         split: as of ``held_by_stage``.
     """
-    stages = [held_by_stage(shape.of_layers(numbers), len(numbers), split) for numbers in numbers_of_layers(layers)]
+    of_stage = cache(held_by_stage)
+    stages = [of_stage(shape.of_layers(numbers), len(numbers), split) for numbers in numbers_of_layers(layers)]
     if spread:
         return stages
     kept = output_activation(shape)

@@ -68,6 +68,7 @@ def estimate(
         parts = {name: slower * part for name, part in layer_parts(one, device, links).items()}
         return seconds, slower * saved_seconds(one, device, links), recomputed_seconds(one, device, seconds), parts
 
+    @cache
     def stage(one: Shape, count: int, gap: float = 0.0) -> StageCosts:
         seconds, saved, remade, parts = of_layer(one)
         waits = Work(gap, gap, device.latency if gap else 0.0)
