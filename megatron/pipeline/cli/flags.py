@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
 from megatron.pipeline.cli.summary import check_output, write
-from megatron.pipeline.flags.importers import bridge
+from megatron.pipeline.flags.importers import bridge, huggingface
 
 
 def add(commands: Commands) -> None:
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     path = Path(options.path).expanduser()
     is_model = path.suffix == ".json" or path.is_dir() or not (path.is_file() or options.path.startswith(bridge.SCHEME))
     tokens, remarks = tokens_of(["--model" if is_model else "--config", options.path, *options.flags])
-    for remark in remarks:
+    for remark in [*remarks, *([huggingface.OF_NAMES] if is_model and not path.exists() else [])]:
         print(f"mpipe: {remark}", file=sys.stderr)
     lines = "\n".join(tokens).replace("\n", " ").replace(" --", "\n--")
     write({"flags": tokens}, lambda: lines, options)

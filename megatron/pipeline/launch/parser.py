@@ -7,10 +7,12 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.pipeline.distributed.processes import let_rank_0_speak
 from megatron.pipeline.flags.arguments import add_launched, of_model, with_config
+from megatron.pipeline.flags.importers import huggingface
 from megatron.pipeline.flags.settings import NEW, add_flags
 from megatron.pipeline.launch.adapt import adapt
 from megatron.pipeline.launch.check import defaults_without_gpu
@@ -35,7 +37,8 @@ def extend(parser: ArgumentParser, say: Callable[[Sequence[str]], object]) -> No
             tokens = with_config(parser, sys.argv[1:] if args is None else args)
         parsed = parse_known(tokens, namespace)
         if model := parsed[0].model:
-            say([f"--model {model} stands for {shlex.join(of_model(parser, model))}"])
+            sizes = "" if Path(model).expanduser().exists() else f"; {huggingface.OF_NAMES}"
+            say([f"--model {model} stands for {shlex.join(of_model(parser, model))}{sizes}"])
         with refusing():  # before upstream reads that file in place of all flags: ``check_flags`` would not see ours
             Facts(yaml_cfg=getattr(parsed[0], "yaml_cfg", None) is not None, ours=True).refuse(topics.YAML)
         if not parsed[0].adapt:

@@ -17,7 +17,7 @@ from megatron.pipeline.planner import reading
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")  # within the configuration of a model of several kinds
-_SIZES = "sizes alone, by name: to train, give its config.json, which also has rotary bases, epsilons and routers' scales"
+OF_NAMES = "a name stands for sizes: to train, give the config.json, which also has rotary bases, epsilons and routers' scales"
 _TUNED = r"(-(instruct|base|chat|it|pt|thinking|hf|fp8|bf16|v?0?\.\d|v\d\.\d|\d{4}))*"  # behind the name of what is as large
 
 
@@ -34,8 +34,7 @@ def read(path: str) -> tuple[dict[str, Any], list[str]]:
         short = path.rstrip("/").rpartition("/")[2].lower()
         for name, config in upstream.table("published").items():
             if re.fullmatch(re.escape(name.rpartition("/")[2].lower()) + _TUNED, short.replace("-vl-", "-")):
-                flags, remarks = of_model({"text_config": config} | config if "-vl-" in short else config)
-                return flags, [*remarks, _SIZES]
+                return of_model({"text_config": config} | config if "-vl-" in short else config)
         cache = (
             Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub" / f"models--{path.replace('/', '--')}"
         )

@@ -34,7 +34,8 @@ Query: TypeAlias = tuple[tuple[str, str], ...]  # names and values, in the order
 FLAGS = (
     *("schedule", "pp", "microbatches", "chunks", "splits", "group", "cost", "activation", "first-stage", "last-stage"),
     *("vocab-cost", "vocab-parallel", "copy", "offload", "host-memory-limit", "memory-limit", "objective"),
-    *("recompute", "fuse", "overlap-experts", "costs", "replicas", "grad-bytes", "param-bytes", "replica-link", "slow", "trained"),
+    *("recompute", "fuse", "overlap-experts", "costs", "replicas", "grad-bytes", "param-bytes", "replica-link", "slow"),
+    "trained",
 )
 DOWNLOADS = {"json": "application/json", "csv": "text/csv; charset=utf-8", "svg": "image/svg+xml"}  # formats of a plan, and types
 
