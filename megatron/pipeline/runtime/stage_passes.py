@@ -140,8 +140,8 @@ def _check_nothing_trains(outputs: Tensors) -> None:
         seen.add(node)
         if isinstance(weight := getattr(node, "variable", None), torch.nn.Parameter):
             raise ValueError(
-                f"a weight of shape {tuple(weight.shape)} trains outside the model's chunks, and feeds a stage whose own weights are "
-                "all frozen, to which no gradient goes back: make it a parameter of a module in that chunk, or freeze it"
+                f"a weight of shape {tuple(weight.shape)} trains outside the model's chunks, and feeds a stage whose own weights "
+                "are all frozen, to which no gradient goes back: make it a parameter of a module in that chunk, or freeze it"
             )
         found.extend(following for following, _ in node.next_functions)
 
