@@ -39,11 +39,10 @@ _PLAIN = "--bf16 --disable-bias-linear --normalization RMSNorm --swiglu"
 _OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
 _EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm"
 _TRAININGS = {  # schedule, ranks, pipeline ranks, flags, parts of layers, microbatches of every iteration
-    "whole layers": ("zb-h1", 2, 2, "", "", (4,) * 5),
+    "whole layers": ("zb-h1", 2, 2, "", "", (4,) * 3),
     "a V of 4 ranks": ("zb-v", 4, 4, "--num-layers 8", "attn", (4,) * 3),
     "other numbers of microbatches": ("v-half", 2, 2, "", "attn mlp", (4, 2, 16, 4)),
-    "experts": ("zb-v", 4, 2, _EXPERTS, "attn moe_router", (4,) * 3),
-    "overlaps": ("zb-v", 4, 2, _OVERLAPS, "attn", (4,) * 3),
+    "experts, and overlaps": ("zb-v", 4, 2, f"{_EXPERTS} {_OVERLAPS}", "attn moe_router", (4,) * 3),
     "fused backwards": ("interleaved", 2, 2, "", "", (4,) * 3),
 }
 
