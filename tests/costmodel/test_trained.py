@@ -144,6 +144,7 @@ def test_words_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         capsys, f"{plan} --trained lora:r=8 --balance 8"
     )
     assert "lora cannot stand there: give all, none" in refusal(capsys, f"{plan} --trained lora")
+    assert "a model has at most 10,000 layers" in refusal(capsys, f"{plan} --trained layers=0-2/999999999")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "v-auto"])

@@ -54,7 +54,7 @@ class Script:
             ValueError: it has no end in sight, or a line cannot be read.
         """
         self._count(len(text) >> 4)
-        text = re.sub(r"\$([A-Za-z_]\w*)(?=[+*])", r"${\1}", text)  # which the grammar does not split
+        text = re.sub(r"\$([A-Za-z_]\w*)(?=[+*])", r"${\1}", text.replace("${#}", "$#"))  # which the grammar does not split
         self._run(self._parser.parse(text.encode()).root_node)
 
     def _run(self, node: Node) -> bool | None:
@@ -281,8 +281,6 @@ class Script:
             del self.commands[before:]
             known = len(commands) == 1 and commands[0][:1] == ["echo"]
             return [" ".join(commands[0][1:]) if known else _unknown(re.split("[ )|`]", text.strip("$(`"))[0], "$({})")]
-        if text == "${#}":
-            return self._named("#")
         target = next(iter(node.named_children))
         index = target.child_by_field_name("index") if target.type == "subscript" else None
         name = _text(target.child_by_field_name("name") if index else target)

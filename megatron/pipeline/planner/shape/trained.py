@@ -66,6 +66,8 @@ class Trained:
         if targets and not rank:
             raise ValueError(f"{text} does not say r, the rank of the adapters: {_ALLOWED}")
         most = count or next(iter(counts), None) or _EVERY[1]
+        if counts and most > 10_000:  # as of --num-layers
+            raise ValueError(f"{text}: a model has at most 10,000 layers")
         if len(counts) > 1 or any(last >= most for _, last in runs):
             raise ValueError(f"{text}: the model has layers 0-{most - 1}")
         names |= {*targets} if names.isdisjoint(targets) else set()
