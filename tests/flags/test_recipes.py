@@ -97,6 +97,7 @@ def test_a_model_by_its_name_is_below_all_other_flags(tmp_path: Path, capsys: py
     read = parse(json.loads(words)["flags"], predicts=True)
     assert (read.num_layers, read.add_qkv_bias, read.vocab_size) == (4, True, 152064)
     assert "--model Qwen/Qwen2.5-VL-7B-Instruct: the model of its text alone\nmpipe: a name stands for sizes" in errors
+    assert "--model ~someone-else/x: no such file or folder" in refusal(capsys, "flags", "~someone-else/x")
     assert "did you mean --model with" in refusal(capsys, "memory", "--hf", "Qwen/Qwen3-8B", BATCH)
 
 
@@ -117,6 +118,7 @@ EXPERTS = (
         (EXPERTS % '4, "n_shared_experts": 2', "or missing ('moe_ffn_hidden_size')"),
         (EXPERTS % "1000000000", "--num-layers: expected a whole number from 1 to 10,000, got 1000000000"),
         (EXPERTS.replace("8", "1" + "0" * 400) % 4, "--hidden-size: expected a whole number of at least 1, got 1000"),
+        ('{"model_type": ["llama"]}', "without num_hidden_layers, hidden_size, num_attention_heads, vocab_size"),
         (None, "a folder without a config.json"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     check_output(options)
     from megatron.pipeline.flags.arguments import tokens_of
 
-    path = Path(options.path).expanduser()
+    path = Path(os.path.expanduser(options.path))
     is_model = path.suffix == ".json" or path.is_dir() or not (path.is_file() or options.path.startswith(bridge.SCHEME))
     tokens, remarks = tokens_of(["--model" if is_model else "--config", options.path, *options.flags])
     for remark in [*remarks, *([huggingface.OF_NAMES] if is_model and not path.exists() else [])]:

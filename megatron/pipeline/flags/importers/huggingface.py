@@ -27,7 +27,7 @@ def read(path: str) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ValueError: there is no such model; otherwise as ``of_model``.
     """
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if file.is_dir() and not (file / "config.json").is_file():
         raise ValueError("a folder without a config.json: give that of a model of Hugging Face")
     if not file.exists():
@@ -67,7 +67,7 @@ def of_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     remarks = ["the model of its text alone"] if inner else []
     own = {"model_type": config["model_type"]} | {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     own |= inner or config
-    name = own["model_type"]
+    name = str(own["model_type"])
     kind = known["kinds"].get(name, {})
     own = {field: _one(value) for field, value in own.items()}
     settings = kind.get("defaults", {}) | {field: value for field, value in own.items() if value is not None}
