@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
@@ -37,7 +38,7 @@ def extend(parser: ArgumentParser, say: Callable[[Sequence[str]], object]) -> No
             tokens = with_config(parser, sys.argv[1:] if args is None else args)
         parsed = parse_known(tokens, namespace)
         if model := parsed[0].model:
-            sizes = "" if Path(model).expanduser().exists() else f"; {huggingface.OF_NAMES}"
+            sizes = "" if Path(os.path.expanduser(model)).exists() else f"; {huggingface.OF_NAMES}"
             say([f"--model {model} stands for {shlex.join(of_model(parser, model))}{sizes}"])
         with refusing():  # before upstream reads that file in place of all flags: ``check_flags`` would not see ours
             Facts(yaml_cfg=getattr(parsed[0], "yaml_cfg", None) is not None, ours=True).refuse(topics.YAML)
