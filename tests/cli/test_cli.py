@@ -242,7 +242,7 @@ def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
         ([*PLAN, "--schedule", "Auot"], "dualpipe-v; did you mean auto or v-auto?"),
         ([*PLAN, "--pp", "0"], "--pp: expected a whole number of at least 1, got 0"),
         ([*PLAN, "--pp", "two"], "--pp: expected a whole number of at least 1, got 'two'"),
-        ([*PLAN, "--pp", "9" * 30], "over 3000000 passes"),
+        ([*PLAN, "--pp", "9" * 30], "expected a whole number of at least 1 and at most 1,000,000,000,000,000, got 999"),
         ([*PLAN, "--chunks", "2"], "zb-h1 has 1 chunk per rank, got 2: leave --chunks out"),
         (["compare", *PLAN[3:], "--chunks", "0"], "--chunks: '0': expected whole numbers of at least 1, such as 2 or 2,4"),
         ([*PLAN, "--cost", "F=1ms"], "F=1ms: expected a number without a unit, such as F=1"),

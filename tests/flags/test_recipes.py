@@ -117,7 +117,10 @@ EXPERTS = (
         (EXPERTS % '4, "decoder_sparse_step": "2"', "its experts' layers, or their sizes, are not whole numbers, or missing ("),
         (EXPERTS % '4, "n_shared_experts": 2', "or missing ('moe_ffn_hidden_size')"),
         (EXPERTS % "1000000000", "--num-layers: expected a whole number from 1 to 10,000, got 1000000000"),
-        (EXPERTS.replace("8", "1" + "0" * 400) % 4, "--hidden-size: expected a whole number of at least 1, got 1000"),
+        (
+            EXPERTS.replace("8", "1" + "0" * 400) % 4,
+            "--hidden-size: expected a whole number of at least 1 and at most 1,000,000,000,000,000",
+        ),
         ('{"model_type": ["llama"]}', "without num_hidden_layers, hidden_size, num_attention_heads, vocab_size"),
         (None, "a folder without a config.json"),
     ],

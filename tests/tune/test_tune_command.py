@@ -214,7 +214,7 @@ def test_where_stock_is_the_best_all_say_so(capsys: pytest.CaptureFixture[str], 
     faster = (
         r"the best is stock's, megatron-core's own schedule, and none of ours that was planned is faster by more than the error"
     )
-    assert re.search(rf"^{faster}; the best of ours is -\d+\.\d% against stock's$", text, re.M)
+    assert re.search(rf"^{faster}$", text, re.M) and re.search(r"^4 trainings planned, \d+ skipped as slower", text, re.M)
     best, stock = ((tmp_path / f"{name}.yaml").read_text() for name in ("best", "stock"))
     assert "and none of ours that was planned is faster by more than the error" in best.splitlines()[0]
     assert best.split("\n\n")[1] == stock.split("\n\n")[1]

@@ -21,17 +21,19 @@ def number_type(kind: type[int] | type[float], wanted: str, low: float, high: fl
         except ValueError:
             raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text}")
+            most = f" and at most {high:,}" if value > high == _HUGE else ""
+            raise argparse.ArgumentTypeError(f"expected {wanted}{most}, got {text}")
         return value
 
     return read
 
 
 _ABOVE_0 = math.nextafter(0, 1)
+_HUGE = 10**15
 MOST = 10_000
 _YEAR = 366 * 24 * 60  # minutes
 
-positive_int = number_type(int, "a whole number of at least 1", 1, 10**15)
+positive_int = number_type(int, "a whole number of at least 1", 1, _HUGE)
 count = number_type(int, "a whole number of at least 1", 1, 999_999_999)
 # Of layers, ranks and experts, by which planning takes time and memory.
 to_10_000 = number_type(int, "a whole number from 1 to 10,000", 1, MOST)

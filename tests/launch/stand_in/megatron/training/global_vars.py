@@ -1,5 +1,6 @@
 """What upstream keeps in globals."""
 
+import functools
 import json
 import signal
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ def get_tokenizer():
     return SimpleNamespace(vocab_size=_GLOBALS.args.vocab_size)
 
 
+@functools.cache
 def get_tensorboard_writer():
     args = _GLOBALS.args
     if not (args.tensorboard_dir and args.rank == args.world_size - 1):

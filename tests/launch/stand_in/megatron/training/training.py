@@ -15,7 +15,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
-from megatron.training.global_vars import get_args, get_signal_handler
+from megatron.training.global_vars import get_args, get_signal_handler, get_tensorboard_writer
 from megatron.training.initialize import initialize_megatron
 from megatron.training.utils import logical_and_across_model_parallel_group, reduce_max_stat_across_model_parallel_group
 
@@ -90,6 +90,8 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, data_iterato
         args.consumed_train_samples += args.global_batch_size
         if checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration + 1):
             break
+    if writer := get_tensorboard_writer():
+        writer.flush()
 
 
 def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration):
