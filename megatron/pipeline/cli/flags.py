@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     path = Path(os.path.expanduser(options.path))
     is_model = path.suffix == ".json" or path.is_dir() or not (path.is_file() or options.path.startswith(bridge.SCHEME))
     tokens, remarks = tokens_of(["--model" if is_model else "--config", options.path, *options.flags])
-    for remark in [*remarks, *([huggingface.OF_NAMES] if is_model and not path.exists() else [])]:
+    for remark in [*remarks, *(huggingface.lacking(options.path) if is_model else [])]:
         print(f"mpipe: {remark}", file=sys.stderr)
     lines = "\n".join(tokens).replace("\n", " ").replace(" --", "\n--")
     write({"flags": tokens}, lambda: lines, options)

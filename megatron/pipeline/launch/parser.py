@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.pipeline.distributed.processes import let_rank_0_speak
@@ -38,8 +36,7 @@ def extend(parser: ArgumentParser, say: Callable[[Sequence[str]], object]) -> No
             tokens = with_config(parser, sys.argv[1:] if args is None else args)
         parsed = parse_known(tokens, namespace)
         if model := parsed[0].model:
-            sizes = "" if Path(os.path.expanduser(model)).exists() else f"; {huggingface.OF_NAMES}"
-            say([f"--model {model} stands for {shlex.join(of_model(parser, model))}{sizes}"])
+            say(["; ".join([f"--model {model} stands for {shlex.join(of_model(parser, model))}", *huggingface.lacking(model)])])
         with refusing():  # before upstream reads that file in place of all flags: ``check_flags`` would not see ours
             Facts(yaml_cfg=getattr(parsed[0], "yaml_cfg", None) is not None, ours=True).refuse(topics.YAML)
         if not parsed[0].adapt:

@@ -17,8 +17,13 @@ from megatron.pipeline.planner import reading
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")  # within the configuration of a model of several kinds
-OF_NAMES = "a name stands for sizes: to train, give the config.json, which also has rotary bases, epsilons and routers' scales"
 _TUNED = r"(-(instruct|base|chat|it|pt|thinking|hf|fp8|bf16|v?0?\.\d|v\d\.\d|\d{4}))*"  # behind the name of what is as large
+
+
+def lacking(path: str) -> list[str]:
+    """Remark on what a model's name does not stand for; none of a file or a folder."""
+    words = "a name stands for sizes: to train, give the config.json, which also has rotary bases, epsilons and routers' scales"
+    return [] if os.path.exists(os.path.expanduser(path)) else [words]
 
 
 def read(path: str) -> tuple[dict[str, Any], list[str]]:
