@@ -115,10 +115,9 @@ class CandidateCosts:
         state = fmean(each.state for each in self.fixed)
         return state > self.cluster.device.memory - rank_memory.OVERHEAD or fmean(self.work(least)) > beat
 
-    @property
-    def further(self) -> float:
-        """Least seconds of the microbatches that are not planned."""
-        further, whole = self.candidate.microbatches - self.planned_microbatches, self.candidate.microbatches
+    def beyond(self, planned: int) -> float:
+        """Least seconds of an iteration's microbatches in addition to as many as are planned."""
+        further, whole = self.candidate.microbatches - planned, self.candidate.microbatches
         return further * (max(self.work(self.fastest)) / whole + self.trained.vocabulary.total)
 
     def problem(self, costs: Costs, microbatches: int, limit: float | None, bare: bool = False) -> Problem:

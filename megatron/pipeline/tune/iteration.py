@@ -170,7 +170,7 @@ def _evaluate(one: CandidateCosts, fixed: list[rank_memory.FixedMemory], beat: f
     limits: list[float | None] = [max(0.0, min(left) - within) if family.plans_for_limits else None]
     between = least_between(one.steady(1))
     problem = replace(one.problem(one.trained, one.planned_microbatches, limits[0]), limits=None)
-    bound = lower_bound(problem) + one.further + between
+    bound = lower_bound(problem) + one.beyond(one.planned_microbatches) + between
     if bound > beat:  # what saves memory takes longer still
         return Dominated(candidate, memory_bound=False, planned=False, bound=bound)
     if not family.plans_for_limits and not one.offload:
@@ -208,9 +208,8 @@ def _result(one: CandidateCosts, planned: _PlannedIteration, ranks: list[rank_me
 def seconds_of(cluster: Cluster, candidate: Candidate, schedule: Schedule) -> float:
     """Seconds of an iteration under a schedule, which may be of fewer microbatches than the iteration has."""
     one = CandidateCosts(cluster, candidate)
-    alone, further = one.length(schedule), candidate.microbatches - schedule.microbatches
-    more = further * (max(one.work(one.fastest)) / candidate.microbatches + one.trained.vocabulary.total)
-    return alone + more + one.between(schedule, alone)
+    alone = one.length(schedule)
+    return alone + one.beyond(schedule.microbatches) + one.between(schedule, alone)
 
 
 def least_seconds(one: CandidateCosts) -> float:
@@ -257,7 +256,7 @@ def _plan(one: CandidateCosts, limit: float | None, beat: float) -> _PlannedIter
     candidate, costs = one.candidate, one.trained
     whole, count = candidate.microbatches, one.planned_microbatches
     problem = one.problem(costs, count, limit)
-    more = one.further
+    more = one.beyond(one.planned_microbatches)
     free = lower_bound(replace(problem, limits=None))
     least = free if one.offload else lower_bound(problem)  # what is in host memory is beyond the limits
     if least + more > beat:
