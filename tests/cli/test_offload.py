@@ -132,7 +132,7 @@ def test_compare_says_what_each_moved(capsys: pytest.CaptureFixture[str]) -> Non
     ("flags", "message"),
     [
         ("--offload half", "--offload: invalid choice: 'half' (choose from"),
-        ("--offload full --cost D2H=-1", "D2H=-1.0; allowed are F, B, W, comm, BW, R, D2H, H2D, F.dispatch, F.experts,"),
+        ("--offload full --cost D2H=-1", "D2H=-1.0: expected a number that is not negative, 0 or between 1e-100 and 1e100"),
         ("--cost D2H=1", "--cost D2H=.. is of copies to host memory: give --offload selective or full, or leave it out"),
         ("--copy both=0.9", "--copy is of copies to host memory: give --offload selective or full, or leave it out"),
         ("--host-memory-limit 3", "--host-memory-limit 3.0 is for what --offload moves: give --offload selective or full"),

@@ -88,6 +88,13 @@ def test_what_would_be_refused_is_one_line(flags: str, words: str, capsys: pytes
     assert words in refusal(capsys, "launch --dry-run", str(STAND_IN), MODEL, flags)
 
 
+def test_its_own_flags_behind_the_script_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--json`` was called an unknown flag of Megatron-LM."""
+    for flag in ("--json", "--world-size=8"):
+        said = refusal(capsys, "launch --dry-run", str(STAND_IN), flag, MODEL)
+        assert f"{flag.partition('=')[0]} is a flag of mpipe launch itself: give it before the script" in said.replace("=8", "")
+
+
 def test_exit_codes_say_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -66,10 +66,11 @@ def shown_of(options: argparse.Namespace) -> Shown:
 
 
 def as_text(shown: Shown) -> str:
-    """Timelines as text, each under its title."""
+    """Timelines as text, each under its title; of several also how long each is."""
     texts = []
     for title, (timeline, planned) in shown.items():
-        said = f"{title}\nslow: {said_slow(planned.slow)}" if planned and planned.slow else title
+        said = f"{title}: makespan {timeline.makespan:g}" if len(shown) > 1 else title
+        said += f"\nslow: {said_slow(planned.slow)}" if planned and planned.slow else ""
         texts.append(f"{said}\n{drawing(timeline, planned.schedule.splits if planned else 1)}")
     return "\n\n".join(texts)
 

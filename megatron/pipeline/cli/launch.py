@@ -42,6 +42,9 @@ def main(arguments: Sequence[str]) -> int:
         if own.dry_run:
             from megatron.pipeline.cli import dry_run
 
+            ours = _parser()._option_string_actions.keys() - {"-h", "--help"}
+            if late := [token for token in arguments[at:] if token.partition("=")[0] in ours]:
+                raise ValueError(f"{late[0]} is a flag of mpipe launch itself: give it before the script")
             return dry_run.run(own, others, arguments[at:])
         run = script.prepare(others, arguments[at:], own.core)
     except (ValueError, RuntimeError) as error:

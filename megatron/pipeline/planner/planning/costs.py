@@ -88,7 +88,7 @@ def checked(given: object, names: tuple[str, ...]) -> Numbers:
             rest = f" (attention is what the other parts leave of {whole}: give {whole})" if part == "attention" else ""
             raise ValueError(f"unknown cost {name!r}{rest}; {allowed}")
         if not is_cost(value):
-            raise ValueError(f"{name}={value}; {allowed}")
+            raise ValueError(f"{name}={value!r}: expected a number that is not negative, {COST_RANGE}")
     return {name: float(value) for name, value in given.items()}
 
 

@@ -153,12 +153,7 @@ class Request:
             if not isinstance(value := getattr(self, name), Integral | None):
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
         if self.bounded:
-            sizes = self.ranks, self.microbatches, self.chunks or family.chunks, self.splits or family.splits
-            if 3 * math.prod(max(1, number) for number in sizes) > MOST_PASSES:
-                given = f"{self.ranks} ranks with {self.microbatches} microbatches"
-                raise ValueError(f"{given} are over {MOST_PASSES} passes; take fewer")
-            if self.ranks > MOST_RANKS:
-                raise ValueError(f"{self.ranks} ranks are over {MOST_RANKS}; take fewer")
+            check_bounded(self.ranks, self.microbatches, (self.chunks or family.chunks) * (self.splits or family.splits))
         placement = families.placement(self.schedule, self.ranks, self.chunks)
         self.facts.refuse(GROUPS)
         return self.on(placement, family.splits if self.splits is None else self.splits, family)
@@ -242,6 +237,21 @@ class Request:
     def _model(self, layers: int, placement: Placement) -> Model:
         check_layers(layers, placement)
         return Model.of(self.costs_on(interleaved(placement.ranks, finer(placement))), layers)
+
+
+def check_bounded(ranks: int, microbatches: int, parts: int = 1) -> None:
+    """Refuse what would take hours.
+
+    Args:
+        parts: chunks of a rank, times slices of a microbatch.
+
+    Raises:
+        ValueError: there are more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
+    """
+    if 3 * math.prod(max(1, number) for number in (ranks, microbatches, parts)) > MOST_PASSES:
+        raise ValueError(f"{ranks} ranks with {microbatches} microbatches are over {MOST_PASSES} passes; take fewer")
+    if ranks > MOST_RANKS:
+        raise ValueError(f"{ranks} ranks are over {MOST_RANKS}; take fewer")
 
 
 def variants(ranks: int, names: Iterable[str] | None = None, chunks: Sequence[int] | None = None) -> list[Variant]:

@@ -19,7 +19,7 @@ from megatron.pipeline.planner import planning
 from megatron.pipeline.planner.planning.choose import best
 from megatron.pipeline.planner.planning.document import Changes, choice_fields, curves, read, report
 from megatron.pipeline.planner.planning.no_gc import without_gc
-from megatron.pipeline.planner.planning.request import MOST_RANKS, Request, Variant, variants
+from megatron.pipeline.planner.planning.request import MOST_PASSES, MOST_RANKS, Request, Variant, check_bounded, variants
 from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.problem import LimitTooLow
 from megatron.pipeline.planner.schedule.lower.torch_csv import to_csv
@@ -88,14 +88,17 @@ def candidates(query: Query) -> list[dict[str, str]]:
     that are the least work first.
 
     Raises:
-        ValueError: ``pp`` is not a number of ranks.
+        ValueError: ``pp`` is not a number of ranks, or ``microbatches`` are none that can be planned.
     """
     sizes = dict(query)
-    ranks = sizes.get("pp", "")
-    if not ranks.isdecimal() or not 1 <= int(ranks) <= MOST_RANKS:
-        raise ValueError(f"pp={ranks}: expected a whole number from 1 to {MOST_RANKS}")
+    for name, most in (("pp", MOST_RANKS), ("microbatches", MOST_PASSES)):
+        number = sizes.get(name, "")
+        if not number.isdecimal() or not 1 <= int(number) <= most:
+            raise ValueError(f"{name}={number}: expected a whole number from 1 to {most}")
+    ranks = int(sizes["pp"])
+    check_bounded(ranks, int(sizes["microbatches"]))
     found = []
-    for name, chunks, group, _ in map(astuple, variants(int(ranks))):
+    for name, chunks, group, _ in map(astuple, variants(ranks)):
         own = chunks == families.FAMILIES[name].chunks  # which the page leaves out
         given = {"schedule": name, "chunks": None if own else chunks, "group": group}
         found.append({flag: str(value) for flag, value in given.items() if value is not None})
