@@ -323,7 +323,10 @@ def test_on_one_rank_there_are_only_schedules_that_train(address: str) -> None:
     for pp in ("0", "many", "5000"):
         status, body, _ = get(f"{address}api/candidates?pp={pp}")
         assert status == 400 and "expected a whole number from 1 to 4096" in json.loads(body)["message"]
-    for microbatches, words in (("1000000000", "expected a whole number from 1 to 3000000"), ("200000", "are over 3000000 passes")):
+    for microbatches, words in (
+        ("1000000000", "expected a whole number from 1 to 3000000"),
+        ("200000", "are over 3000000 passes"),
+    ):
         status, body, _ = get(f"{address}api/candidates?pp=8&microbatches={microbatches}")
         assert status == 400 and words in json.loads(body)["message"]
 

@@ -9,12 +9,20 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias
 
 from megatron.pipeline.flags.flag_types import memory_size, positive_int
-from megatron.pipeline.planner import Objective, Offload, Vocabulary, document, every_batch, hybrid, refusals, written_costs
-
-T = TypeVar("T")
+from megatron.pipeline.planner import (
+    Objective,
+    Offload,
+    Vocabulary,
+    document,
+    every_batch,
+    hybrid,
+    reading,
+    refusals,
+    written_costs,
+)
 
 REPLICA_LINK = 50.0  # GB/s: a network card of 400 Gbit/s per GPU
 
@@ -66,6 +74,13 @@ class Parser(argparse.ArgumentParser):
                     yield title, [named.pop(name) for name in names.split() if name in named]
                 actions = list(named.values())
             yield group.title, actions
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """The value of a flag, or an error in the words of what reads it: argparse has none for a ValueError."""
+        try:
+            return self._registry_get("type", action.type, action.type)(arg_string)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise argparse.ArgumentError(action, str(error)) from None
 
     def error(self, message: str) -> NoReturn:
         sys.exit(complain(f"{message} (see {self.prog} --help)"))
@@ -179,7 +194,7 @@ def _add_of_stages(flags: Parser) -> None:
     """Flags for the costs of every stage or rank, on top of those of all."""
     flags.add_argument(
         "--costs",
-        type=file_of(document.read_costs),
+        type=document.read_costs,
         metavar="FILE",
         help='costs of every stage, instead of the flags above: {"hop": .., "stages": [{"forward": .., "backward": .., '
         '"weight": .., "activation": ..}, ..]}, as mpipe costs and mpipe rehearse write them; --memory-limit is then in the unit '
@@ -187,7 +202,7 @@ def _add_of_stages(flags: Parser) -> None:
     )
     flags.add_argument(
         "--slow",
-        type=slow_ranks,
+        type=written_costs.read_slow,
         metavar="RANK=TIMES[,..]",
         help="ranks whose passes take that many times as long as the costs say, such as 2=1.3",
     )
@@ -234,7 +249,7 @@ def length_flags() -> Parser:
     flags = Parser(add_help=False)
     flags.add_argument(
         "--lengths",
-        type=file_of(every_batch.read_lengths),
+        type=every_batch.read_lengths,
         metavar="FILE",
         help="plan for these microbatches: in every line the lengths of one's sequences, in tokens; or a list of such lists in "
         "JSON. The costs are then those of one sequence as long as the mean microbatch",
@@ -303,7 +318,7 @@ def pass_flags() -> Parser:
     flags.add_argument("--fuse", type=StageList, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
     flags.add_argument(
         "--trained",
-        type=file_of(written_costs.read_trained),
+        type=written_costs.read_trained,
         metavar="WHAT",
         help="what trains, of costs of training all: all, none (what trains comes before the layers), layers=16-31/32 (of 32, "
         "from 0), or lora:r=16[,layers=..], whose adapters take no time here; no B runs before the first layer that trains",
@@ -338,28 +353,17 @@ def numbers(*names: str) -> Callable[[str], written_costs.Numbers]:
         for item in text.split(","):
             name, equals, value = (part.strip() for part in item.partition("="))
             if not equals or name in given:
-                raise argparse.ArgumentTypeError(
-                    f"{text!r}: expected each of {', '.join(names)} at most once, as in {names[0]}=1"
-                )
+                raise ValueError(f"{text!r}: expected each of {', '.join(names)} at most once, as in {names[0]}=1")
             try:
                 given[name] = float(value)
             except ValueError:
-                wanted = f"{name}={value}: expected a number without a unit, such as {name}=1"
-                raise argparse.ArgumentTypeError(f"{text!r}: {wanted}") from None
+                raise ValueError(f"{text!r}: {name}={value}: expected a number without a unit, such as {name}=1") from None
         try:
             return written_costs.checked(given, names)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+            raise ValueError(f"{text!r}: {error}") from None
 
     return parse
-
-
-def slow_ranks(text: str) -> dict[int, float]:
-    """An argument type for ``2=1.3,5=1.1``."""
-    try:
-        return written_costs.read_slow(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def limit(text: str) -> float:
@@ -368,19 +372,7 @@ def limit(text: str) -> float:
         return refusals.read_amount(text)
     except ValueError:
         wanted = f"a number of microbatches of at least 0, or bytes such as 20GiB, in one of {', '.join(refusals.MEMORY_UNITS)}"
-        raise argparse.ArgumentTypeError(f"{text!r}: expected {wanted}") from None
-
-
-def file_of(read: Callable[[str], T]) -> Callable[[str], T]:
-    """An argument type for the path of a file that ``read`` reads, whose ValueError names the file."""
-
-    def argument(path: str) -> T:
-        try:
-            return read(path)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return argument
+        raise ValueError(f"{text!r}: expected {wanted}") from None
 
 
 def names(text: str) -> list[str]:
@@ -393,17 +385,14 @@ def whole_numbers(text: str) -> list[int]:
     try:
         return [positive_int(item) for item in text.split(",")]
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers of at least 1, such as 2 or 2,4") from None
+        raise ValueError(f"{text!r}: expected whole numbers of at least 1, such as 2 or 2,4") from None
 
 
 def layers_or_pattern(text: str) -> int | hybrid.Pattern:
     """An argument type for the layers of a model: their number, or a letter for each."""
     if not text.strip() or any(map(str.isdecimal, text)):
         return int(positive_int(text))
-    try:
-        return hybrid.Pattern.of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return hybrid.Pattern.of(text)
 
 
 class StageList:
@@ -416,7 +405,7 @@ class StageList:
         except ValueError:
             bounds = [[]]
         if not all(len(ends) in (1, 2) and ends[0] <= ends[-1] for ends in bounds):
-            raise argparse.ArgumentTypeError(f"{text!r}: expected all, or stages such as 0 or 0,3-5")
+            raise ValueError(f"{text!r}: expected all, or stages such as 0 or 0,3-5")
         self._runs = [(ends[0], ends[-1]) for ends in bounds]
 
     def of(self, count: int) -> frozenset[int]:

@@ -110,8 +110,6 @@ def page(path: str, shown: Shown) -> None:
 
 def trace(title: str, timeline: Timeline, planned: Planned | None) -> str:
     """Text of a timeline's trace for Perfetto, with its schedule where it is known."""
-    from megatron.pipeline.planner import view
-
     return json.dumps(view.to_trace(timeline, **(_whole(timeline, planned) or {"name": title})))
 
 

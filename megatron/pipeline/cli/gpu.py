@@ -7,11 +7,10 @@ import sys
 from argparse import Namespace
 from functools import partial
 
-from megatron.pipeline.cli.arguments import file_of
 from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import actions
 from megatron.pipeline.model.description import describe
-from megatron.pipeline.planner import Device, device, document, origin
+from megatron.pipeline.planner import Device, device, document, origin, reading
 
 
 def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +18,7 @@ def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file of mpipe tune --gpu-from")
     parser.add_argument(
         "--gpu-from",
-        type=file_of(partial(document.naming, read=origin.read)),
+        type=partial(document.naming, read=origin.read),
         metavar="FILE",
         help="the GPU on which a run of this model measured costs.json (mpipe rehearse, --pipeline-costs profile): its F, B and "
         "W count, all else is of --gpu, by default of the GPU that the file names",
@@ -34,10 +33,8 @@ def named_gpu(options: Namespace) -> Device | None:
         ValueError: there is none of this name.
     """
     if options.gpu:
-        try:
+        with reading.NamedErrors("--gpu:"):
             known = device.read(options.gpu)
-        except ValueError as error:
-            raise ValueError(f"--gpu: {error}") from None
         if not options.gpu.endswith(".json") and options.gpu.lower() != known.name.lower():
             print(f"mpipe: --gpu {options.gpu} is {known.name}", file=sys.stderr)
         return known
@@ -69,10 +66,8 @@ def measured_gpu(gpu: Device, options: Namespace, args: Namespace) -> Device:
     """
     if options.gpu_from is None:
         return gpu
-    try:
+    with reading.NamedErrors("--gpu-from:"):
         found, took, predicted = origin.measured(gpu, describe(args), options.gpu_from)
-    except ValueError as error:
-        raise ValueError(f"--gpu-from: {error}") from None
     passes = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in zip("FBW", took, strict=True))
     print(
         f"mpipe: from --gpu-from: a layer takes {passes}, together {took.total / predicted.total:.3g} times as long as by the "

@@ -364,5 +364,5 @@ def gpu_memory(text: str) -> float:
     """An argument type for ``80`` or ``80GB``."""
     match = re.fullmatch(r"(\d{1,5}(\.\d+)?)(GB)?", text)
     if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a GPU's memory such as 80 or 80GB, got {text!r}")
+        raise ValueError(f"expected a GPU's memory such as 80 or 80GB, got {text!r}")
     return float(match[1])

@@ -23,6 +23,7 @@ from megatron.pipeline.planner import (
     every_batch,
     families,
     hybrid,
+    reading,
     refusals,
     topics,
     written_costs,
@@ -78,11 +79,9 @@ def requested(options: Namespace) -> Request:
     if isinstance(layers, hybrid.Pattern):
         if not options.costs:
             raise ValueError(f"--balance {layers} needs what each letter takes: give --costs of mpipe costs --by-layer")
-        try:
+        with reading.NamedErrors("--balance"):
             letters = written_costs.with_links(options.costs, costs.cost or {}, options.pp)
             layers = balance.Model.by_layer(cutting.with_shards(letters, vocabulary, options.pp), layers)
-        except ValueError as error:
-            raise ValueError(f"--balance {error}") from None
         costs = replace(costs, costs=replace(options.costs, pattern=""))
     return Request(
         name,
@@ -187,9 +186,7 @@ def _stages(options: Namespace, flag: str) -> Callable[[Placement], Iterable[int
     chosen: StageList | None = getattr(options, flag)
 
     def of(placement: Placement) -> Iterable[int]:
-        try:
+        with reading.NamedErrors(f"--{flag}"):
             return chosen.of(placement.last_stage + 1) if chosen else ()
-        except ValueError as error:
-            raise ValueError(f"--{flag} {error}") from None
 
     return of

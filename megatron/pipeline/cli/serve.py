@@ -64,5 +64,5 @@ def requested(flags: Sequence[str]) -> Request:
 
 def _host(text: str) -> str:
     if not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a name or an address (0.0.0.0 for every one of this machine)")
+        raise ValueError(f"{text!r}: expected a name or an address (0.0.0.0 for every one of this machine)")
     return text

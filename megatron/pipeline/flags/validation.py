@@ -18,7 +18,7 @@ from megatron.pipeline.flags.validation_files import check_outputs, of_data
 from megatron.pipeline.flags.validation_hybrid import check_attention, check_latent, chunks_of_pattern, of_hybrid, of_letter_costs
 from megatron.pipeline.flags.validation_rehearsal import of_rehearsal
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.planner import STOCK, flag_of, topics, written_costs
+from megatron.pipeline.planner import STOCK, flag_of, reading, topics, written_costs
 
 
 def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Settings:
@@ -36,10 +36,8 @@ def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> Setti
     """
     args = of_hybrid(Settings.of(args))
     _check_required(args, () if elsewhere else ("train_iters", "lr"))
-    try:
+    with reading.NamedErrors("--trained"):
         written_costs.read_trained(args.trained, args.num_layers)
-    except ValueError as error:
-        raise ValueError(f"--trained {error}") from None
     settings = _of_platform(args, elsewhere)
     settings = _of_parallel_sizes(settings, world_size)
     settings = _of_model(settings)

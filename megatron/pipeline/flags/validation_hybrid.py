@@ -7,7 +7,7 @@ from argparse import Namespace
 from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.flags import given
 from megatron.pipeline.flags.settings import PROFILE, Settings
-from megatron.pipeline.planner import balance, document, flag_of, hybrid, topics
+from megatron.pipeline.planner import balance, document, flag_of, hybrid, reading, topics
 
 
 def of_hybrid(args: Settings) -> Settings:
@@ -42,19 +42,14 @@ def read_pattern(text: str) -> hybrid.Pattern:
     Raises:
         ValueError: as ``Pattern.of``, with the flag.
     """
-    try:
+    with reading.NamedErrors("--hybrid-layer-pattern"):
         return hybrid.Pattern.of(text)
-    except ValueError as error:
-        raise ValueError(f"--hybrid-layer-pattern {error}") from None
 
 
 def chunks_of_pattern(text: str, schedule: str, ranks: int) -> int | None:
     """Chunks per rank that a ``--hybrid-layer-pattern`` asks for; raises what ``read_pattern`` and ``Pattern.chunks`` do."""
-    pattern = read_pattern(text)
-    try:
-        return pattern.chunks(schedule, ranks)
-    except ValueError as error:
-        raise ValueError(f"--hybrid-layer-pattern {error}") from None
+    with reading.NamedErrors("--hybrid-layer-pattern"):
+        return hybrid.Pattern.of(text).chunks(schedule, ranks)
 
 
 def of_letter_costs(args: Settings) -> Settings:
@@ -66,19 +61,15 @@ def of_letter_costs(args: Settings) -> Settings:
     file, pattern = args.pipeline.costs, getattr(args, "hybrid_layer_pattern", None)
     if file in (None, PROFILE):
         return args
-    try:
+    with reading.NamedErrors("--pipeline-costs"):
         costs = document.read_costs(file)
-    except ValueError as error:
-        raise ValueError(f"--pipeline-costs {error}") from None
     if costs.pattern and not pattern:
         raise ValueError(
             f"--pipeline-costs {file} is of the letters {costs.pattern}, and this model has none: give costs of stages"
         )
     if costs.pattern and pattern:
-        try:
+        with reading.NamedErrors(f"--pipeline-costs {file} for --hybrid-layer-pattern"):
             balance.Model.by_layer(costs, read_pattern(pattern))
-        except ValueError as error:
-            raise ValueError(f"--pipeline-costs {file} for --hybrid-layer-pattern {error}") from None
     return args | {"letter_costs": costs if costs.pattern else None}
 
 

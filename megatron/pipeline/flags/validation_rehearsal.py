@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.model.description import describe
-from megatron.pipeline.planner import Links, device
+from megatron.pipeline.planner import Links, device, reading
 
 MEASURED = 5  # iterations: what ``runtime/profiling.py`` takes
 _PER_NODE = 8  # GPUs of a machine that is rehearsed for
@@ -45,10 +45,8 @@ def of_rehearsal(args: Settings) -> Settings:
     try:
         seconds, links = float(text), None
     except ValueError:
-        try:
+        with reading.NamedErrors(f"--rehearse-hop {text}: seconds, or"):
             links = Links.of(device.read(text), _PER_NODE, describe(args).ranks)
-        except ValueError as error:
-            raise ValueError(f"--rehearse-hop {text}: seconds, or {error}") from None
         seconds = links.hop.seconds(_message_bytes(args))
     if not 0 <= seconds < math.inf:
         raise ValueError(f"--rehearse-hop {text}: a message takes 0 seconds or more")

@@ -19,7 +19,7 @@ from megatron.pipeline.flags.validation import check_rotary, chunks_per_rank, of
 from megatron.pipeline.launch.adapt import exclusions, refusal
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
-from megatron.pipeline.planner import STOCK, families, topics
+from megatron.pipeline.planner import STOCK, families, reading, topics
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 
@@ -48,10 +48,8 @@ def check_flags(args: Namespace, **known: Any) -> None:
     if args.pipeline_schedule != STOCK:
         chunks_per_rank(args)  # which upstream's validation does not see: ``hidden``
         if pattern := getattr(args, "hybrid_layer_pattern", None):
-            try:  # letters that are not of this release
+            with reading.NamedErrors(f"--hybrid-layer-pattern {pattern}:"):  # letters that are not of this release
                 compat.get("megatron.core.models.hybrid.hybrid_layer_allocation", "parse_hybrid_pattern")(pattern)
-            except ValueError as error:
-                raise ValueError(f"--hybrid-layer-pattern {pattern}: {error}") from None
 
 
 def separates_documents(args: Namespace) -> bool:

@@ -140,10 +140,8 @@ def _refuse_early(flags: Sequence[str]) -> None:
     )
     families.check(schedule)
     if schedule != STOCK and ranks.isdecimal() and (pattern := values.get("hybrid-layer-pattern")):
-        try:
+        with reading.NamedErrors("--hybrid-layer-pattern"):
             hybrid.Pattern.of(str(pattern)).chunks(schedule, int(ranks))
-        except ValueError as error:
-            raise ValueError(f"--hybrid-layer-pattern {error}") from None
     Facts(save=values.get("save"), save_interval=values.get("save-interval")).refuse(topics.STARTED)
 
 

@@ -39,6 +39,7 @@ from megatron.pipeline.planner import (
     ops,
     origin,
     peak_of_1f1b,
+    reading,
     refusals,
     topics,
     variants,
@@ -99,10 +100,8 @@ def _request(args: Settings) -> Request:
     if getattr(args, "letter_costs", None):
         costs = partial(costs_of_letters, args)
     elif file not in (None, PROFILE):
-        try:
+        with reading.NamedErrors("--pipeline-costs"):
             costs = document.read_costs(file)
-        except ValueError as error:
-            raise ValueError(f"--pipeline-costs {error}") from None
     request = Request(
         args.pipeline.schedule,
         args.pipeline_model_parallel_size,

@@ -36,6 +36,7 @@ MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
 SPREAD = tuple(field.name for field in fields(VocabularyCosts) if field.name != "ranks")
 _SLOWEST = 0.01, 1000.0  # how many times as long a rank may take
+read_trained = Trained.read  # for flags
 SHARED = tuple(field.name for field in fields(CopyCosts) if field.name not in ("to_host", "to_device"))
 
 
@@ -189,11 +190,6 @@ def _with_sums(cost: Numbers, sums: float) -> Numbers:
         raise ValueError(f"AR = {sums:g} is more than {least:g}, the shorter of F and B, whose part it is")
     parts = dict.fromkeys(_PARTS, 0.0) | {"F.combine": sums, "B.combine": sums}
     return {"BW": backward + weight - min(sums, (1 - _ROWS) * weight)} | cost | parts
-
-
-def read_trained(text: str, layers: int | None = None) -> Trained | None:
-    """``Trained.read``, for flags."""
-    return Trained.read(text, layers)
 
 
 def slow_stages(placement: Placement, slow: Mapping[int, float]) -> dict[int, float]:

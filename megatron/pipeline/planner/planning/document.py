@@ -20,7 +20,7 @@ from megatron.pipeline.planner.schedule.core.cutting import with_shards
 from megatron.pipeline.planner.schedule.core.names import OFF
 from megatron.pipeline.planner.schedule.core.passes import Kind, Offload
 from megatron.pipeline.planner.schedule.core.problem import GOAL, Objective, Problem, TooLow, per_rank
-from megatron.pipeline.planner.schedule.core.reading import parse_json, printable, read_text
+from megatron.pipeline.planner.schedule.core.reading import NamedErrors, parse_json, printable, read_text
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
 from megatron.pipeline.planner.schedule.core.timeline import Timeline
 from megatron.pipeline.planner.schedule.lower.torch_csv import from_csv
@@ -251,10 +251,8 @@ def naming(path: str, read: Callable[[str], _Read], text: str | None = None) -> 
         ValueError: the file cannot be read, or what ``read`` raised.
     """
     text = read_text(path) if text is None else text
-    try:
+    with NamedErrors(f"{path}:"):
         return read(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def is_csv(path: str) -> bool:

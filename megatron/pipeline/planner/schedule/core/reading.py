@@ -40,6 +40,20 @@ def content_of(path: str | Path) -> str:
     return content.decode("utf-8")
 
 
+class NamedErrors:
+    """A context whose ValueErrors begin with words, such as the flag or the file that is read."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ValueError):
+            raise ValueError(f"{self._words} {error}") from None
+
+
 def parse_json(text: str, what: str) -> Any:
     """Parse the text of a JSON file.
 

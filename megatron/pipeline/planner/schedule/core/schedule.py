@@ -15,7 +15,7 @@ from megatron.pipeline.planner.schedule.core.costs import Costs
 from megatron.pipeline.planner.schedule.core.kinds import Lane, Sources, needed_on_own_rank, sources
 from megatron.pipeline.planner.schedule.core.passes import Kind, Order, Pass, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement, from_rows
-from megatron.pipeline.planner.schedule.core.reading import parse_json, printable
+from megatron.pipeline.planner.schedule.core.reading import NamedErrors, parse_json, printable
 
 
 @dataclass(frozen=True)
@@ -280,10 +280,8 @@ class ScheduleError(ValueError):
 
 
 def _read_row(rank: int, row: list[Any]) -> tuple[Pass, ...]:
-    try:
+    with NamedErrors(f"rank {rank}:"):
         return tuple(Pass.parse(text) for text in row)
-    except ValueError as error:
-        raise ValueError(f"rank {rank}: {error}") from None
 
 
 def _is_table(value: object) -> bool:
