@@ -12,17 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from megatron.pipeline.flags.flag_types import memory_size, positive_int
-from megatron.pipeline.planner import (
-    Objective,
-    Offload,
-    Vocabulary,
-    document,
-    every_batch,
-    hybrid,
-    reading,
-    refusals,
-    written_costs,
-)
+from megatron.pipeline.flags.settings import flag
+from megatron.pipeline.planner import Objective, Offload, Vocabulary, document, every_batch, hybrid, refusals, written_costs
 
 REPLICA_LINK = 50.0  # GB/s: a network card of 400 Gbit/s per GPU
 
@@ -37,6 +28,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, examples: Sequence[str] = (), **options: Any) -> None:
         super().__init__(**({"allow_abbrev": False} | options))
         self.examples = tuple(examples)
+
+    def flag(self, *row: Any, **options: Any) -> None:
+        """Add a flag: ``settings.flag`` has the arguments."""
+        names, given, _ = flag(*row, **options)
+        self.add_argument(*names, **given)
 
     def format_help(self) -> str:
         """The usage in one line, examples, and then the flags, those of one purpose together."""
@@ -144,193 +140,108 @@ def complain(message: str) -> int:
     return 2
 
 
+# fmt: off
 def cost_flags() -> Parser:
     """Flags for the costs and the memory of passes, and for the memory limit."""
     flags = Parser(add_help=False)
-    flags.add_argument(
-        "--cost",
-        type=numbers(*written_costs.TIMES),
-        metavar="F=..,B=..,W=..,comm=..[,NAME=..]",
-        help="one rank's share of one microbatch and one message (comm; of one link: comm[2-3]; one way: comm[2to3]; where "
-        "messages stand in line: busy[2-3]), in any unit of time (default: 1,1,1,0, or the file's). "
+    flags.flag("--cost", "one rank's share of one microbatch and one message (comm; of one link: comm[2-3]; one way: "
+        "comm[2to3]; where messages stand in line: busy[2-3]), in any unit of time (default: 1,1,1,0, or the file's). "
         f"NAME is one of {written_costs.named_times()}; AR (the part of F, and of B, that is sums over tensor-parallel ranks)",
-    )
-    flags.add_argument(
-        "--activation",
-        type=numbers(*written_costs.MEMORY),
-        metavar="B=..,W=..[,R=..]",
-        help="memory that F allocates, the part that remains from B to W (default: all of it, or the file's), and what F keeps "
-        "where R follows (default: 0)",
-    )
+        numbers(*written_costs.TIMES), metavar="F=..,B=..,W=..,comm=..[,NAME=..]")
+    flags.flag("--activation", "memory that F allocates, the part that remains from B to W (default: all of it, or the file's), "
+        "and what F keeps where R follows (default: 0)", numbers(*written_costs.MEMORY), metavar="B=..,W=..[,R=..]")
     for name, part in (("first", "embedding"), ("last", "output layer")):
-        flags.add_argument(
-            f"--{name}-stage",
-            type=numbers(*written_costs.EXTRA),
-            metavar="F=..,B=..,W=..,activation=..",
-            help=f"what the {part} adds to the {name} stage of the model: in the unit of --cost, and in microbatches",
-        )
-    flags.add_argument(
-        "--vocab-cost",
-        type=numbers(*written_costs.SPREAD),
-        metavar="S=..,T=..[,IF=..][,IB=..][,activation=..][,exchange=..]",
-        help="one rank's share of the vocabulary with --vocab-parallel: time of the output layer's S and T and the embedding's "
-        "IF and IB, memory of S until T in microbatches, and time of a collective (default: S=0.5, T=0.5, a message for a "
-        "collective, 0 for the others; or the file's). --first-stage and --last-stage must then not contain embedding and "
-        "output layer",
-    )
-    flags.add_argument(
-        "--copy",
-        type=numbers(*written_costs.SHARED),
-        metavar="both=..[,switch=..,shared=..]",
-        help="share of its speed that a copy keeps while its rank copies in the other direction, too, between 0.5 and 1; number "
-        "of neighbouring ranks that share one switch to host memory, and the share of speed that each keeps while all copy in "
-        "one direction (default: 1,1,1: copies do not slow each other; or the file's)",
-    )
+        flags.flag(f"--{name}-stage", f"what the {part} adds to the {name} stage of the model: in the unit of --cost, and in "
+            "microbatches", numbers(*written_costs.EXTRA), metavar="F=..,B=..,W=..,activation=..")
+    flags.flag("--vocab-cost", "one rank's share of the vocabulary with --vocab-parallel: time of the output layer's S and T "
+        "and the embedding's IF and IB, memory of S until T in microbatches, and time of a collective (default: S=0.5, T=0.5, a "
+        "message for a collective, 0 for the others; or the file's). --first-stage and --last-stage must then not contain "
+        "embedding and output layer",
+        numbers(*written_costs.SPREAD), metavar="S=..,T=..[,IF=..][,IB=..][,activation=..][,exchange=..]")
+    flags.flag("--copy", "share of its speed that a copy keeps while its rank copies in the other direction, too, between 0.5 "
+        "and 1; number of neighbouring ranks that share one switch to host memory, and the share of speed that each keeps while "
+        "all copy in one direction (default: 1,1,1: copies do not slow each other; or the file's)",
+        numbers(*written_costs.SHARED), metavar="both=..[,switch=..,shared=..]")
     _add_of_stages(flags)
     return flags
 
 
 def _add_of_stages(flags: Parser) -> None:
     """Flags for the costs of every stage or rank, on top of those of all."""
-    flags.add_argument(
-        "--costs",
-        type=document.read_costs,
-        metavar="FILE",
-        help='costs of every stage, instead of the flags above: {"hop": .., "stages": [{"forward": .., "backward": .., '
-        '"weight": .., "activation": ..}, ..]}, as mpipe costs and mpipe rehearse write them; --memory-limit is then in the unit '
-        "of its activations, or bytes such as 20GiB",
-    )
-    flags.add_argument(
-        "--slow",
-        type=written_costs.read_slow,
-        metavar="RANK=TIMES[,..]",
-        help="ranks whose passes take that many times as long as the costs say, such as 2=1.3",
-    )
-    flags.add_argument(
-        "--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches, or as --costs says"
-    )
+    flags.flag("--costs", 'costs of every stage, instead of the flags above: {"hop": .., "stages": [{"forward": .., "backward": '
+        '.., "weight": .., "activation": ..}, ..]}, as mpipe costs and mpipe rehearse write them; --memory-limit is then in the '
+        "unit of its activations, or bytes such as 20GiB", document.read_costs, metavar="FILE")
+    flags.flag("--slow", "ranks whose passes take that many times as long as the costs say, such as 2=1.3",
+        written_costs.read_slow, metavar="RANK=TIMES[,..]")
+    flags.flag("--memory-limit", "limit of a rank's activations, in microbatches, or as --costs says", limit, metavar="X")
 
 
 def boundary_flags() -> Parser:
     """Flags for what ranks do between two iterations, from sizes in place of times."""
     flags = Parser(add_help=False)
-    flags.add_argument(
-        "--replicas",
-        type=positive_int,
-        metavar="D",
-        help="data-parallel replicas: the reduction of gradients and the gather of parameters between two iterations count, in "
-        "seconds, so --cost is in seconds too (give its OPT and norm there)",
-    )
-    flags.add_argument("--grad-bytes", type=memory_size, metavar="X", help="with --replicas: a rank's gradients, such as 4GiB")
-    flags.add_argument(
-        "--param-bytes",
-        type=memory_size,
-        metavar="X",
-        help="with --replicas: a rank's parameters (default: half of --grad-bytes)",
-    )
-    flags.add_argument(
-        "--replica-link",
-        type=float,
-        metavar="GB/S",
-        help=f"with --replicas: 1e9 bytes a second between the replicas of a rank (default: {REPLICA_LINK:g})",
-    )
+    flags.flag("--replicas", "data-parallel replicas: the reduction of gradients and the gather of parameters between two "
+        "iterations count, in seconds, so --cost is in seconds too (give its OPT and norm there)", positive_int, metavar="D")
+    flags.flag("--grad-bytes", "with --replicas: a rank's gradients, such as 4GiB", memory_size, metavar="X")
+    flags.flag("--param-bytes", "with --replicas: a rank's parameters (default: half of --grad-bytes)", memory_size, metavar="X")
+    flags.flag("--replica-link", f"with --replicas: 1e9 bytes a second between a rank's replicas (default: {REPLICA_LINK:g})",
+        float, metavar="GB/S")
     return flags
 
 
 def size_flags(required: bool = True) -> Parser:
     flags = Parser(add_help=False)
-    flags.add_argument("--pp", required=required, type=positive_int, metavar="P", help="pipeline ranks")
-    flags.add_argument("--microbatches", required=required, type=positive_int, metavar="M", help="microbatches per iteration")
+    flags.flag("--pp", "pipeline ranks", positive_int, required=required, metavar="P")
+    flags.flag("--microbatches", "microbatches per iteration", positive_int, required=required, metavar="M")
     return flags
 
 
 def length_flags() -> Parser:
     """Flags for microbatches of unequal lengths."""
     flags = Parser(add_help=False)
-    flags.add_argument(
-        "--lengths",
-        type=every_batch.read_lengths,
-        metavar="FILE",
-        help="plan for these microbatches: in every line the lengths of one's sequences, in tokens; or a list of such lists in "
-        "JSON. The costs are then those of one sequence as long as the mean microbatch",
-    )
-    flags.add_argument(
-        "--attention",
-        type=float,
-        metavar="SHARE",
-        help="with --lengths: share of F, at these costs, that is attention and grows with the square of a sequence (default: 0)",
-    )
-    flags.add_argument(
-        "--order",
-        choices=["given", "any"],
-        help="with --lengths: whether another order of the microbatches may be planned (default: given)",
-    )
+    flags.flag("--lengths", "plan for these microbatches: in every line the lengths of one's sequences, in tokens; or a list of "
+        "such lists in JSON. The costs are then those of one sequence as long as the mean microbatch",
+        every_batch.read_lengths, metavar="FILE")
+    flags.flag("--attention", "with --lengths: share of F, at these costs, that is attention and grows with the square of a "
+        "sequence (default: 0)", float, metavar="SHARE")
+    flags.flag("--order", "with --lengths: whether another order of the microbatches may be planned (default: given)",
+        ["given", "any"])
     return flags
 
 
 def goal_flags() -> Parser:
     """The objective."""
     flags = Parser(add_help=False)
-    flags.add_argument(
-        "--objective",
-        choices=[str(objective) for objective in Objective],
-        help="what to minimise: the makespan, from the first pass on any rank to the last (default, or the file's), or the span, "
-        "the longest time from a rank's first pass to its last: the duration of an iteration with --post-validation",
-    )
+    flags.flag("--objective", "what to minimise: the makespan, from the first pass on any rank to the last (default, or the "
+        "file's), or the span, the longest time from a rank's first pass to its last: the duration of an iteration with "
+        "--post-validation", [str(objective) for objective in Objective])
     return flags
 
 
 def offload_flags() -> Parser:
     flags = Parser(add_help=False)
-    flags.add_argument(
-        "--offload",
-        choices=["off", *map(str, Offload)],
-        help="copy activations to host memory and back while ranks compute: at most half of them, the longest-lived (selective), "
-        "or all whose copies pay (full)",
-    )
-    flags.add_argument(
-        "--host-memory-limit",
-        type=limit,
-        metavar="X",
-        help="with --offload: limit of a rank's activations in host memory, as --memory-limit (default: none)",
-    )
+    flags.flag("--offload", "copy activations to host memory and back while ranks compute: at most half of them, the "
+        "longest-lived (selective), or all whose copies pay (full)", ["off", *map(str, Offload)])
+    flags.flag("--host-memory-limit", "with --offload: limit of a rank's activations in host memory, as --memory-limit "
+        "(default: none)", limit, metavar="X")
     return flags
 
 
 def pass_flags() -> Parser:
     flags = Parser(add_help=False)
-    flags.add_argument("--recompute", type=StageList, metavar="STAGES", help="stages that run their forward again: all, or 0,3-5")
-    flags.add_argument(
-        "--vocab-parallel",
-        choices=["off", *map(str, Vocabulary)],
-        help="shard the vocabulary over all ranks, with two barriers between the last forward and the last backward (1), one "
-        "(2), or all ranks in step (interlaced)",
-    )
-    flags.add_argument(
-        "--overlap-experts",
-        choices=["off", "on"],
-        nargs="?",
-        const="on",
-        help="run a forward and another microbatch's backward as one unit where that shortens the schedule: the computation of "
-        "one hides the all-to-alls of the other; --cost has the parts of layers (F.dispatch=..,F.experts=..,F.combine=.., the "
-        "same of B, W.experts=.., layers=..)",
-    )
-    flags.add_argument("--fuse", type=StageList, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
-    flags.add_argument(
-        "--trained",
-        type=written_costs.read_trained,
-        metavar="WHAT",
-        help="what trains, of costs of training all: all, none (what trains comes before the layers), layers=16-31/32 (of 32, "
-        "from 0), or lora:r=16[,layers=..], whose adapters take no time here; no B runs before the first layer that trains",
-    )
-    flags.add_argument(
-        "--balance",
-        type=layers_or_pattern,
-        metavar="LAYERS",
-        help="plan the number of each stage's layers, of LAYERS in the model, by moving one layer at a time; costs are those of "
-        "an even split, of which what the first and the last stage have more stays there. Or a --hybrid-layer-pattern, whose | "
-        "are a split to compare with, and --costs of mpipe costs --by-layer",
-    )
+    flags.flag("--recompute", "stages that run their forward again: all, or 0,3-5", StageList, metavar="STAGES")
+    flags.flag("--vocab-parallel", "shard the vocabulary over all ranks, with two barriers between the last forward and the "
+        "last backward (1), one (2), or all ranks in step (interlaced)", ["off", *map(str, Vocabulary)])
+    flags.flag("--overlap-experts", "run a forward and another microbatch's backward as one unit where that shortens the "
+        "schedule: the computation of one hides the all-to-alls of the other; --cost has the parts of layers "
+        "(F.dispatch=..,F.experts=..,F.combine=.., the same of B, W.experts=.., layers=..)", ["off", "on"], nargs="?", const="on")
+    flags.flag("--fuse", "stages that run B and W as one pass: all, or 0,3-5", StageList, metavar="STAGES")
+    flags.flag("--trained", "what trains, of costs of training all: all, none (what trains comes before the layers), "
+        "layers=16-31/32 (of 32, from 0), or lora:r=16[,layers=..], whose adapters take no time here; no B runs before the "
+        "first layer that trains", written_costs.read_trained, metavar="WHAT")
+    flags.flag("--balance", "plan the number of each stage's layers, of LAYERS in the model, by moving one layer at a time; "
+        "costs are those of an even split, of which what the first and the last stage have more stays there. Or a "
+        "--hybrid-layer-pattern, whose | are a split to compare with, and --costs of mpipe costs --by-layer",
+        layers_or_pattern, metavar="LAYERS")
     return flags
 
 
@@ -340,9 +251,10 @@ def report_flags(
 ) -> Parser:
     """Add the flags that say what to print, and where; the arguments are what the help says of each."""
     flags = Parser(add_help=False)
-    flags.add_argument("--json", action="store_true", help=json)
-    flags.add_argument("-o", "--output", metavar="FILE", help=output)
+    flags.flag("--json", json)
+    flags.flag("-o --output", output, str, metavar="FILE")
     return flags
+# fmt: on
 
 
 def numbers(*names: str) -> Callable[[str], written_costs.Numbers]:
