@@ -31,7 +31,7 @@ class Tuning(NamedTuple):
         tensor: ranks, with sequence parallelism.
         adapters: beside all linears of these layers, else the layers themselves train.
         split: the adapters are megatron-core's linears, whose gradients W computes, without tensor parallelism.
-        experts: in the place of each MLP there are 4, two of which each of 2 ranks has: "apart", or "grouped" and all in bfloat16.
+        experts: in the place of each MLP there are 4, two on each of 2 ranks: "apart", or "grouped" and all in bfloat16.
         layers: numbers of those with anything that trains.
         tied: the ends are, and are frozen.
         recomputes: settings of recomputation.
