@@ -214,7 +214,8 @@ def _has_end(model: Any) -> bool:
 
 
 def _adapt(layer: torch.nn.Module, split: bool) -> None:
-    for module in list(layer.modules()):
+    modules: list[Any] = list(layer.modules())
+    for module in modules:
         for name, child in list(module.named_children()):
             if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
                 setattr(module, name, Beside(child, split))
