@@ -170,7 +170,7 @@ def _train(script: Path, core: str, ranks: int, schedule: str, flags: str, folde
     wrapped = {"FROZEN": str(script), "PYTHONPATH": f"{script.parent}{os.pathsep}{_ENVIRONMENT['PYTHONPATH']}"} if frozen else {}
     metrics = folder / f"{schedule}{len(list(folder.glob('*.jsonl')))}.jsonl"
     dropout = "" if "dropout" in flags else _NO_DROPOUT
-    launch = f"-m megatron.pipeline.cli launch --core {core} --nproc-per-node {ranks}".split() + [str(_HALF if frozen else script)]
+    launch = f"-m megatron.pipeline.cli launch --core {core} --nproc-per-node {ranks} {_HALF if frozen else script}".split()
     data = "" if "--data-path" in flags else _DATA
     length = "" if "--train-samples" in flags else "--train-iters 4"
     ours = ["--pipeline-schedule", schedule, "--metrics", str(metrics), "--data-cache-path", str(folder)]
