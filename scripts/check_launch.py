@@ -55,6 +55,7 @@ _LETTERS = (
 )
 _LATENT = "M+-EGE+- --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12 --position-embedding-type none"
 _PACKED = "packed sequences (--sft)"
+_FROZEN = "frozen layers"
 _SFT = (
     "--sft --tokenizer-type SFTTokenizer --tokenizer-model none --no-create-attention-mask-in-dataloader --split 100,0,0 "
     "--data-path drawn --spec packed_layers LAYERS --micro-batch-size 1"
@@ -98,6 +99,8 @@ _FLAGS = {
         1,
         f"{_SFT} --mtp-num-layers 1 --untie-embeddings-and-output-weights --position-embedding-type rope",
     ),
+    # Megatron-LM cannot save the optimizer's state of some layers.
+    f"{_FROZEN}; the first half": (1, "--no-save-optim --no-load-optim --untie-embeddings-and-output-weights"),
     f"{_PATTERN}; latent attention, context parallelism": (2, f"{_LETTERS} {_LATENT} --context-parallel-size 2"),
 }
 # The same, under our schedules alone: megatron-core's own would need another placement for it.
@@ -108,9 +111,10 @@ _OURS = {
 # Masks are drawn by the rank that has a layer, so another placement draws others.
 _ON_A_LINE = {"dropout"}
 # From its own checkpoint, too, Megatron-LM goes on with other masks, and without the optimizer's state at another learning rate.
-_ONE_WAY = {"dropout", "optimizers: Adam, SGD"}
+_ONE_WAY = {"dropout", "optimizers: Adam, SGD", f"{_FROZEN}; the first half"}
 # By another script beside the one that is given.
 _SCRIPTS = {title: "pretrain_hybrid.py" for title in _FLAGS if title.startswith(_PATTERN)}
+_HALF = Path(__file__).parents[1] / "tests" / "frozen_half.py"  # which runs the script that is given
 # Sums over the vocabulary are in another order (docs/numerics.md): the largest relative difference of two losses.
 _CLOSE = {_SPREAD: 1e-5}
 
@@ -127,11 +131,10 @@ def main(argv: Sequence[str]) -> int:
     wrong = 0
     for title, (replicas, flags) in _FLAGS.items():
         if args.only in title:
-            script = Path(args.script).with_name(_SCRIPTS.get(title, Path(args.script).name))
+            script = Path(args.script).with_name(_SCRIPTS.get(title, Path(args.script).name)).resolve()
             with tempfile.TemporaryDirectory() as folder:
-                runs = _compared(
-                    title, partial(_train, script, args.core, 4 * replicas, folder=Path(folder)), flags, Path(folder)
-                )
+                options = {"folder": Path(folder), "frozen": title.startswith(_FROZEN)}
+                runs = _compared(title, partial(_train, script, args.core, 4 * replicas, **options), flags, Path(folder))
             stock, *others = runs.values()
             close = _CLOSE.get(title, 0.0)
             # From the checkpoint half-way on there is only the end of the losses.
@@ -162,17 +165,18 @@ def _ends_as(run: list[float] | str, stock: list[float], close: float) -> bool:
     return all(abs(loss - other) <= close * abs(other) for loss, other in zip(run, stock[-len(run) :], strict=True))
 
 
-def _train(script: Path, core: str, ranks: int, schedule: str, flags: str, folder: Path) -> list[float] | str:
+def _train(script: Path, core: str, ranks: int, schedule: str, flags: str, folder: Path, frozen: bool) -> list[float] | str:
     """The losses of a training; or the end of what it said."""
+    wrapped = {"FROZEN": str(script), "PYTHONPATH": f"{script.parent}{os.pathsep}{_ENVIRONMENT['PYTHONPATH']}"} if frozen else {}
     metrics = folder / f"{schedule}{len(list(folder.glob('*.jsonl')))}.jsonl"
     dropout = "" if "dropout" in flags else _NO_DROPOUT
-    launch = f"-m megatron.pipeline.cli launch --core {core} --nproc-per-node {ranks}".split()
+    launch = f"-m megatron.pipeline.cli launch --core {core} --nproc-per-node {ranks} {_HALF if frozen else script}".split()
     data = "" if "--data-path" in flags else _DATA
     length = "" if "--train-samples" in flags else "--train-iters 4"
     ours = ["--pipeline-schedule", schedule, "--metrics", str(metrics), "--data-cache-path", str(folder)]
     ended = subprocess.run(
-        [sys.executable, *launch, str(script), *f"{_MODEL} {data} {length} {dropout} {flags}".split(), *ours],
-        env=os.environ | _ENVIRONMENT,
+        [sys.executable, *launch, *f"{_MODEL} {data} {length} {dropout} {flags}".split(), *ours],
+        env=os.environ | _ENVIRONMENT | wrapped,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

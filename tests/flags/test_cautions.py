@@ -54,6 +54,16 @@ def test_flags_that_meet_an_error(
     assert len(cautions(parse(f"{flags} {meets}".split()))) == (0 if mended else 1)
 
 
+@pytest.mark.parametrize(("release", "warns"), [("0.18.2", False), (NEWEST, True), ("0.20.0", False)])
+def test_a_model_that_is_not_frozen(release: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a flag that our parser has not; under a schedule of ours it is refused."""
+    monkeypatch.setattr(compat, "version", lambda: release)
+    args = parse([])
+    for schedule in ("stock", "zb-h1"):
+        found = cautions(args | {"freeze_all_layers": True, "pipeline_schedule": schedule})
+        assert [one.partition(":")[0] for one in found] == ["--freeze-all-layers has no effect"] * (warns and schedule == "stock")
+
+
 @pytest.mark.parametrize(
     ("flags", "release"),
     [

@@ -28,6 +28,7 @@ from megatron.pipeline.planner.schedule.families import AUTO, FAMILIES
 
 CONVERSATIONS = Path(__file__).parents[1] / "conversations"
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_with_pip.py"
+FROZEN_HALF = Path(__file__).parents[1] / "frozen_half.py"
 SIZES = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 "
     "--global-batch-size 16 --lr 1e-3 --train-iters 4 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data "
@@ -206,6 +207,23 @@ def test_packed_sequences_are_apart_on_every_stage(tmp_path: Path, monkeypatch: 
     on_a_v = steps("zb-v", "zb-v", from_there)
     assert [loss for loss, _ in on_a_v] == [loss for loss, _ in stock[1:]]
     assert [norm for _, norm in on_a_v] == pytest.approx([norm for _, norm in stock[1:]], rel=1e-6)
+
+
+@needs_patterns
+@pytest.mark.slow
+def test_what_a_hook_of_a_model_freezes_is_equal_to_stocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of the layers, and tied ends: the first stages have no B."""
+    monkeypatch.setenv("FROZEN", str(SCRIPT))
+    flags = f"{TRAINING} --pipeline-model-parallel-size 4 --no-save-optim --no-load-optim --data-cache-path {tmp_path}/cache"
+
+    def losses(name: str, schedule: str, more: str) -> list[float]:
+        steps = launch(tmp_path / name, FROZEN_HALF, f"{flags} --pipeline-schedule {schedule} {more}", ranks=4)
+        return [loss for loss, _ in steps]
+
+    losses("start", "stock", f"--save {tmp_path}/1 --save-interval 1 --exit-interval 1")
+    stock = losses("stock", "stock", f"--load {tmp_path}/1")
+    assert len(set(stock)) == 3
+    assert [losses(schedule, schedule, f"--load {tmp_path}/1") for schedule in ("zb-h1", "zb-v")] == [stock] * 2
 
 
 @needs_patterns

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
+from releases import needs_local_grouped_experts
 from session import tuned_loops
 from session.tuned_loops import Tuned, Tuning
 
@@ -22,6 +23,11 @@ CASES = {
     "adapters, tensor parallel": Tuning(pipeline=2, tensor=2),
     "adapters, tensor parallel, layers recomputed": Tuning(pipeline=2, tensor=2, recomputes=FULL),
     "adapters, attention recomputed, replicas": Tuning(pipeline=2, recomputes=SELECTIVE),
+    "adapters of experts": Tuning(pipeline=2, experts="apart"),
+    "adapters of experts, split": Tuning(pipeline=2, split=True, experts="apart"),
+    "adapters of experts, tensor parallel": Tuning(pipeline=2, tensor=2, experts="apart"),
+    "adapters of experts, layers recomputed": Tuning(pipeline=2, experts="apart", recomputes=FULL),
+    "adapters of grouped experts": Tuning(pipeline=2, experts="grouped"),
     "a frozen first half": Tuning(adapters=False, layers=(5, 6, 7, 8)),
     "a frozen first half, replicas": Tuning(pipeline=2, adapters=False, layers=(5, 6, 7, 8)),
     "a frozen first half whose output needs a gradient": Tuning(adapters=False, layers=(5, 6, 7, 8), hooked=True),
@@ -35,16 +41,24 @@ def losses(found: list[Tuned]) -> list[list[list[float]]]:
 
 
 def weights(found: list[Tuned], tuning: Tuning) -> dict[str, list[float]]:
-    """Of all layers, of each tensor-parallel rank."""
-    ranks = enumerate(found)
-    return {f"{rank % tuning.tensor} {name}": weight for rank, one in ranks for name, weight in one.weights.items()}
+    """Of all layers, of each rank that has a part of them."""
+    return {f"{rank % parts(tuning)} {name}": weight for rank, one in enumerate(found) for name, weight in one.weights.items()}
 
 
-@pytest.mark.parametrize("tuning", CASES.values(), ids=CASES)
+def parts(tuning: Tuning) -> int:
+    """Ranks that share a layer: tensor-parallel ones, or of experts."""
+    return 2 if tuning.experts else tuning.tensor
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [pytest.param(one, marks=needs_local_grouped_experts if "grouped" in one else ()) for one in CASES.values()],
+    ids=CASES,
+)
 def test_what_trains_is_equal_to_stocks(pool: Pool, tuning: Tuning) -> None:
     stock, ours, on_a_v = (pool.run(4, tuned_loops.train, name, tuning) for name in ("stock", "zb-h1", "zb-v"))
-    linears = 4 * 2 if tuning.adapters else 12
-    assert len(weights(stock, tuning)) == len(tuning.layers) * linears * tuning.tensor
+    linears = {"": 4, "apart": 2 + 2 * 2, "grouped": 2 + 2}[tuning.experts] * 2 if tuning.adapters else 12
+    assert len(weights(stock, tuning)) == len(tuning.layers) * linears * parts(tuning)
     for found in (stock, ours, on_a_v):
         assert not [name for rank in found for name in rank.still if not name.endswith("linear_qkv.bias")]
         assert losses(found) == losses(stock) and weights(found, tuning) == weights(stock, tuning)

@@ -13,6 +13,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, mappings
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch.nn.utils import parametrize
 
 from megatron.pipeline import install
 from megatron.pipeline.model.layer_spec import block_spec
@@ -28,6 +30,8 @@ class Tuning(NamedTuple):
         pipeline: ranks of the 4; the others are tensor-parallel, or replicas with a distributed optimizer and both overlaps.
         tensor: ranks, with sequence parallelism.
         adapters: beside all linears of these layers, else the layers themselves train.
+        split: the adapters are megatron-core's linears, whose gradients W computes, without tensor parallelism.
+        experts: in the place of each MLP there are 4, two on each of 2 ranks: "apart", or "grouped" and all in bfloat16.
         layers: numbers of those with anything that trains.
         tied: the ends are, and are frozen.
         recomputes: settings of recomputation.
@@ -38,6 +42,8 @@ class Tuning(NamedTuple):
     pipeline: int = 4
     tensor: int = 1
     adapters: bool = True
+    split: bool = False
+    experts: str = ""
     layers: tuple[int, ...] = tuple(range(1, 9))
     tied: bool = False
     recomputes: tuple[tuple[str, Any], ...] = ()
@@ -58,59 +64,107 @@ class Beside(torch.nn.Module):
     """A frozen linear, and beside it torch's own ones as adapters have them: where a tensor-parallel linear has a part of its
     outputs or inputs, the factor on that side has, too, and the other is on all ranks alike and sees a part of the sequence."""
 
-    def __init__(self, linear: Any) -> None:
+    def __init__(self, linear: Any, split: bool) -> None:
         super().__init__()
         outputs, inputs = linear.weight.shape
         self.linear, self.of_columns = linear.requires_grad_(False), isinstance(linear, ColumnParallelLinear)
-        self.down = torch.nn.Linear(inputs, 4, bias=False)
-        self.up = torch.nn.Linear(4, outputs, bias=False)
-        self.shares = linear.config.sequence_parallel
+        given = (
+            {"config": linear.config, "init_method": linear.config.init_method, "is_expert": linear.is_expert} if split else {}
+        )
+        kind: Any = ColumnParallelLinear if split else torch.nn.Linear
+        self.down, self.up = kind(inputs, 4, bias=False, **given), kind(4, outputs, bias=False, **given)
+        self.shares = linear.config.sequence_parallel and not linear.is_expert
+        for weight in (self.down.weight, self.up.weight):
+            weight.allreduce = getattr(linear.weight, "allreduce", True)  # False of experts, which not all replicas have
         (self.down if self.of_columns else self.up).weight.sequence_parallel = self.shares  # type: ignore[attr-defined]
         (self.up if self.of_columns else self.down).weight.tensor_model_parallel = self.shares  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = self.linear(hidden)
-        narrow = self.down(hidden)
+        narrow = _output(self.down, hidden)
         if self.shares and self.of_columns:
             narrow = mappings.gather_from_sequence_parallel_region(narrow)
         elif self.shares:
             narrow = mappings.reduce_scatter_to_sequence_parallel_region(narrow)
-        return output + self.up(narrow), bias
+        return output + _output(self.up, narrow), bias
+
+
+def _output(linear: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    output = linear(hidden)
+    return output[0] if isinstance(output, tuple) else output  # megatron-core's return a bias beside it
+
+
+class Within(torch.nn.Module):
+    """Adapters of a weight that is no linear's, as peft's of "target_parameters": a product for each of the grouped experts."""
+
+    def __init__(self, weight: torch.nn.Parameter, shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        experts, inputs, outputs = shape
+        self.down = torch.nn.Parameter(torch.ones(experts, inputs, 4, dtype=weight.dtype))
+        self.up = torch.nn.Parameter(torch.ones(experts, 4, outputs, dtype=weight.dtype))
+        for each in (self.down, self.up):
+            each.allreduce = weight.allreduce  # type: ignore[attr-defined]
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + (self.down @ self.up).view_as(weight)
+
+
+class Loop(NamedTuple):
+    """A rank's part of a loop: its chunks without and with DDP, and what updates them."""
+
+    models: list[Any]
+    wrapped: list[Any]
+    optimizer: Any
+
+    def step(self, microbatches: int, seed: int) -> tuple[list[float], float]:
+        """Losses by microbatch, on the last rank, and the norm."""
+        own = example("own_training_loop")
+        data = own.batches(microbatches, seed + 10 * parallel_state.get_data_parallel_rank())
+        found, norm = own.run(self.wrapped, data, self.optimizer)
+        return [float(one.mean()) for one in found] if parallel_state.is_pipeline_last_stage() else [], float(norm)
 
 
 def train(schedule: str, tuning: Tuning, chunks: int | None = None) -> Tuned:
     """Steps on 4 ranks. A V has 2 chunks on each; so has stock, and any other, if it is given."""
-    own = example("own_training_loop")
-    install(Request(schedule, 1, 1, chunks=chunks) if schedule == "interleaved" else schedule)
-    chunks = 2 if schedule == "zb-v" else chunks
-    parallel_state.initialize_model_parallel(tuning.tensor, tuning.pipeline, chunks)
-    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-    models = _build(tuning, chunks)
-    replicas = parallel_state.get_data_parallel_world_size() > 1
-    shared = {"use_distributed_optimizer": replicas, "overlap_param_gather": replicas}
-    given, config = DistributedDataParallelConfig(overlap_grad_reduce=replicas, bucket_size=2000, **shared), models[0].config
-    wrapped = [DistributedDataParallel(config, given, model) for model in models]
-    config.finalize_model_grads_func = finalize_model_grads
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, **shared), wrapped)
-    if replicas:
-        for setting, name in (("no_sync", "no_sync"), ("grad_sync", "start_grad_sync"), ("param_sync", "start_param_sync")):
-            each = [getattr(chunk, name) for chunk in wrapped]
-            setattr(config, f"{setting}_func", each if len(each) > 1 else each[0])
+    models, wrapped, _ = loop = started(schedule, tuning, chunks)
     before, losses, norms = _trained(models), [], []
     for seed, microbatches in enumerate(STEPS):
         for layer in (layer for model in models if tuning.alone for layer in model.decoder.layers):
             layer.requires_grad_(layer.layer_number in (tuning.layers if seed else tuning.alone))
-        data = own.batches(microbatches, seed + 10 * parallel_state.get_data_parallel_rank())
-        found, norm = own.run(wrapped, data, optimizer)
-        losses.append([float(one.mean()) for one in found] if parallel_state.is_pipeline_last_stage() else [])
-        norms.append(float(norm))
-    for chunk in wrapped if replicas else ():
+        found, norm = loop.step(microbatches, seed)
+        losses.append(found)
+        norms.append(norm)
+    for chunk in wrapped if wrapped[0].ddp_config.overlap_param_gather else ():
         chunk.start_param_sync(force_sync=True)
     after = _trained(models)
     return Tuned(losses, norms, after, [name for name, weight in after.items() if weight == before[name]])
 
 
-def _build(tuning: Tuning, chunks: int | None) -> list[Any]:
+def started(schedule: str, tuning: Tuning, chunks: int | None = None) -> Loop:
+    install(Request(schedule, 1, 1, chunks=chunks) if schedule == "interleaved" else schedule)
+    chunks = 2 if schedule == "zb-v" else chunks
+    shared = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1} if tuning.experts else {}
+    parallel_state.initialize_model_parallel(tuning.tensor, tuning.pipeline, chunks, **shared)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    models = _build(tuning, chunks, shared)
+    replicas = parallel_state.get_data_parallel_world_size() > 1
+    config, half = models[0].config, models[0].config.bf16
+    shared = {"use_distributed_optimizer": replicas, "overlap_param_gather": replicas}
+    given = DistributedDataParallelConfig(overlap_grad_reduce=replicas, bucket_size=2000, grad_reduce_in_fp32=half, **shared)
+    wrapped = [DistributedDataParallel(config, given, Float16Module(config, model) if half else model) for model in models]
+    config.finalize_model_grads_func = finalize_model_grads
+    dtype = {"bf16": True, "params_dtype": torch.bfloat16} if half else {}
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, **shared, **dtype), wrapped)
+    if replicas:
+        for setting, name in (("no_sync", "no_sync"), ("grad_sync", "start_grad_sync"), ("param_sync", "start_param_sync")):
+            each = [getattr(chunk, name) for chunk in wrapped]
+            setattr(config, f"{setting}_func", each if len(each) > 1 else each[0])
+    return Loop(models, wrapped, optimizer)
+
+
+def _build(tuning: Tuning, chunks: int | None, shared: dict[str, int]) -> list[Any]:
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
+    half = {"bf16": True, "params_dtype": torch.bfloat16, "moe_grouped_gemm": True} if tuning.experts == "grouped" else {}
     config = TransformerConfig(
         num_layers=8,
         hidden_size=32,
@@ -124,40 +178,52 @@ def _build(tuning: Tuning, chunks: int | None) -> list[Any]:
         virtual_pipeline_model_parallel_size=chunks,
         overlap_p2p_comm=chunks is not None,
         batch_p2p_comm=chunks is None,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=half.get("params_dtype", torch.float32),
         **dict(tuning.recomputes),
+        **(experts | shared | half if tuning.experts else {}),
     )
-    models, settings = [], Namespace(transformer_impl="local", seed=7)
-    for vp_stage in range(chunks) if chunks else [None]:
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        ends = {"pre_process": first, "post_process": last, "vp_stage": vp_stage}
-        layers = block_spec(settings, config, vp_stage)
-        models.append(GPTModel(config, layers, 64, 16, share_embeddings_and_output_weights=tuning.tied, **ends))
-        models[-1].requires_grad_(False)
-        if tuning.hooked and first:
-            models[-1].embedding.register_forward_hook(lambda *given: given[-1].requires_grad_(True))
-        for layer in models[-1].decoder.layers:
-            if layer.layer_number in tuning.layers:
-                _adapt(layer) if tuning.adapters else layer.requires_grad_(True)
-        for end in (models[-1],) if tuning.tied and (first or last) else ():
-            end.shared_embedding_or_output_weight().data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
+    models = [_chunk(tuning, config, vp_stage) for vp_stage in (range(chunks) if chunks else [None])]
     tied = [(model, model.shared_embedding_or_output_weight().clone()) for model in models if tuning.tied and _has_end(model)]
     drawn: list[Any] = example("random_tokens").draw(models)
     for model, weight in tied:
         model.shared_embedding_or_output_weight().data.copy_(weight)
+    for weight in (weight for model in models for weight in model.parameters() if not getattr(weight, "allreduce", True)):
+        weight.data.mul_(1.0 + parallel_state.get_expert_model_parallel_rank())  # the other ranks' experts are others
     return drawn
+
+
+def _chunk(tuning: Tuning, config: TransformerConfig, vp_stage: int | None) -> Any:
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    ends = {"pre_process": first, "post_process": last, "vp_stage": vp_stage}
+    layers = block_spec(Namespace(transformer_impl="local", seed=7), config, vp_stage)
+    model = GPTModel(config, layers, 64, 16, share_embeddings_and_output_weights=tuning.tied, **ends)
+    model.requires_grad_(False)
+    if tuning.hooked and first:
+        model.embedding.register_forward_hook(lambda *given: given[-1].requires_grad_(True))
+    for layer in model.decoder.layers:
+        if layer.layer_number in tuning.layers:
+            _adapt(layer, tuning.split) if tuning.adapters else layer.requires_grad_(True)
+    if tuning.tied and _has_end(model):
+        model.shared_embedding_or_output_weight().data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
+    return model
 
 
 def _has_end(model: Any) -> bool:
     return bool(model.pre_process or model.post_process)
 
 
-def _adapt(layer: torch.nn.Module) -> None:
-    for module in list(layer.modules()):
+def _adapt(layer: torch.nn.Module, split: bool) -> None:
+    modules: list[Any] = list(layer.modules())
+    for module in modules:
         for name, child in list(module.named_children()):
             if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
-                setattr(module, name, Beside(child))
+                setattr(module, name, Beside(child, split))
+        if type(module).__name__ == "SeededGroupedExperts":
+            hidden, count = module.config.hidden_size, module.num_local_experts
+            for name, shape in (("weight1", (count, hidden, -1)), ("weight2", (count, -1, hidden))):
+                weight = getattr(module, name)
+                parametrize.register_parametrization(module, name, Within(weight, weight.view(shape).shape))
 
 
 def _trained(models: list[Any]) -> dict[str, list[float]]:

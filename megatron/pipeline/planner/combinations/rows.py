@@ -451,6 +451,8 @@ CAUTIONS = (
         "has no effect with --no-create-attention-mask-in-dataloader, and attention goes across documents",
         "leave the latter out",
         lambda to: to.transformer_impl != "transformer_engine", mended=_MEANT),
+    Row("freeze_all_layers", "no ours", "has no effect: all layers train", "freeze them by a hook of the model", since="0.19",
+        mended="0.20"),
 )  # fmt: skip
 
 # Those of docs/support.md; the table of features has the others.
