@@ -97,11 +97,18 @@ FRAMEWORKS = {
         (4, 2),
         {"": SCHEDULES[1:4]},  # it asks for the ends of the model by rank
     ),
-    "mcore-bridge 1.6.5": Framework(
-        ("mcore-bridge==1.6.5",),
-        (*_TRANSFORMERS, *_DATASETS, *"peft==0.20.0 modelscope==1.40.2 modelscope-hub==0.5.1 pillow".split()),
-        "mcore_bridge_loop.py",
+    "ms-swift 4.6.0": Framework(
+        ("ms-swift==4.6.0",),
+        (
+            *_TRANSFORMERS,
+            *_DATASETS[1:],
+            *"datasets==4.8.4 mcore-bridge==1.6.5 peft==0.20.0 modelscope==1.40.2 modelscope-hub==0.5.1 pillow".split(),
+            *"json_repair multidict yarl propcache frozenlist aiosignal attrs aiohappyeyeballs".split(),
+            *"pydantic==2.12.5 pydantic_core==2.41.5 annotated-types typing_inspection".split(),
+        ),
+        "swift_loop.py",
         (4, 2),
+        dict.fromkeys(("", "lora"), ("zb-h1", "zb-v")),
     ),
 }
 
