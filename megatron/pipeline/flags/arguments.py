@@ -177,7 +177,7 @@ def _read_config(
     content: Any
     try:
         if predicts and path.startswith(bridge.SCHEME):
-            content = bridge.flags_of(path.removeprefix(bridge.SCHEME))
+            content = bridge.flags_of(path.removeprefix(bridge.SCHEME), parser._option_string_actions)
         else:
             text = reading.content_of(path)
             is_script = predicts and (path.endswith(shell.ENDS) or text.startswith("#!"))

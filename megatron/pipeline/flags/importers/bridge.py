@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pkgutil import walk_packages
@@ -17,11 +17,12 @@ _PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
 _SECTIONS = ("mixed_precision", "comm_overlap", "model", "train", "ddp", "optimizer", "tokenizer")
 
 
-def flags_of(name: str) -> dict[str, Any]:
+def flags_of(name: str, known: Collection[str]) -> dict[str, Any]:
     """Flags without dashes, with their values, of a recipe.
 
     Args:
         name: of a function of Bridge's recipes, or ``MODULE:FUNCTION``.
+        known: further flags, of upstream.
 
     Raises:
         ValueError: Bridge is not installed, or has no such recipe.
@@ -30,7 +31,7 @@ def flags_of(name: str) -> dict[str, Any]:
     parts = {section: getattr(recipe, section, None) for section in _SECTIONS}
     found = {name: _precision(part) if isinstance(part, str) else part for name, part in parts.items() if part is not None}
     settings = {f"{section}.{name}": value for section, part in found.items() for name, value in vars(part).items()}
-    return renamed.flags_of(settings, renamed.table("bridge"))
+    return renamed.flags_of(settings, renamed.table("bridge"), known)
 
 
 def _named(name: str) -> Callable[[], Any]:

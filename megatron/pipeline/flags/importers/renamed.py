@@ -41,7 +41,7 @@ def values_of(
         for pattern, flags in kind.get("means", {}).items():
             if fnmatchcase(f".{path}={value}", f"*.{pattern}"):
                 meant = flags | meant
-        if value is None or name is None:
+        if value in (None, []) or name is None:
             continue
         action = theirs.get(name) or options.get(name)
         if action is None:

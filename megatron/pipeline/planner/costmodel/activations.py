@@ -88,12 +88,13 @@ def layer_activation(shape: Shape) -> float:
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4: what W needs
     (``layer_retained``: B's gradients are as large as the tensors that it reads), two dropout masks (2sbh), and without fused
     attention its matrices (5as^2b). t tensor-parallel ranks share all but 10sbh, and under sequence parallelism these as well.
-    Queries and keys before their norm come on top, the copies for all heads of a key's part with the position, and with experts a
-    second copy of the tokens that go to them.
+    Queries and keys before their norm come on top, and the copies for all heads of a key's part with the position. Of tokens that
+    go to experts there are two copies, as peaks of Mixtral ask for, but one with DeepEP and HybridEP, where nothing keeps what
+    experts make (``moe/fused_a2a.py``; their functions and TEGroupedMLP's, which weighs before the last product).
     """
     more = shape.keys_and_values - shape.projected_keys_and_values
     normalised = shape.queries_and_keys if shape.qk_norm and not shape.latent else 0
-    further = shape.attention * (normalised + more) + shape.mixer.kept
+    further = shape.attention * (normalised + more) + shape.mixer.kept + _kept_again(shape) - _dispatched(shape)
     numbers = _weighed(shape) + shape.tokens * further * shape.policy.of_cut_layers
     kept = shape.policy.number * numbers + _indexed(shape) + layer_masks(shape) + attention_matrices(shape) + _quantized(shape)
     return kept - _unread(shape)
@@ -231,7 +232,7 @@ def _parts(shape: Shape) -> list[tuple[str, float]]:
     cut = [
         ("mlp", shape.matrices * (shape.ffn - routed)),
         ("moe >expert_fc1 >fused_group_mlp", _dispatched(shape)),
-        ("moe", _dispatched(shape)),
+        ("moe", _kept_again(shape)),
         ("moe >moe_act >fused_group_mlp", (shape.matrices - 1) * visited),
         ("moe moe_act >fused_group_mlp", visited),
         ("moe shared_experts", shape.matrices * (routed - visited)),
@@ -323,3 +324,8 @@ def _softmax_number(shape: Shape) -> int:
 def _dispatched(shape: Shape) -> float:
     """Width of what goes to experts for every token, as a mean over the layers; ranks that share each expert all get it."""
     return shape.experts.share * shape.experts.visits * shape.routed_hidden * shape.experts.tensor if shape.experts else 0.0
+
+
+def _kept_again(shape: Shape) -> float:
+    """Width of the second copy of ``_dispatched`` that F keeps."""
+    return 0.0 if shape.experts and shape.experts.once else _dispatched(shape)

@@ -95,6 +95,8 @@ class Device:
         workspaces: bytes that libraries of products keep for themselves: cuBLAS and Transformer Engine.
         grouped_workspaces: the same where experts are products of groups.
         loss_copies: copies of the logits in float32 that megatron-core's fused cross entropy makes beside what it keeps.
+        transposes: whether products in FP8 whose tensors have one scale each need the weights' transposes, too (Transformer
+            Engine's ``is_non_tn_fp8_gemm_supported``).
         per_node: GPUs that ``within`` connects: of a server, or of a rack.
         per_host: GPUs of a host, of which a rack has several.
         fitted_to: trainings that the efficiency is fitted to, in words, or ``NOT_FITTED``.
@@ -123,6 +125,7 @@ class Device:
     workspaces: float = 110 * MIB
     grouped_workspaces: float = 230 * MIB
     loss_copies: int = 1
+    transposes: bool = True
     per_node: int = 8
     per_host: int = 8
     fitted_to: str = NOT_FITTED

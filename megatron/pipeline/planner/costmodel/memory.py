@@ -182,7 +182,7 @@ def fixed_memory(
         temporary = of_layers if has else 0.0
         if rank == output_rank:
             temporary = max(temporary, activations.output_temporary(shape, (gpu or Device).loss_copies))
-        found.append(FixedMemory(count, state_bytes(model, count), temporary))
+        found.append(FixedMemory(count, state_bytes(model, count, gpu), temporary))
     return found
 
 
@@ -222,7 +222,7 @@ def enough_microbatches(count: int, ranks: int) -> int:
 
 def any_device(shape: Shape) -> Device:
     """A GPU that has the products, where none is named: activations are the same on all, workspaces hardly differ."""
-    return named("GB200" if shape.quantized else "H100-80GB")
+    return named("GB200" if shape.quantized and shape.quantized.recipe.peak != "fp8" else "H100-80GB")
 
 
 def stage_sizes(model: ModelDescription, layers: Sequence[int], spread: bool) -> StageSizes:
@@ -245,7 +245,7 @@ def stage_sizes(model: ModelDescription, layers: Sequence[int], spread: bool) ->
     )
 
 
-def state_bytes(model: ModelDescription, count: Parameters) -> float:
+def state_bytes(model: ModelDescription, count: Parameters, gpu: Device | None = None) -> float:
     """Bytes of a rank's weights, and of the gradients and optimizer state of those that train.
 
     For each parameter of 16 bits that is 2 for it, 4 or 2 for its gradient (``--accumulate-allreduce-grads-in-fp32``), and 4 for
@@ -269,7 +269,8 @@ def state_bytes(model: ModelDescription, count: Parameters) -> float:
     undo = moments + SINGLE if model.undoes_steps else 0
     weights: float = count.total * weight
     if quantized:
-        weights += count.quantized * (quantized.recipe.weight - (weight if quantized.kept else 0))
+        own_bytes = quantized.recipe.copies((gpu or Device).transposes) * quantized.recipe.number
+        weights += count.quantized * (own_bytes - (weight if quantized.kept else 0))
     return weights + own.total * gradient_bytes(model) + (here * (moments + copy) + undo) * optimizer_parameters(model, own)
 
 

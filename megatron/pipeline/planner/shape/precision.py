@@ -29,6 +29,10 @@ class Recipe(NamedTuple):
         """Bytes of a weight: one copy for products by rows, and one for those by columns."""
         return 2 * self.number
 
+    def copies(self, transposes: bool) -> int:
+        """Copies of a weight that stay: one where a tensor has one scale, and the GPU's products need no transpose of it."""
+        return 1 if self.number == 1 and not transposes else 2
+
 
 # Blocks have a scale: of 128 numbers 4 bytes, of 32 one (OCP's Microscaling Formats), of 16 one (NVFP4). Megatron-LM gathers
 # mxfp8's and nvfp4's weights in 16 bits, and rounds them afterwards.
