@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
@@ -50,7 +50,7 @@ class CandidateCosts:
         """Links between its ranks."""
         return Links.of(self.cluster.device, self.cluster.per_node, self.model.ranks)
 
-    @cached_property
+    @property  # not kept: its functions are not sent to another process
     def family(self) -> families.Family:
         """Family of its schedule."""
         return families.named(self.candidate.variant.name)
@@ -107,21 +107,24 @@ class CandidateCosts:
         """Memory of every rank in addition to activations."""
         return rank_memory.fixed_memory(self.model, self.placement, self.candidate.layers, self.model.spread, self.cluster.device)
 
-    def hopeless(self, beat: float) -> bool:
-        """Tell whether no schedule in its layout fits or takes less than ``beat``, if it is a plain one, from means over all
-        ranks: these are least there, and the same wherever layers are.
+    def least_in_layout(self) -> float:
+        """Seconds that no schedule in its layout is below, if it is a plain one, infinite where none fits: from means over all
+        ranks, which are the same wherever layers are, and least where nothing waits for messages, and B and W are one pass.
         """
-        least = cutting.hidden(self.costs) if self.model.expert_model_parallel_size > 1 else self.costs
-        state = fmean(each.state for each in self.fixed)
-        return state > self.cluster.device.memory - rank_memory.OVERHEAD or fmean(self.work(least)) > beat
+        device, model = self.cluster.device, self.model
+        if fmean(each.state for each in self.fixed) > device.memory - rank_memory.OVERHEAD:
+            return float("inf")
+        family, gpu = replace(self.family, exposed_hops=0.0, fused=True), replace(device, latency=0.0)
+        costs = estimate.costs_of_training(model, self.placement, self.candidate.layers, gpu, self.links, family)
+        return fmean(self.work(cutting.hidden(costs) if model.expert_model_parallel_size > 1 else costs))
 
     def beyond(self, planned: int) -> float:
         """Least seconds of an iteration's microbatches in addition to as many as are planned."""
         further, whole = self.candidate.microbatches - planned, self.candidate.microbatches
         return further * (max(self.work(self.fastest)) / whole + self.trained.vocabulary.total)
 
-    def problem(self, costs: Costs, microbatches: int, limit: float | None, bare: bool = False) -> Problem:
-        """The problem of its plan.
+    def request(self, costs: Costs, microbatches: int, limit: float | None = None, bare: bool = False) -> Request:
+        """The request for its plan.
 
         Args:
             limit: bytes of activations; None without.
@@ -140,13 +143,21 @@ class CandidateCosts:
             offload=self.offload,
             overlap=self.candidate.overlaps and not bare,
             beside=self.candidate.beside,
-        ).problem()
+        )
+
+    def problem(self, costs: Costs, microbatches: int, limit: float | None, bare: bool = False) -> Problem:
+        """The problem of its plan; arguments as of ``request``."""
+        return self.request(costs, microbatches, limit, bare).problem()
+
+    @cached_property
+    def whole(self) -> Costs:
+        """The costs with what ranks do between two iterations."""
+        return with_replicas(self.model, self.trained, self.placement, self.candidate.layers, self.links, self.cluster.device)
 
     def steady(self, microbatches: int) -> Problem:
         """The problem with what ranks do between two iterations."""
-        whole = with_replicas(self.model, self.trained, self.placement, self.candidate.layers, self.links, self.cluster.device)
         objective = self.candidate.objective
-        return Problem(self.placement, microbatches, whole, objective=objective, vocabulary=self.model.spread)
+        return Problem(self.placement, microbatches, self.whole, objective=objective, vocabulary=self.model.spread)
 
     def between(self, schedule: Schedule, alone: float) -> float:
         """Seconds by which a period is longer than an iteration alone: see ``between_seconds``."""

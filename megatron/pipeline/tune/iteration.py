@@ -149,19 +149,23 @@ Outcome: TypeAlias = Result | Infeasible | Dominated | Failed
 
 
 def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf")) -> Outcome:
+    """The outcome of a candidate on a cluster: see ``outcome_of``."""
+    return outcome_of(CandidateCosts(cluster, candidate), beat)
+
+
+def outcome_of(one: CandidateCosts, beat: float) -> Outcome:
     """The time and the memory of a candidate.
 
     Args:
         beat: seconds of an iteration; a candidate that takes longer is not planned if that is known before.
     """
     try:
-        one = CandidateCosts(cluster, candidate)
         fixed = one.fixed
-        if max(each.total for each in fixed) >= cluster.device.memory:
-            return _infeasible(candidate, fixed, 0.0)
+        if max(each.total for each in fixed) >= one.cluster.device.memory:
+            return _infeasible(one.candidate, fixed, 0.0)
         return _evaluate(one, fixed, beat)
     except Exception as error:  # of any kind: thousands of others may do
-        return Failed(candidate, str(error) if isinstance(error, ValueError) else repr(error))
+        return Failed(one.candidate, str(error) if isinstance(error, ValueError) else repr(error))
 
 
 def _evaluate(one: CandidateCosts, fixed: list[rank_memory.FixedMemory], beat: float) -> Outcome:
@@ -169,8 +173,8 @@ def _evaluate(one: CandidateCosts, fixed: list[rank_memory.FixedMemory], beat: f
     left = [device.memory - each.total for each in fixed]
     limits: list[float | None] = [max(0.0, min(left) - within) if family.plans_for_limits else None]
     between = least_between(one.steady(1))
-    problem = replace(one.problem(one.trained, one.planned_microbatches, limits[0]), limits=None)
-    bound = lower_bound(problem) + one.beyond(one.planned_microbatches) + between
+    free = one.request(one.trained, one.planned_microbatches).on(one.placement, family.splits)
+    bound = lower_bound(free) + one.beyond(one.planned_microbatches) + between
     if bound > beat:  # what saves memory takes longer still
         return Dominated(candidate, memory_bound=False, planned=False, bound=bound)
     if not family.plans_for_limits and not one.offload:

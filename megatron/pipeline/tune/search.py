@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 from megatron.pipeline.planner import end_with_parent, view
 from megatron.pipeline.tune.candidate import Candidate
 from megatron.pipeline.tune.costs import CandidateCosts
-from megatron.pipeline.tune.iteration import Dominated, Failed, Infeasible, Outcome, Result, evaluate, least_seconds, work
+from megatron.pipeline.tune.iteration import Dominated, Failed, Infeasible, Outcome, Result, least_seconds, outcome_of, work
 from megatron.pipeline.tune.layouts import Layouts
 
 BEST = 10
@@ -91,13 +91,21 @@ def place(candidate: Candidate) -> Place:
 
 
 class _QueueEntry(NamedTuple):
-    """A candidate in the queue: the lowest ``turn`` goes first, then the lowest bound on its seconds; and its ``work``."""
+    """A candidate in the queue: the lowest ``turn`` goes first, then the lowest bound on its seconds; and its ``work``.
+
+    It may stand for a layout, as its first candidate: ``others`` are the rest then, and the bound is that of all of them.
+    """
 
     turn: int
     least: float
     number: int
-    candidate: Candidate
+    one: CandidateCosts
     work: float
+    others: Iterator[Candidate] | None = None
+
+    @property
+    def place(self) -> Place:
+        return place(self.one.candidate)
 
 
 @dataclass
@@ -113,14 +121,33 @@ class _Waiting:
 
     def add(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
-            one = CandidateCosts(self.layouts.cluster, candidate)
-            self.back(_QueueEntry(_turn(one), least_seconds(one), self.known, candidate, work(one)))
-            self.known += 1
+            self.add_one(CandidateCosts(self.layouts.cluster, candidate))
+
+    def add_one(self, one: CandidateCosts) -> None:
+        self.back(_QueueEntry(_turn(one), least_seconds(one), self.known, one, work(one)))
+        self.known += 1
+
+    def add_layout(self, candidates: Iterator[Candidate]) -> None:
+        """Put a layout into the queue: what can be the fastest opens it (``open``), and all else need not even be listed."""
+        for first in islice(candidates, 1):
+            least = (one := CandidateCosts(self.layouts.cluster, first)).least_in_layout()
+            if least == float("inf"):  # one stands for all
+                self.add_one(one)
+            else:
+                self.back(_QueueEntry(0, least, self.known, one, 0.0, candidates))
+                self.known += 1
+
+    def open(self, layout: _QueueEntry) -> None:
+        """Put all candidates of a layout into the queue."""
+        assert layout.others is not None
+        self.known -= 1
+        self.add_one(layout.one)
+        self.add(layout.others)
 
     def back(self, entry: _QueueEntry) -> None:
         """Put an entry into the queue, again."""
         self.work += entry.work
-        heapq.heappush(self.slow[place(entry.candidate)] if entry.turn else self.quick, entry)
+        heapq.heappush(self.slow[entry.place] if entry.turn else self.quick, entry)
 
     def next(self, best: Sequence[Result], idle: bool) -> _QueueEntry | None:
         """The next entry to plan; None where that depends on running ones, or where the queue is empty.
@@ -202,7 +229,7 @@ def search(
         found, waiting = running.found, running.waiting
         try:
             for layout in layouts:
-                waiting.add(_worth_trying(layouts, layout, stock, limits.most((), 0)))
+                waiting.add_layout(layouts.candidates(layout, stock))
                 progress(0, waiting.known, 0.0)
             while running.begin():
                 running.end_one()
@@ -214,16 +241,6 @@ def search(
             _give_up(pool)
     found.results.sort(key=_rank)
     return found
-
-
-def _worth_trying(layouts: Layouts, layout: Mapping[str, Any], stock: bool, beat: float) -> Iterator[Candidate]:
-    """The candidates of a layout; the first alone, for all, where none can fit, or take less than ``beat``."""
-    candidates = layouts.candidates(layout, stock)
-    for first in islice(candidates, 1):
-        yield first
-        if beat < float("inf") and CandidateCosts(layouts.cluster, first).hopeless(beat):
-            return
-    yield from candidates
 
 
 class _Running:
@@ -249,12 +266,14 @@ class _Running:
         best = self.found.best(self._wanted)
         while len(self.entries) < _AHEAD and (entry := self.waiting.next(best, idle=not self.entries)):
             self.waiting.work -= entry.work
-            threshold = min(_threshold(best, entry.candidate, self._wanted), self._limits.most(best, entry.turn))
+            threshold = min(_threshold(best, entry.place, self._wanted), self._limits.most(best, entry.turn))
             if entry.least > threshold:
                 self.found.beaten += 1
                 self.found.bound = min(self.found.bound, entry.least)
+            elif entry.others is not None:
+                self.waiting.open(entry)
             elif self._work + entry.work <= self._limits.budget:
-                future = self._pool.submit(evaluate, self._layouts.cluster, entry.candidate, threshold)
+                future = self._pool.submit(outcome_of, entry.one, threshold)
                 self.entries.append((entry, future))
             elif self.entries:
                 self.waiting.back(entry)
@@ -312,9 +331,9 @@ def _took_planning(outcome: Outcome) -> bool:
     return not isinstance(outcome, Dominated) or outcome.planned
 
 
-def _threshold(best: Sequence[Result], candidate: Candidate, wanted: int) -> float:
+def _threshold(best: Sequence[Result], layout: Place, wanted: int) -> float:
     """Seconds above which a candidate is of no use: its layout has a faster one, or enough other layouts have."""
-    own = [result.seconds * _WORTH for result in best if place(result.candidate) == place(candidate)]
+    own = [result.seconds * _WORTH for result in best if place(result.candidate) == layout]
     last = best[-1].seconds if len(best) == wanted else float("inf")
     return min([last, *own])
 

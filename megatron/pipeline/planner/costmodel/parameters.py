@@ -10,7 +10,7 @@ from megatron.pipeline.planner.costmodel.estimate import shards
 from megatron.pipeline.planner.schedule.core.passes import Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.shape.activation_policy import ActivationPolicy
-from megatron.pipeline.planner.shape.gpt import Shape
+from megatron.pipeline.planner.shape.gpt import DIFFERING, Shape
 from megatron.pipeline.planner.shape.hybrid import ATTENTION, EXPERTS, MLP
 from megatron.pipeline.planner.shape.stages import numbers_of_layers
 from megatron.pipeline.planner.shape.trained import EMBEDDING, OUTPUT
@@ -63,9 +63,11 @@ def parameters(
         tied: whether embedding and output layer are one matrix; without ``vocabulary`` each end has it, unless one rank has both.
     """
     numbers = numbers_of_layers(layers)
+    lists = [own.layers for name in DIFFERING if (own := getattr(shape, name)) and own.layers]
+    kinds = list(zip(*lists, strict=False)) or [()] * shape.layers
+    of_kind = {kind: layer_parameters(shape, kinds.index(kind)) for kind in set(kinds)}
     counts = [
-        sum((layer_parameters(shape, layer) for stage in row for layer in numbers[stage]), Parameters())
-        for row in placement.stages
+        sum((of_kind[kinds[layer]] for stage in row for layer in numbers[stage]), Parameters()) for row in placement.stages
     ]
     first, last = placement.home(0)[0], placement.home(placement.last_stage)[0]
     ends = {EMBEDDING: [0] * placement.ranks, OUTPUT: [0] * placement.ranks}

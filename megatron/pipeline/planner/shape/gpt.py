@@ -20,6 +20,7 @@ from megatron.pipeline.planner.shape.trained import WIDE_INPUTS, Trained
 from megatron.pipeline.planner.shape.windows import Windows
 
 _WHOLE = ActivationPolicy()
+DIFFERING = ("experts", "quantized", "windows", "hybrid", "trained")  # what may differ from layer to layer
 
 
 class Work(NamedTuple):
@@ -310,7 +311,7 @@ class Shape:
     def of_layers(self, numbers: range) -> Shape:
         """The same with means over some layers alone, of all that differs from layer to layer."""
         own: dict[str, Any] = {}
-        for name in ("experts", "quantized", "windows", "hybrid", "trained"):
+        for name in DIFFERING:
             kinds: Any = getattr(self, name)
             if numbers and kinds and len(set(kinds.layers)) > 1:
                 own[name] = replace(kinds, layers=kinds.layers[numbers.start : numbers.stop])
