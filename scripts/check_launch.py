@@ -133,8 +133,9 @@ def main(argv: Sequence[str]) -> int:
         if args.only in title:
             script = Path(args.script).with_name(_SCRIPTS.get(title, Path(args.script).name)).resolve()
             with tempfile.TemporaryDirectory() as folder:
-                options = {"folder": Path(folder), "frozen": title.startswith(_FROZEN)}
-                runs = _compared(title, partial(_train, script, args.core, 4 * replicas, **options), flags, Path(folder))
+                path, frozen = Path(folder), title.startswith(_FROZEN)
+                train = partial(_train, script, args.core, 4 * replicas, folder=path, frozen=frozen)
+                runs = _compared(title, train, flags, path)
             stock, *others = runs.values()
             close = _CLOSE.get(title, 0.0)
             # From the checkpoint half-way on there is only the end of the losses.

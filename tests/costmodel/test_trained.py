@@ -102,6 +102,14 @@ def test_a_plan_is_made_for_what_trains(capsys: pytest.CaptureFixture[str]) -> N
     assert later[1] < 0.7 * later[0]
 
 
+@pytest.mark.parametrize("trained", ["layers=1-3/4", "layers=2-3/4", "layers=3/4"])
+def test_freezing_makes_no_order_longer(capsys: pytest.CaptureFixture[str], trained: str) -> None:
+    """A stage that holds nothing leaves a V room, and takes none from its limit, which is of 1F1B where all trains."""
+    plan = "plan --schedule zb-v --pp 2 --microbatches 6 --json"
+    whole, part = (printed(capsys, f"{plan} {more}") for more in ("", f"--trained {trained}"))
+    assert part["makespan"] <= whole["makespan"] and max(part["peak_activation"]) <= max(whole["peak_activation"])
+
+
 def test_layers_of_a_stage_that_train_in_part() -> None:
     found = Trained.read("layers=3-5/6")
     assert found and list(found.stages(4)) == [(0, 0), (0, 0), (1, 1), (1, 1)]
@@ -119,7 +127,7 @@ def test_auto_and_tune_choose_for_what_trains(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("trained", "message"),
     [
-        ("lora:r=16,linear_q", "linear_q cannot stand there: give all, none .* linear_qkv, linear_proj, linear_fc1, linear_fc2"),
+        ("lora:r=16,linear_q", "linear_q cannot stand there: give lora:r=16, .* linear_qkv, linear_proj, linear_fc1, linear_fc2"),
         ("lora:r=0", "r=0 cannot stand there"),
         ("lora:linear_qkv", "does not say r, the rank of the adapters"),
         ("lora:r=8,r=16", "r=16 cannot stand there"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from pool import Pool
 from releases import needs_local_grouped_experts
-from session import tuned_loops
+from session import tuned_checkpoints, tuned_loops
 from session.tuned_loops import Tuned, Tuning
 
 from megatron.pipeline.planner import Kind, Pass
@@ -70,6 +71,19 @@ def test_what_trains_is_equal_to_stocks(pool: Pool, tuning: Tuning) -> None:
 def test_chunks_that_take_turns_are_equal_to_stocks(pool: Pool, name: str) -> None:
     stock, ours = (pool.run(4, tuned_loops.train, schedule, CASES[name], 2) for schedule in ("stock", "interleaved"))
     assert ours == stock and not stock[0].still
+
+
+def test_checkpoints_of_adapters_and_of_merged_weights_go_both_ways(pool: Pool, tmp_path: Path) -> None:
+    """Weights of the merged model are equal bit for bit, and so are losses of steps and of forwards alone."""
+    stock, on_a_v = (pool.run(4, tuned_checkpoints.saved, name, str(tmp_path / name)) for name in ("stock", "zb-v"))
+    assert whole(on_a_v) == whole(stock) and len(set(map(str, stock[-1].losses))) == 2 and len(stock[-1].merged) == 3
+    for loads, of in (("zb-v", "stock"), ("stock", "zb-v"), ("zb-h1", "zb-v")):
+        assert whole(pool.run(4, tuned_checkpoints.resumed, loads, str(tmp_path / of))) == whole(stock), f"{loads} of {of}"
+
+
+def whole(found: list[tuned_checkpoints.Kept]) -> tuned_checkpoints.Kept:
+    """Losses of the last rank, and weights of all."""
+    return found[-1]._replace(weights=dict(pair for rank in found for pair in rank.weights.items()))
 
 
 def test_a_weight_outside_the_chunks_that_feeds_a_frozen_stage_is_refused() -> None:

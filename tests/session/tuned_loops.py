@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, mappings
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch.nn.utils import parametrize
 
 from megatron.pipeline import install
@@ -87,6 +88,12 @@ class Beside(torch.nn.Module):
         elif self.shares:
             narrow = mappings.reduce_scatter_to_sequence_parallel_region(narrow)
         return output + _output(self.up, narrow), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, module in self.named_children():
+            found |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
+        return found
 
 
 def _output(linear: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

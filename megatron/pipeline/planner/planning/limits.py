@@ -104,6 +104,12 @@ def _own_limits(family: Family, problem: Problem, beside: Beside | None) -> tupl
         full = max(peaks) * max(1.0, ranks / problem.microbatches)  # as if more were like these
     else:
         full = max(peaks_of_1f1b(problem.costs, ranks, ranks))
+    stages = problem.costs.stages
+    if problem.limits is None and problem.placement.chunks > 1 and not all(stage.activation for stage in stages):
+        # 1F1B's first ranks, which hold most microbatches, have the frozen stages; of these a rank of a V may have none.
+        most = max(sum(stages[stage].activation for stage in row) for row in problem.placement.stages)
+        peaks = tuple(max(peak, min(ranks, problem.microbatches) * most) for peak in peaks)
+        full = max(full, ranks * most)
     share = amount(ranks) / ranks
     # With fewer microbatches than ranks 1F1B holds these at most, and an amount below its peak is still that share of p.
     limit = min(amount(ranks) * full / ranks, max(1.0, share) * max(peaks)) + spreading(problem)

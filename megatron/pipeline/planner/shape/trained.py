@@ -14,10 +14,8 @@ _TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _RANK, _RUN = re.compile(r"r=([1-9]\d{0,5})"), re.compile(r"(?:layers=)?(\d{1,9})(?:-(\d{1,9}))?(?:/(\d{1,9}))?")
 _EVERY = (0, 10**9)
 _UNREACHED, _PASSED, _TRAINS = range(3)  # of a layer: no backward comes there, B alone runs, something of it trains
-_ALLOWED = (
-    f"give all, none (what trains comes before the layers), layers=16-31 or layers=0,30-31 (from 0; also with {EMBEDDING} or "
-    f"{OUTPUT}), or lora:r=16 (also with layers, and with some of {', '.join(_TARGETS)} in place of all)"
-)
+_ALLOWED = f"give all, none, layers=0,30-31 (from 0), {EMBEDDING} or {OUTPUT}, or lora:r=16"
+_OF_ADAPTERS = f"give lora:r=16, behind it layers=16-31, and some of {', '.join(_TARGETS)}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Trained:
         """
         if text in ("all", "none"):
             return cls(count=count) if text == "none" else None
-        targets = _TARGETS if text.startswith("lora:") else ()
+        targets, allowed = (_TARGETS, _OF_ADAPTERS) if text.startswith("lora:") else ((), _ALLOWED)
         rank, names, runs, counts = 0, set[str](), list[tuple[int, int]](), {count} - {None}
         for item in text.removeprefix("lora:").split(","):
             run, given = _RUN.fullmatch(item), _RANK.fullmatch(item)
@@ -62,9 +60,9 @@ class Trained:
             elif item in (EMBEDDING, OUTPUT, *targets):
                 names.add(item)
             else:
-                raise ValueError(f"{text}: {item or 'nothing'} cannot stand there: {_ALLOWED}")
+                raise ValueError(f"{text}: {item or 'nothing'} cannot stand there: {allowed}")
         if targets and not rank:
-            raise ValueError(f"{text} does not say r, the rank of the adapters: {_ALLOWED}")
+            raise ValueError(f"{text} does not say r, the rank of the adapters: {allowed}")
         most = count or next(iter(counts), None) or _EVERY[1]
         if counts and most > 10_000:  # as of --num-layers
             raise ValueError(f"{text}: a model has at most 10,000 layers")
