@@ -64,13 +64,15 @@ _TRANSFORMERS = (
     "requests urllib3 certifi idna charset-normalizer rich pygments markdown-it-py mdurl httpx httpcore httpx2 httpcore2 "
     "truststore anyio h11 typer shellingham click einops pyyaml"
 ).split()
-_BRIDGE = ("omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8 mistral-common==1.13.1 peft==0.21.2").split()
+_BRIDGE = "omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8 mistral-common==1.13.1 peft==0.21.2".split()
 _DATASETS = "datasets==4.4.1 pyarrow pandas python-dateutil six tzdata multiprocess dill xxhash fsspec aiohttp".split()
+_AGENTS = (
+    "tensordict==0.10.0 pyvers orjson cloudpickle importlib_metadata zipp codetiming pillow loguru jaxtyping wadler-lindig "
+    "pydantic==2.12.5 pydantic_core==2.41.5 annotated-types typing_inspection cloudpathlib hf_transfer"
+).split()
 
-# Of adapters each schedule takes what the one before has saved.
-BRIDGED = dict.fromkeys(("lora", "weights"), ("zb-v", "zb-h1")) | dict.fromkeys(
-    ("dora", "canonical", "tied", "experts"), ("zb-v",)
-)
+_BOTH = ("zb-v", "zb-h1")  # of adapters each takes what the one before has saved
+_BRIDGED: dict[str, tuple[str, ...]] = {"": SCHEDULES[1:], "lora": _BOTH, "weights": _BOTH}
 
 FRAMEWORKS = {
     "Megatron Bridge 0.6.2": Framework(
@@ -78,28 +80,17 @@ FRAMEWORKS = {
         (*_TRANSFORMERS, *_BRIDGE),
         "bridge_loop.py",
         (4, 2),
-        {"": SCHEDULES[1:]} | BRIDGED,
+        {**_BRIDGED, **dict.fromkeys(("dora", "canonical", "tied", "experts"), _BOTH[:1])},
     ),
     "verl 0.9.1": Framework(
         ("verl==0.9.1", "megatron-bridge==0.6.2"),
-        (
-            *_TRANSFORMERS,
-            *_BRIDGE,
-            *_DATASETS,
-            *"tensordict==0.10.0 pyvers orjson cloudpickle importlib_metadata zipp codetiming pillow".split(),
-        ),
+        (*_TRANSFORMERS, *_BRIDGE, *_DATASETS, *_AGENTS),
         "verl_loop.py",
         (4, 2),
     ),
     "SkyRL 0.4.0": Framework(
         ("skyrl==0.4.0", "megatron-bridge==0.6.2"),
-        (
-            *_TRANSFORMERS,
-            *_BRIDGE,
-            *_DATASETS,
-            *"tensordict==0.10.0 pyvers orjson cloudpickle importlib_metadata zipp pillow loguru jaxtyping wadler-lindig".split(),
-            *"pydantic==2.12.5 pydantic_core==2.41.5 annotated-types typing_inspection cloudpathlib hf_transfer".split(),
-        ),
+        (*_TRANSFORMERS, *_BRIDGE, *_DATASETS, *_AGENTS),
         "skyrl_loop.py",
         (4, 2),
         {"": SCHEDULES[1:4]},  # it asks for the ends of the model by rank
