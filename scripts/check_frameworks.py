@@ -11,14 +11,17 @@ It prints a table, a row as soon as it is known, and ends with 1 if a row differ
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +34,11 @@ ROOT = Path(__file__).parents[1]
 CORE = "0.19.2"
 RANKS = 4
 SCHEDULES = ("stock", "zb-h1", "zb-h2", "zb-auto", "zb-v", "v-half")
+COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}  # modules are kept compiled, for the next rank and start
+REPLICATED = ("stock", "zb-h1", "zb-v")
+BESIDE = 2  # frameworks at once
 Numbers = list[list[Any]]  # of every iteration what was reported, and the norm
-COLUMNS = ("package", "trains", "ranks", "schedule", "m x length, by step", "result", "s")
+COLUMNS = ("package", "trains", "ranks", "schedule", "m x length, by step", "result", "s", "CPU s")
 
 
 class Framework(NamedTuple):
@@ -58,12 +64,15 @@ _TRANSFORMERS = (
     "requests urllib3 certifi idna charset-normalizer rich pygments markdown-it-py mdurl httpx httpcore httpx2 httpcore2 "
     "truststore anyio h11 typer shellingham click einops pyyaml"
 ).split()
-_BRIDGE = (
-    "omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8 mistral-common==1.13.1 peft==0.21.2 datasets==5.2.0"
-).split()
+_BRIDGE = "omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8 mistral-common==1.13.1 peft==0.21.2".split()
 _DATASETS = "datasets==4.4.1 pyarrow pandas python-dateutil six tzdata multiprocess dill xxhash fsspec aiohttp".split()
+_AGENTS = (
+    "tensordict==0.10.0 pyvers orjson cloudpickle importlib_metadata zipp codetiming pillow loguru jaxtyping wadler-lindig "
+    "pydantic==2.12.5 pydantic_core==2.41.5 annotated-types typing_inspection cloudpathlib hf_transfer"
+).split()
 
-BRIDGED = ("lora", "dora", "canonical", "weights", "tied", "experts")
+_BOTH = ("zb-v", "zb-h1")  # of adapters each takes what the one before has saved
+_BRIDGED: dict[str, tuple[str, ...]] = {"": SCHEDULES[1:], "lora": _BOTH, "weights": _BOTH}
 
 FRAMEWORKS = {
     "Megatron Bridge 0.6.2": Framework(
@@ -71,28 +80,17 @@ FRAMEWORKS = {
         (*_TRANSFORMERS, *_BRIDGE),
         "bridge_loop.py",
         (4, 2),
-        {"": SCHEDULES[1:]} | dict.fromkeys(BRIDGED, ("zb-h1", "zb-v")),
+        {**_BRIDGED, **dict.fromkeys(("dora", "canonical", "tied", "experts"), _BOTH[:1])},
     ),
     "verl 0.9.1": Framework(
         ("verl==0.9.1", "megatron-bridge==0.6.2"),
-        (
-            *_TRANSFORMERS,
-            *_BRIDGE[:-1],
-            *_DATASETS,
-            *"tensordict==0.10.0 pyvers orjson cloudpickle importlib_metadata zipp codetiming pillow".split(),
-        ),
+        (*_TRANSFORMERS, *_BRIDGE, *_DATASETS, *_AGENTS),
         "verl_loop.py",
         (4, 2),
     ),
     "SkyRL 0.4.0": Framework(
         ("skyrl==0.4.0", "megatron-bridge==0.6.2"),
-        (
-            *_TRANSFORMERS,
-            *_BRIDGE[:-1],
-            *_DATASETS,
-            *"tensordict==0.10.0 pyvers orjson cloudpickle importlib_metadata zipp pillow loguru jaxtyping wadler-lindig".split(),
-            *"pydantic==2.12.5 pydantic_core==2.41.5 annotated-types typing_inspection cloudpathlib hf_transfer".split(),
-        ),
+        (*_TRANSFORMERS, *_BRIDGE, *_DATASETS, *_AGENTS),
         "skyrl_loop.py",
         (4, 2),
         {"": SCHEDULES[1:4]},  # it asks for the ends of the model by rank
@@ -130,11 +128,13 @@ def main() -> int:
     print(f"megatron-core {CORE}, Python {platform.python_version()}, {date.today()}\n")
     _row(*COLUMNS)
     _row(*("---" for _ in COLUMNS))
-    results: list[str] = []
-    for name in names:
-        results += _compared(name, FRAMEWORKS[name], str(fetch_transformer_engine.FOLDER / engine), schedules)
-    equal = results.count("equal")
-    print(f"\n{equal} of {len(results)} rows equal megatron-core's own 1F1B; {time.monotonic() - began:.0f} s", flush=True)
+    environment(CORE)
+    compare = functools.partial(_compared, engine=str(fetch_transformer_engine.FOLDER / engine), schedules=schedules)
+    with ThreadPoolExecutor(BESIDE) as beside:  # ranks wait for each other, and for what is fetched
+        results = [result for found in beside.map(compare, names, map(FRAMEWORKS.get, names)) for result in found]
+    equal, used = results.count("equal"), resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = f"{time.monotonic() - began:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU"
+    print(f"\n{equal} of {len(results)} rows equal megatron-core's own 1F1B; {spent}", flush=True)
     return int(equal < len(results))
 
 
@@ -144,7 +144,8 @@ def _compared(name: str, framework: Framework, engine: str, schedules: Sequence[
     rows = [
         ",".join((schedule, str(ranks), what))
         for ranks, what in layouts
-        for schedule in (SCHEDULES[0], *(each for each in framework.trains[what] if each in schedules))
+        for schedule in (SCHEDULES[0], *framework.trains[what])
+        if schedule in (SCHEDULES[0], *schedules) and (ranks == RANKS or schedule in REPLICATED)
     ]
     stock = forwards = None
     results = []
@@ -160,7 +161,7 @@ def _compared(name: str, framework: Framework, engine: str, schedules: Sequence[
         equal = alike and _same(found["numbers"], stock, exact)
         results.append("equal" if equal else f"DIFFERENT: {found}, not {stock} and {forwards}")
         layout = f"PP {ranks}" + (f", DP {RANKS // int(ranks)}" if int(ranks) < RANKS else "")
-        _row(name, what or "all weights", layout, schedule, found["steps"], results[-1], seconds)
+        _row(name, what or "all weights", layout, schedule, found["steps"], results[-1], *seconds)
     return results + ["not run"] * (len(rows) - len(layouts) - len(results))
 
 
@@ -182,13 +183,13 @@ def _fetched(name: str, framework: Framework) -> Path:
     return folder
 
 
-def _train(python: str, packages: Path, program: str, *given: str) -> Iterator[tuple[str, Any, str]]:
-    """Rows as they end, each with what it found, and seconds; behind the last, what a process said that failed."""
+def _train(python: str, packages: Path, program: str, *given: str) -> Iterator[tuple[str, Any, list[str]]]:
+    """Rows as they end, each with what it found, seconds, and those of CPU; behind the last, what a process said that failed."""
     script = str(ROOT / "scripts" / "frameworks" / program)
     launch = [python, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     running = subprocess.Popen(
         ["timeout", "1800", *launch, script, *given],
-        env=os.environ | {"PYTHONPATH": str(packages), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(packages), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", **COMPILED},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -200,7 +201,7 @@ def _train(python: str, packages: Path, program: str, *given: str) -> Iterator[t
         if kind == "found":
             found = json.loads(said)
         elif kind == "took":
-            row, _, seconds = said.rpartition(" ")
+            row, *seconds = said.split()
             yield row, found, seconds
         elif "Error" in line:
             errors.append(line)

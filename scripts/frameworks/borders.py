@@ -53,7 +53,7 @@ def start(description: str | None, *absent: str) -> list[Row]:
     from engine import stand_in
 
     stand_in.load(Path(given.engine))
-    sys.meta_path.append(_Absent(absent))
+    sys.meta_path.append(Absent(absent))
     from megatron.pipeline.patches import training_cpu
 
     from megatron.pipeline import patches
@@ -73,21 +73,22 @@ def train(rows: Sequence[Row], main: Callable[[Row], None]) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     for row in rows:
-        began = time.monotonic()
+        began, used = time.monotonic(), time.process_time()
         main(row)
-        if _reports():
-            print(f"took {','.join(map(str, row))} {time.monotonic() - began:.0f}", flush=True)
-        torch.distributed.barrier()
+        spent = torch.tensor(time.process_time() - used)
+        torch.distributed.all_reduce(spent)  # also a barrier
+        if _reports(row.ranks):
+            print(f"took {','.join(map(str, row))} {time.monotonic() - began:.0f} {spent:.0f}", flush=True)
         parallel_state.destroy_model_parallel()
         unset_num_microbatches_calculator()
         get_cuda_rng_tracker().reset()
         gc.collect()
 
 
-def _reports() -> bool:
-    from megatron.core import parallel_state
-
-    return parallel_state.is_pipeline_last_stage() and not parallel_state.get_data_parallel_rank()
+def _reports(ranks: int) -> bool:
+    """It is the last rank of the first replica."""
+    world = torch.distributed.get_world_size()
+    return torch.distributed.get_rank() == world - world // ranks
 
 
 def see_the_cpu(*packages: str) -> None:
@@ -109,14 +110,14 @@ def see_the_cpu(*packages: str) -> None:
 
 
 def draw(chunks: list[Any]) -> list[Any]:
-    """Draw the weights of layers by their numbers, and of the two ends, wherever they are."""
+    """Draw the weights that train, of layers by their numbers, and of the two ends, wherever they are."""
     from megatron.core.utils import unwrap_model
 
     for chunk in map(unwrap_model, chunks):
         parts = {layer.layer_number: layer for layer in chunk.decoder.layers}
         parts |= {0: getattr(chunk, "embedding", None), 1 + chunk.config.num_layers: getattr(chunk, "output_layer", None)}
         for number, part in parts.items():
-            weights = [weight for weight in part.parameters() if weight.dim() > 1] if part is not None else []
+            weights = [weight for weight in part.parameters() if weight.requires_grad and weight.dim() > 1] if part else []
             for place, weight in enumerate(weights):
                 weight.data.copy_(torch.empty(weight.shape).normal_(std=0.05, generator=_seeded(100 * number + place)))
     return chunks
@@ -140,7 +141,7 @@ def report(loop: Any, microbatches: int, steps: str, numbers: Sequence[Any], for
 
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     assert loop.pipeline(ranks).is_stock or loop.pipeline(ranks).microbatches == microbatches, "another function has run"
-    if _reports():
+    if _reports(ranks):
         print(f"found {json.dumps({'steps': steps, 'numbers': numbers, 'forwards': forwards})}", flush=True)
 
 
@@ -169,7 +170,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-class _Absent:
+class Absent:
     """Finds modules that are not there."""
 
     def __init__(self, names: Sequence[str]) -> None:
