@@ -131,7 +131,6 @@ NAMES: dict[str, dict[str, Name]] = {
         "_CudagraphGlobalRecord.cudagraph_created": Name("CUDA graphs by slot: whether managers have their graphs"),
         "_GraphStatus": Name("CUDA graphs by slot: runners of an iteration that was taken back"),
         "create_cudagraphs": Name("CUDA graphs by slot: captures what managers have recorded"),
-        "TensorReusePool.insert": Name("CUDA graphs by slot: replaced during captures", "0.16-0.18"),
         "alloc_tensor_from_graph_mempool": Name("CUDA graphs by slot: replaced during captures", "0.19-0.20"),
     },
     "megatron.core.transformer.pipeline_parallel_layer_layout": {

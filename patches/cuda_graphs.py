@@ -7,14 +7,13 @@ for one slot (``model/te_graphs.py``). No setting takes an order.
 ``CudaGraphManager.__call__`` and ``get_cudagraph_runner``: upstream has a runner for each microbatch, and captures all of them
 in one pool, in the order of the first iteration. A manager that ``follow`` has seen has one for each slot, in the slot's pool
 (``model/local_graphs.py``), or runs its module as it is. While they are captured (``capture``),
-``alloc_tensor_from_graph_mempool`` puts what comes from outside of graphs beside the pools, where it stays, and up to 0.18
-``TensorReusePool.insert`` takes nothing back.
+``alloc_tensor_from_graph_mempool`` puts what comes from outside of graphs beside the pools, where it stays. Releases before 0.19
+have no such function, and give an input's memory to the next microbatch behind F.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +57,11 @@ class _Followed:
         self.coming: list[int] = []
 
 
+def keeps_inputs() -> bool:
+    """Tell whether this release's managers keep what a forward was given until its backward."""
+    return compat.optional(_UPSTREAM, "alloc_tensor_from_graph_mempool") is not None
+
+
 def is_captured() -> bool:
     """Tell whether upstream's managers have their graphs."""
     return bool(compat.module(_UPSTREAM)._CudagraphGlobalRecord.cudagraph_created)
@@ -83,23 +87,13 @@ def follow(manager: Any, slots: Sequence[int], pools: dict[int, Any]) -> bool:
 
 def capture() -> None:
     """Capture what all managers have recorded."""
-    upstream = compat.module(_UPSTREAM)
-    with ExitStack() as replaced:
-        if compat.optional(_UPSTREAM, "alloc_tensor_from_graph_mempool") is not None:
-            replaced.enter_context(_replaced(upstream, "alloc_tensor_from_graph_mempool", lambda meta: meta.zeros_like()))
-        else:
-            replaced.enter_context(_replaced(upstream.TensorReusePool, "insert", lambda *_: None))
-        upstream.create_cudagraphs()
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
+    upstream: Any = compat.module(_UPSTREAM)
+    allocate = upstream.alloc_tensor_from_graph_mempool
+    upstream.alloc_tensor_from_graph_mempool = lambda meta: meta.zeros_like()
     try:
-        yield
+        upstream.create_cudagraphs()
     finally:
-        setattr(owner, name, original)
+        upstream.alloc_tensor_from_graph_mempool = allocate
 
 
 def _graphed_or_eager(call: Callable[..., Any], manager: Any, module: Any, args: Any, kwargs: Any, **options: Any) -> Any:

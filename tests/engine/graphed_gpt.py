@@ -75,7 +75,6 @@ def train(
             patched.enter_context(_one_generator())
         made = patched.enter_context(_local(cuda_graphs, given)) if given and given.implementation == "local" else []
         run = gpt._built(schedule, flags, tp, pp, None, measure=False)
-        run.config.gradient_accumulation_fusion = True  # as linears have it; upstream's runners ask
         steps, layers = [], 0
         for iteration, count in enumerate(microbatches):
             if iteration == 1 and given and given.implementation == "transformer_engine":
@@ -132,7 +131,6 @@ def _local(upstream: Any, given: Graphs) -> Iterator[list[Any]]:
         "graph": graphs.graphs.graph,
         "graph_pool_handle": (lambda: shared) if given.mutation == "one pool" else graphs.graphs.graph_pool_handle,
         "memory_stats": lambda *_: defaultdict(int),
-        "get_device_capability": lambda *_: (9, 0),
         "default_generators": [torch.Generator()],
     }
     with (

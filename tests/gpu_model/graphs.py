@@ -7,8 +7,8 @@ replayed has to be held until the last capture. ``replay`` runs the operations a
 
 Within a capture nothing is computed on a GPU: memory that is not of the pool, and the generator, are then as they were before.
 
-What a capture cannot have raises: a host that reads a result, a message of the pipeline, memory that is handed to the pool of
-another capture. Collectives it can have.
+What a capture cannot have raises: a host that reads a result, a message of the pipeline, and a second capture of a graph.
+Collectives it can have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 _OWN_REFERENCES = 3  # to a block that nothing holds, in ``Pool.take``: the list of all, its name, and the argument
 _MESSAGES = ("send", "recv_", "recv_any_source_", "barrier", "monitored_barrier_")
-_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
+_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_consecutive")
+_BY_MASK = ("index", "index_put_")  # read how many are true
 
 
 class NotCapturable(AssertionError):
@@ -106,12 +107,22 @@ class CUDAGraph:
         with torch.no_grad():
             for function, args, options, made in self.operations:
                 given, named = tree_map(_there, (args, options))
-                results, _ = tree_flatten(function(*given, **named))
-                for result in results:
-                    if isinstance(result, torch.ScriptObject):
-                        result.wait()  # type: ignore[attr-defined]
+                results = _ended(function(*given, **named))
                 for number, place in made:
                     place.tensor().copy_(results[number])
+
+
+def _is_mask(indices: Any) -> bool:
+    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
+
+
+def _ended(results: Any) -> list[Any]:
+    """Results, once a collective has ended: what gloo does in ``wait`` is a part of it."""
+    flat: list[Any] = tree_flatten(results)[0]
+    for result in flat:
+        if isinstance(result, torch.ScriptObject):
+            result.wait()  # type: ignore[attr-defined]
+    return flat
 
 
 def _there(one: Any) -> Any:
@@ -123,6 +134,7 @@ class _Capturing(TorchDispatchMode):
         super().__init__()
         self._graph, self._pool = graph, pool
         self._before: dict[int, tuple[Any, Any]] = {}  # of what is not of the pool
+        self._collected: set[int] = set()  # memory that collectives wrote
 
     def undo(self) -> None:
         """Take back what operations wrote beside the pool."""
@@ -132,7 +144,7 @@ class _Capturing(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         namespace, name = str(function.name()).split("::")
-        if name.partition(".")[0] in _READS:
+        if name.partition(".")[0] in _READS or (name.partition(".")[0] in _BY_MASK and _is_mask(args[1])):
             raise NotCapturable(f"the host reads a result within a capture: {name}")
         if namespace == "c10d" and name in _MESSAGES:
             raise NotCapturable(f"a message within a capture: {name}")
@@ -141,10 +153,14 @@ class _Capturing(TorchDispatchMode):
         self._keep_what_it_writes(function, args, kwargs)
         results = function(*args, **kwargs)
         made = []
-        for number, result in enumerate(tree_flatten(results)[0]):
+        for number, result in enumerate(_ended(results)):
             if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in inputs:
                 self._move(result)
                 made.append((number, _Place.of(self._pool, result)))
+        if namespace == "c10d":
+            self._collected |= inputs
+        elif name == "copy_" and args[0].untyped_storage()._cdata in self._collected and self._pool.number(args[1]) is None:
+            return results  # from gloo's own memory, at a second ``wait``
         if made or function._schema.is_mutable or namespace == "c10d":  # whose schemas do not say what they write
             self._graph.operations.append((function, *noted, made))
         return results

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.patches import cuda_graphs
+from megatron.pipeline.patches import compat, cuda_graphs
 
 __all__ = ["GRAPHED", "captured_parts", "place", "say_eager"]
 
@@ -33,7 +33,7 @@ def captured_parts(chunk: torch.nn.Module) -> set[torch.nn.Module]:
     """Modules that run within graphs: those of whole layers, and of layers with experts all of the MLP but these.
 
     Raises:
-        ValueError: a layer with experts is to be captured whole.
+        ValueError: a layer with experts is to be captured whole, or megatron-core is too old.
     """
     parts = set[torch.nn.Module]()
     for layer in _layers(chunk):
@@ -47,6 +47,11 @@ def captured_parts(chunk: torch.nn.Module) -> set[torch.nn.Module]:
             parts.update(layer.modules())
         elif hasattr(layer, _ROUTER):
             parts.update(part for name, child in layer.mlp.named_children() if name != "experts" for part in child.modules())
+    if parts and not cuda_graphs.keeps_inputs():
+        raise ValueError(
+            f"--cuda-graph-impl local needs megatron-core 0.19, whose graphs keep an input until B, and {compat.version()} is "
+            "installed: update it, or take transformer_engine"
+        )
     return parts
 
 

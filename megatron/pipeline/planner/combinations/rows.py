@@ -90,9 +90,10 @@ EXCLUDED = (
         price=_LAUNCHES, details=_SCOPES,
         when=lambda to: to.cuda_graph_impl not in ("transformer_engine", "local") or to.met(_ITERATION)),
     Row(_CAPTURED, "fp8 | fp4 | recompute_granularity | overlap_moe_expert_parallel_comm | cuda_graph_scope=moe | "
-        "cuda_graph_modules=moe | pipeline_model_parallel_size=1", _UNTESTED, when=lambda to: to.ours,
+        "cuda_graph_modules=moe | variable_seq_lengths | pipeline_model_parallel_size=1", _UNTESTED, when=lambda to: to.ours,
         price=_LAUNCHES, details=_SCOPES),
     Row(_ENGINES, "add_bias_linear | add_qkv_bias", _UNTESTED, when=lambda to: to.ours, price=_LAUNCHES, details=_SCOPES),
+    Row("cuda_graph_impl=local", "mtp_num_layers", _UNTESTED, when=lambda to: to.ours, price=_LAUNCHES, details=_SCOPES),
     Row(_CAPTURED, "num_experts", "captures whole layers, and how many tokens visit {other} is read by the host",
         when=lambda to: to.ours and not any(getattr(to, scope) for scope in _SCOPES), price=_LAUNCHES,
         instead="add --cuda-graph-scope attn moe_router (from 0.18 on --cuda-graph-modules)"),
