@@ -126,6 +126,12 @@ NAMES: dict[str, dict[str, Name]] = {
         "get_num_microbatches": Name("CUDA graphs by slot: replaced during captures"),
         "convert_schedule_table_to_order": Name("CUDA graphs by slot: replaced during captures"),
         "is_graph_capturing": Name("CUDA graphs by slot: linears leave nothing to W while they are captured"),
+        "CudaGraphManager.__call__": Name("CUDA graphs by slot: wrapped"),
+        "CudaGraphManager.get_cudagraph_runner": Name("CUDA graphs by slot: wrapped"),
+        "_CudagraphGlobalRecord.cudagraph_created": Name("CUDA graphs by slot: whether managers have their graphs"),
+        "_GraphStatus": Name("CUDA graphs by slot: runners of an iteration that was taken back"),
+        "create_cudagraphs": Name("CUDA graphs by slot: captures what managers have recorded"),
+        "alloc_tensor_from_graph_mempool": Name("CUDA graphs by slot: replaced during captures", "0.19-0.20"),
     },
     "megatron.core.transformer.pipeline_parallel_layer_layout": {
         "PipelineParallelLayerLayout.parse_str_to_list": Name("--pipeline-model-parallel-layout"),

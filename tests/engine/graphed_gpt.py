@@ -3,23 +3,55 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import tiny_gpt
+import torch
 from engine import gpt, graphs
+from megatron.core.transformer import ModuleSpec
 
 
-def train(schedule: str, flags: str, pp: int = 2, modules: str | None = "", microbatches: tuple[int, ...] = (4,) * 5) -> Any:
-    """Losses and norms of every iteration, digests of all weights, how many graphs were replayed, and of how many layers.
+class Graphs(NamedTuple):
+    """Flags of CUDA graphs.
+
+    Attributes:
+        modules: of --cuda-graph-modules.
+        implementation: of --cuda-graph-impl.
+        mutation: what is wrong with them; of ``MUTATIONS``.
+    """
+
+    modules: str = ""
+    implementation: str = "transformer_engine"
+    mutation: str = ""
+
+
+MUTATIONS = ("one pool", "a slot fewer", "weights left to W")
+
+
+def train(
+    schedule: str,
+    flags: str,
+    pp: int = 2,
+    given: Graphs | None = None,
+    microbatches: tuple[int, ...] = (4,) * 5,
+    tp: int = 1,
+    layer: str = "",
+) -> Any:
+    """Losses and norms of every iteration, digests of all weights, how many graphs were replayed, and of how many parts.
 
     Args:
-        modules: of --cuda-graph-modules; None without graphs.
+        given: None without graphs.
         microbatches: of every iteration. Graphs are captured behind the first.
+        layer: megatron-core's class of layers, which draw from one generator; by default one that is seeded for each mask.
     """
-    from megatron.core.transformer import cuda_graphs
+    from megatron.core.transformer import cuda_graphs, transformer_layer
 
+    from megatron.pipeline.model import layer_spec
     from megatron.pipeline.trainer import state
 
     graphs.pose()
@@ -27,21 +59,92 @@ def train(schedule: str, flags: str, pp: int = 2, modules: str | None = "", micr
 
     def with_graphs(*args: Any) -> Any:
         config = configured(*args)
-        if modules is not None:
-            config.cuda_graph_impl, config.cuda_graph_warmup_steps = "transformer_engine", 1
+        if given:
+            config.cuda_graph_impl, config.cuda_graph_warmup_steps = given.implementation, 1
             scopes = getattr(cuda_graphs, "CudaGraphModule", None) or cuda_graphs.CudaGraphScope
-            config.cuda_graph_scope = config.cuda_graph_modules = [scopes[name] for name in modules.split()]
+            config.cuda_graph_scope = config.cuda_graph_modules = [scopes[name] for name in given.modules.split()]
         return config
 
-    with patch.object(state, "transformer_config", with_graphs):
-        run = gpt._built(schedule, flags, 1, pp, None, measure=False)
-    steps, made, layers = [], list[graphs.graphs.CUDAGraph](), 0
-    for iteration, count in enumerate(microbatches):
-        if iteration == 1 and modules is not None:
-            made, layers = _capture(run, cuda_graphs)
-        run.microbatches = count
-        steps.append(gpt._step(run, iteration))
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(state, "transformer_config", with_graphs))
+        if layer:
+            of_class = getattr(transformer_layer, layer)
+            patched.enter_context(
+                patch.object(layer_spec, "_seeded", lambda _, spec: ModuleSpec(of_class, submodules=spec.submodules))
+            )
+            patched.enter_context(_one_generator())
+        made = patched.enter_context(_local(cuda_graphs, given)) if given and given.implementation == "local" else []
+        run = gpt._built(schedule, flags, tp, pp, None, measure=False)
+        steps, layers = [], 0
+        for iteration, count in enumerate(microbatches):
+            if iteration == 1 and given and given.implementation == "transformer_engine":
+                made, layers = _capture(run, cuda_graphs)
+            run.microbatches = count
+            steps.append(gpt._step(run, iteration))
+            if iteration == 0 and given and given.implementation == "local":
+                layers = len(_managers(run.chunks))
     return steps, gpt._digests(run), sum(one.replays for one in made), layers
+
+
+def _managers(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """Those that have captured something."""
+    found: list[Any] = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "follows_slots")]
+    return [manager for manager in found if manager.follows_slots.runners]
+
+
+@contextmanager
+def _one_generator() -> Iterator[None]:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    with patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()):
+        yield
+
+
+@contextmanager
+def _local(upstream: Any, given: Graphs) -> Iterator[list[Any]]:
+    """Have megatron-core's own runners capture on this CPU; yields the graphs."""
+    from megatron.pipeline.model import te_linear
+    from megatron.pipeline.runtime import iteration
+
+    made: list[Any] = []
+
+    class Noted(graphs.graphs.CUDAGraph):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def register_generator_state(self, _: Any) -> None:
+            """Of all generators: there is one."""
+
+    create, slots, shared = upstream.create_cudagraphs, iteration._slots, graphs.graphs.Pool()
+
+    def drawing_nothing() -> Any:  # as warm-ups do
+        drawn = torch.get_rng_state()
+        create()
+        torch.set_rng_state(drawn)
+
+    def fewer(*plan: Any) -> Any:
+        return [[min(slot, max(max(row) - 1, 0)) for slot in row] for row in slots(*plan)]
+
+    view: dict[str, Any] = {
+        "CUDAGraph": Noted,
+        "graph": graphs.graphs.graph,
+        "graph_pool_handle": (lambda: shared) if given.mutation == "one pool" else graphs.graphs.graph_pool_handle,
+        "memory_stats": lambda *_: defaultdict(int),
+        "default_generators": [torch.Generator()],
+    }
+    with (
+        _one_generator(),
+        patch.object(upstream, "create_cudagraphs", drawing_nothing),
+        patch.object(iteration, "_slots", fewer if given.mutation == "a slot fewer" else slots),
+        patch.object(te_linear, "stay_in_b", (lambda _: None) if given.mutation == "weights left to W" else te_linear.stay_in_b),
+        patch.multiple(upstream.torch.cuda, create=True, **view),
+        patch.object(upstream, "make_weak_ref", graphs.graphs.weak),
+        patch.object(upstream, "_ensure_generator_state_is_cudagraph_safe", lambda given: given),
+        patch.object(upstream, "get_cuda_rng_tracker", lambda: SimpleNamespace(is_inference_rng_tracker=True)),
+    ):
+        yield made
+        upstream.delete_cuda_graphs()
 
 
 def _capture(run: tiny_gpt.Run, upstream: Any) -> tuple[list[Any], int]:

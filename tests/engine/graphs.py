@@ -223,10 +223,19 @@ def captured_by_microbatch(order: list[float]) -> str:
 
 
 def what_a_capture_refuses() -> list[str]:
-    """The errors of a host that reads a result within a capture, and of a graph that is captured again."""
+    """The errors of hosts that read a result within a capture, of a message, and of a graph that is captured again."""
     found = []
-    one = graphs.CUDAGraph()
-    for use in (lambda: torch.ones(2).sum().item(), lambda: torch.ones(2)):
+    ones, other = torch.ones(2), 1 - torch.distributed.get_rank()
+    uses: list[Any] = [
+        lambda: ones.sum().item(),
+        lambda: ones[ones > 0],
+        lambda: torch.distributed.isend(ones, other),
+        lambda: torch.distributed.irecv(ones, other),
+        lambda: torch.distributed.all_reduce(ones),  # a graph can have it
+        lambda: None,
+    ]
+    made = [graphs.CUDAGraph() for _ in uses[1:]]
+    for one, use in zip([*made, made[-1]], uses, strict=True):
         try:
             with graphs.graph(one, graphs.Pool()):
                 use()

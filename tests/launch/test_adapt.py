@@ -39,7 +39,7 @@ def upstreams(flags: str) -> Namespace:
 
 
 GIVEN = (
-    "--delay-wgrad-compute --cuda-graph-impl local --cuda-graph-scope attn moe_router --num-layers-per-virtual-pipeline-stage 1 "
+    "--delay-wgrad-compute --cuda-graph-impl local --cuda-graph-scope full_iteration --num-layers-per-virtual-pipeline-stage 1 "
     "--microbatch-group-size-per-virtual-pipeline-stage 8"
 )
 
@@ -125,17 +125,18 @@ def test_a_setting_is_refused_and_one_with_a_price_can_be_left_out(row: Combinat
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "stock"])
-def test_graphs_of_transformer_engine_stay_where_they_are_tested(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = f"--pipeline-schedule {schedule} --adapt --disable-bias-linear --cuda-graph-impl transformer_engine"
+@pytest.mark.parametrize("graphs", ["transformer_engine", "local"])
+def test_graphs_of_layers_stay_where_they_are_tested(schedule: str, graphs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = f"--pipeline-schedule {schedule} --adapt --disable-bias-linear --cuda-graph-impl {graphs}"
     fine = f"{plain} --cuda-graph-scope attn moe_router --num-experts 4 --overlap-grad-reduce"
-    assert upstreams(fine).cuda_graph_impl == "transformer_engine"
+    assert upstreams(fine).cuda_graph_impl == graphs
     assert capsys.readouterr().out == ""
     for other in ("--fp8-format hybrid", "--recompute-granularity full", "--cuda-graph-scope moe"):
         args = upstreams(f"{plain} {other}")
         said = capsys.readouterr().out
-        assert (args.cuda_graph_impl, bool(said)) == (("none", True) if schedule == "zb-v" else ("transformer_engine", False))
+        assert (args.cuda_graph_impl, bool(said)) == (("none", True) if schedule == "zb-v" else (graphs, False))
         assert schedule == "stock" or f"is not tested with {other} under schedules of ours: left out by --adapt" in said
-    assert upstreams(f"{plain} --num-experts 4").cuda_graph_impl == ("none" if schedule == "zb-v" else "transformer_engine")
+    assert upstreams(f"{plain} --num-experts 4").cuda_graph_impl == ("none" if schedule == "zb-v" else graphs)
     assert ("captures whole layers" in capsys.readouterr().out) == (schedule == "zb-v")
 
 

@@ -39,7 +39,7 @@ DUTIES = {
     "config.no_sync_func": "GradientSync",
     "config.param_sync_func": "Iteration asks for all chunks' parameters before the first pass",
     "config.timers": _OURS,
-    "create_cudagraphs": f"{_REFUSED}: cuda_graph_impl",
+    "create_cudagraphs": f"{_OURS}, by slot",
     "deallocate_output_tensor": "ModelStages.release",
     "finish_embedding_wgrad_compute": _OURS,
     "get_model_config": "Call.config",

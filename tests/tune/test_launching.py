@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.cli.memory import Prediction, _text, predicted
 from megatron.pipeline.model.description import describe, shape_of
-from megatron.pipeline.planner import Request
 from megatron.pipeline.planner.costmodel.activations import layer_temporary
 from megatron.pipeline.planner.costmodel.device import named, shipped
-from megatron.pipeline.planner.costmodel.estimate import layer_seconds
+from megatron.pipeline.planner.costmodel.estimate import costs_of_training, layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.memory import state_bytes
 from megatron.pipeline.planner.costmodel.parameters import parameters
+from megatron.pipeline.planner.schedule.core.costs import uniform
 from megatron.pipeline.planner.schedule.core.placement import linear
+from megatron.pipeline.planner.schedule.lower.lower import lower
+from megatron.pipeline.planner.schedule.lower.slots import slots_of
 from megatron.pipeline.planner.shape import gpt
 from megatron.pipeline.planner.shape.description import Ranks
 from megatron.pipeline.planner.shape.experts import Experts
@@ -110,10 +112,22 @@ def test_graphs_of_layers_keep_what_their_slots_have() -> None:
         hidden, pool = shape_of(plain.args).hidden_bytes, layer_temporary(shape_of(plain.args))
         expected = [hidden * rank.layers * rank.microbatches for rank in plain.ranks]
         if schedule != "stock":
-            slots = [sum(len(set(row)) for row in rows) for rows in Request(schedule, 4, 16).plan().slots()]
-            slots[-1] -= 1  # the last rank sends a gradient behind its next F
+            made, placement = graphs.schedule, graphs.schedule.placement
+            programs = lower(made, uniform(placement))
+            slots = [sum(len(set(row)) for row in slots_of(*each)) for each in zip(programs, placement.stages, strict=True)]
             expected = [count * (3 * hidden * 8 / plain.schedule.placement.depth + pool) for count in slots]
         assert [rank.graphs for rank in graphs.ranks] == pytest.approx(expected)
         more = [other.total - one.total for one, other in zip(plain.ranks, graphs.ranks, strict=True)]
         assert more == pytest.approx(expected)
         assert "of other GiB, CUDA graphs keep up to" in _text(graphs, None, None, 80.0, [])
+
+
+def test_weight_gradients_of_megatron_cores_graphs_are_in_b() -> None:
+    """The plan knows: W is the output layer's alone, and holds nothing of layers."""
+    plain, local = (training(f"--pipeline-schedule zb-h1 {more}") for more in ("", "--cuda-graph-impl local"))
+    links = Links.within(GB200)
+    ours, theirs = (costs_of_training(describe(one.args), linear(4), [2] * 4, GB200, links) for one in (local, plain))
+    for stage, split in zip(ours.stages, theirs.stages, strict=True):
+        assert stage.total == pytest.approx(split.forward + split.value("fused"))
+        assert (stage.weight == 0 == stage.retained) == (stage is not ours.stages[-1])
+    assert 0 < ours.stages[-1].weight < theirs.stages[-1].weight

@@ -17,7 +17,7 @@ from megatron.pipeline.patches import distributed_data_parallel
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import SplitLinear
-from megatron.pipeline.model import te_linear
+from megatron.pipeline.model import local_graphs, te_linear
 from megatron.pipeline.model.adapter import adapter_of, has_adapter
 
 __all__ = ["split_chunks", "split_weights"]
@@ -52,8 +52,14 @@ def split_weights(chunk: torch.nn.Module, fuse_recomputed: bool = False) -> list
     if has_adapter(chunk):
         uses.update(adapter_of(chunk).extra_uses(chunk))
     fused = []
+    captured = local_graphs.captured_parts(chunk)
     for name, module in chunk.named_modules():
         weights = _matrices(module)
+        if module in captured:
+            te_linear.stay_in_b(module)
+            if weights:
+                fused.append(f"{name}: it is in CUDA graphs")
+            continue
         shared = any(uses[weight] > 1 for weight in weights)
         if te_linear.is_delayed(module) and shared:
             raise ValueError(f"{name}: Transformer Engine cannot delay the gradient of a weight that modules share: untie it")

@@ -28,7 +28,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import cuda_graphs, distributed_data_parallel
 
 from megatron.pipeline.backward import weight_tasks
-from megatron.pipeline.model import te_linear
+from megatron.pipeline.model import local_graphs, te_linear
 
 __all__ = ["capture", "place", "slot_order"]
 
@@ -66,6 +66,8 @@ def place(chunks: Sequence[torch.nn.Module], slots: Sequence[Sequence[int]]) -> 
             if distributed_data_parallel.gathered(wrapped):  # whose hooks of modules a replay does not call
                 layer.setup_manual_hooks(wrapped._make_forward_pre_hook)
             layer.cuda_graphs = [graphs[slot] for slot in row] if max(row) < len(graphs) else []
+            if not layer.cuda_graphs:
+                local_graphs.say_eager()
 
 
 def capture(helper: Any, upstream: Any) -> None:

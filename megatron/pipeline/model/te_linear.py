@@ -85,6 +85,14 @@ def is_delayed(module: torch.nn.Module) -> bool:
     return store is not None and store.delay_wgrad_compute()
 
 
+def stay_in_b(module: torch.nn.Module) -> None:
+    """Undo, where a module is built to have ``backward_dw`` called, that it is: B computes its weight gradients."""
+    if is_delayed(module):
+        module.wgrad_store.disable_delay_wgrad_compute()  # type: ignore[operator, union-attr]
+        for parameter in module.parameters(recurse=False):
+            vars(parameter).pop("skip_backward_post_hook", None)
+
+
 def prepare(module: torch.nn.Module) -> None:
     """Make a ``DelayedGradient`` of every backward of a module that is delayed, and have W add its product to ``main_grad``.
 

@@ -17,10 +17,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.patches import distributed_data_parallel, rerun_state_machine
+from megatron.pipeline.patches import cuda_graphs, distributed_data_parallel, rerun_state_machine
 
 from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
-from megatron.pipeline.model import te_graphs
+from megatron.pipeline.model import local_graphs, te_graphs
 from megatron.pipeline.monitor.device_progress import DeviceProgress
 from megatron.pipeline.monitor.progress import Situation
 from megatron.pipeline.monitor.recorder import NullRecorder
@@ -149,6 +149,8 @@ class Iteration:
                     check_no_gradient_is_lost(chunk)
                 if not call.forward_only:
                     self._finish_gradients(call, attempt, reduces_late)
+        if getattr(config, "cuda_graph_impl", None) == local_graphs.GRAPHED:
+            cuda_graphs.capture()
         return list(attempt.stages.reported)  # plain, as upstream's: others look into it by its type
 
     def _begin(
@@ -161,8 +163,11 @@ class Iteration:
             chunk = call.chunks[plan.schedule.placement.home(plan.schedule.placement.last_stage)[1]]
             embedding = schedules.clear_embedding_activation_buffer(config, chunk, self._holds_output)
         self._gather_parameters(call)
-        if getattr(config, "cuda_graph_impl", None) == te_graphs.GRAPHED and not call.forward_only:
+        graphs = getattr(config, "cuda_graph_impl", None)
+        if graphs == te_graphs.GRAPHED and not call.forward_only:
             te_graphs.place(call.chunks, _slots(plan, rank))
+        if graphs == local_graphs.GRAPHED:
+            local_graphs.place(call.chunks, () if call.forward_only else _slots(plan, rank))
         recorder = self.record()
         program = plan.programs[rank]
         stages: ModelStages

@@ -16,8 +16,10 @@ _ORDER = "relies on the order of megatron-core's own schedules"
 _FUSED = "runs modules of Transformer Engine without the inputs from which W computes their weight gradients"
 _WEIGHTS = "shards parameters in a way that does not support delayed weight gradients"
 _GRAPHS = f"(CUDA graphs) {_ORDER}"
-_CAPTURED = "cuda_graph_impl=transformer_engine"
+_ENGINES = "cuda_graph_impl=transformer_engine"
+_CAPTURED = f"{_ENGINES} | cuda_graph_impl=local"
 _UNTESTED = "is not tested with {other} under schedules of ours"
+_ITERATION = " | ".join(f"cuda_graph_{of}=full_iteration" for of in ("scope", "scope_deprecated", "modules"))
 _SCOPES = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
 _LOGITS = "looks for the output layer on every rank, which megatron-core's own pipeline does not have there either"
 _KERNELS = "layers launch more kernels"
@@ -84,11 +86,14 @@ EXCLUDED = (
     _excluded("experimental_attention_variant=dsa",
         reason="uses the weight of a linear without its forward, and W would never compute that weight's gradient"),
     _excluded("optimizer_cuda_graph", reason=_GRAPHS, price=_LAUNCHES),
-    _excluded("cuda_graph_impl", reason=f"{_GRAPHS}; transformer_engine does not", price=_LAUNCHES, details=_SCOPES,
-        when=lambda to: to.cuda_graph_impl != "transformer_engine"),
-    Row(_CAPTURED, "fp8 | fp4 | recompute_granularity | add_bias_linear | add_qkv_bias | overlap_moe_expert_parallel_comm | "
-        "cuda_graph_scope=moe | cuda_graph_modules=moe | pipeline_model_parallel_size=1", _UNTESTED, when=lambda to: to.ours,
+    _excluded("cuda_graph_impl", reason=f"{_GRAPHS} where an iteration is one; transformer_engine and local, of layers, do not",
+        price=_LAUNCHES, details=_SCOPES,
+        when=lambda to: to.cuda_graph_impl not in ("transformer_engine", "local") or to.met(_ITERATION)),
+    Row(_CAPTURED, "fp8 | fp4 | recompute_granularity | overlap_moe_expert_parallel_comm | cuda_graph_scope=moe | "
+        "cuda_graph_modules=moe | variable_seq_lengths | pipeline_model_parallel_size=1", _UNTESTED, when=lambda to: to.ours,
         price=_LAUNCHES, details=_SCOPES),
+    Row(_ENGINES, "add_bias_linear | add_qkv_bias", _UNTESTED, when=lambda to: to.ours, price=_LAUNCHES, details=_SCOPES),
+    Row("cuda_graph_impl=local", "mtp_num_layers", _UNTESTED, when=lambda to: to.ours, price=_LAUNCHES, details=_SCOPES),
     Row(_CAPTURED, "num_experts", "captures whole layers, and how many tokens visit {other} is read by the host",
         when=lambda to: to.ours and not any(getattr(to, scope) for scope in _SCOPES), price=_LAUNCHES,
         instead="add --cuda-graph-scope attn moe_router (from 0.18 on --cuda-graph-modules)"),

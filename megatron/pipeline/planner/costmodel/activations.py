@@ -79,7 +79,7 @@ def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:
         units = math.ceil(layers / unit)
         kept = units * input_
         most = max((units - 1) * input_, (layers - unit) * retained) + unit * full
-    return Held(min(kept, most), most, min(layers * layer_retained(shape), most))
+    return Held(min(kept, most), most, 0.0 if held.weights_in_b else min(layers * layer_retained(shape), most))
 
 
 def layer_activation(shape: Shape) -> float:

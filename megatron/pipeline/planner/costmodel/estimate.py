@@ -76,7 +76,10 @@ def estimate(
         costs = _stage(seconds.times(count).plus(waits), waits.weight + saved * count)
         if shielding := shielded_seconds(one, device, links):
             known |= dict(zip(("behind", "saved"), (slower * value * count for value in shielding), strict=True))
-        return _as_trained(replace(costs, recompute=remade * count, **known), one, count, device)
+        costs = _as_trained(replace(costs, recompute=remade * count, **known), one, count, device)
+        if one.policy.weights_in_b:
+            costs = replace(costs, backward=costs.value("fused"), weight=0.0, fused=None, behind=None, saved=None)
+        return costs
 
     stages = [stage(shape.of_layers(numbers), len(numbers), gap) for numbers in numbers_of_layers(layers)]
     shards = VocabularyCosts()

@@ -23,6 +23,8 @@ from megatron.pipeline.planner.schedule.core.names import counted
 from megatron.pipeline.planner.schedule.core.passes import Kind, Vocabulary
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
+from megatron.pipeline.planner.schedule.lower.program import Compute
+from megatron.pipeline.planner.schedule.lower.slots import slots_of
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.transform import fuse, recompute
 from megatron.pipeline.planner.shape.description import HALF, SINGLE, ModelDescription
@@ -141,12 +143,9 @@ def graph_bytes(shape: Shape, schedule: Schedule, layers: Sequence[int], microba
         return [shape.hidden_bytes * count * held for count, held in rows]
     pool, found = activations.layer_temporary(replace(shape, experts=None)), []
     for stages, row in zip(placement.stages, schedule.passes, strict=True):
-        now, most = [0] * len(stages), [0] * len(stages)
-        for work in row:
-            now[work.chunk] += (work.kind is Kind.F) - (work.kind in (Kind.W, Kind.BW))
-            most[work.chunk] = max(most[work.chunk], now[work.chunk])
+        slots = slots_of(tuple(map(Compute, row)), stages)
         of_chunks = (3 * shape.hidden_bytes * layers[stage] + pool * (layers[stage] > 0) for stage in stages)
-        found.append(sum(slots * each for slots, each in zip(most, of_chunks, strict=True)))
+        found.append(sum(len(set(one)) * each for one, each in zip(slots, of_chunks, strict=True)))
     return found
 
 

@@ -32,6 +32,7 @@ class ActivationPolicy:
         recompute_layers: layers of a unit of which F keeps the input alone; 0 where no whole layers are made again.
         recompute_first: recompute only this number of first layers of a chunk, each a unit of its own.
         layer_graphs: CUDA graphs launch single layers.
+        weights_in_b: megatron-core's, whose B has the weight gradients of the layers.
         logits_limit: bytes in float32 above which a shard of a spread vocabulary does not keep its logits.
     """
 
@@ -52,6 +53,7 @@ class ActivationPolicy:
     recompute_layers: int = 0
     recompute_first: bool = False
     layer_graphs: bool = False
+    weights_in_b: bool = False
     logits_limit: int | None = None
 
     @classmethod
@@ -77,6 +79,7 @@ class ActivationPolicy:
             recompute_layers=model.recompute_num_layers or 0,
             recompute_first=model.recompute_method == "block",
             layer_graphs=graphs(model) == LAYERS,
+            weights_in_b=graphs(model) == LAYERS and model.cuda_graph_impl == "local" and not model.num_experts,
             logits_limit=model.logits_limit,
         )
 

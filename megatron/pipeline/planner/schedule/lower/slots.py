@@ -1,8 +1,8 @@
 """Slots: which microbatches of a chunk use the same memory one after another.
 
-A microbatch is the tenant of a slot of its chunk from its F, or from the moment its activation's receive is posted, until W or BW
-has run and the gradient of its input has been sent: a split backward needs the inputs and the output gradients of its linears
-until W, so what a slot that is given away at B had of them is lost.
+A microbatch is the tenant of a slot of its chunk from its F until W or BW has run: a split backward needs the inputs and the
+output gradients of its linears until W, so what a slot that is given away at B had of them is lost. A slot that has buffers of
+messages, too, is its own from the moment the activation's receive is posted until the gradient of its input has been sent.
 
 A send may still be under way when the next tenant comes; who writes there waits for it. The slot that has been free the longest
 is taken, which leaves it the most time.
@@ -26,12 +26,12 @@ def slots_of(program: Program, stages: Sequence[int], posted: bool = False) -> S
 
     Args:
         stages: the stage of each chunk of the rank.
-        posted: a stay begins where the receive of the activation is posted, so that slots have its buffers too, and not with F.
+        posted: slots have the buffers of messages, too.
     """
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}
     for place, operation in enumerate(program):
-        if (who := tenant(operation, stages)) is not None and (posted or not isinstance(operation, Receive)):
+        if (who := tenant(operation, stages)) is not None and (posted or isinstance(operation, Compute)):
             first.setdefault(who, place)
             last[who] = place
     coming, leaving = ({place: who for who, place in ends.items()} for ends in (first, last))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.pipeline.planner.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.planner.schedule.lower.program import Program, Receive, describe
+from megatron.pipeline.planner.schedule.lower.program import Compute, Program, describe
 from megatron.pipeline.planner.schedule.lower.slots import Slots, tenant
 
 
@@ -20,7 +20,7 @@ def verify_slots(schedule: Schedule, programs: Sequence[Program], slots: Sequenc
         if [len(row) for row in rows] != [schedule.slices] * len(stages):
             raise ScheduleError(f"rank {rank}: slots of {[len(row) for row in rows]} microbatches; a slot for each of its chunks")
         found = [(tenant(operation, stages), operation) for operation in program]
-        uses = [(who, one) for who, one in found if who is not None and (posted or not isinstance(one, Receive))]
+        uses = [(who, one) for who, one in found if who is not None and (posted or isinstance(one, Compute))]
         left = {who: place for place, (who, _) in enumerate(uses)}  # the last use of each
         tenants: dict[tuple[int, int], tuple[int, int]] = {}
         here, most = [0 for _ in stages], [0 for _ in stages]
