@@ -202,7 +202,8 @@ def search(
         found, waiting = running.found, running.waiting
         try:
             for layout in layouts:
-                waiting.add(_worth_trying(layouts, layout, stock, limits.most((), 0)))
+                beat = float("inf") if layouts.choices.numerics else limits.most((), 0)  # in fewer bits it may fit
+                waiting.add(_worth_trying(layouts, layout, stock, beat))
                 progress(0, waiting.known, 0.0)
             while running.begin():
                 running.end_one()
@@ -302,7 +303,9 @@ def _taken(found: SearchResult, outcome: Outcome, layouts: Layouts) -> Iterator[
     if isinstance(outcome, Result):
         found.results.append(outcome)
         found.results.sort(key=_rank)
-    if not outcome.state_too_large if isinstance(outcome, Infeasible) else outcome.memory_bound:
+    if isinstance(outcome, Infeasible) and outcome.state_too_large:
+        yield from layouts.narrower(outcome.candidate)
+    elif isinstance(outcome, Infeasible) or outcome.memory_bound:
         yield from layouts.remedies(outcome.candidate)
 
 
