@@ -46,6 +46,7 @@ _WHOLE_LAYERS = "--recompute-granularity full --recompute-method uniform --recom
 REMEDIES = (
     "--use-distributed-optimizer",
     "--vocab-parallel 2",
+    "--vocab-parallel off",
     "--pipeline-schedule v-half",
     "--pipeline-schedule v-min",
     "--offload full",

@@ -84,6 +84,11 @@ def add(commands: Commands) -> None:
     group.add_argument(
         "--schedules", type=names, metavar="NAME,..", help="families (those that can be best); auto ones plan for what fits"
     )
+    group.add_argument(
+        "--change-numerics",
+        action="store_true",
+        help="where memory is short, also try gradients and Adam's moments in bfloat16, and FP8's weights kept in FP8",
+    )
     group = parser.add_argument_group("trying")
     group.add_argument(
         "--verify", action="store_true", help="run the three best and stock here, and compare with what is predicted"
@@ -113,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
         say_not_modelled(base)
         cluster = replace(cluster, device=measured_gpu(cluster.device, options, _model(base)))
         sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
-        layouts = Layouts(base, cluster, LayoutChoices(*sizes, options.schedules))
+        layouts = Layouts(base, cluster, LayoutChoices(*sizes, options.schedules, options.change_numerics))
         if max(options.expert or [1]) > 1 and not base.num_experts:
             raise ValueError(f"--expert {','.join(map(str, options.expert))} is for a model with --num-experts: leave it out")
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does

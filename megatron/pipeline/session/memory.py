@@ -75,7 +75,7 @@ def more_than_stock(
         return None
     ours, theirs = (" ".join(f"{rank.total / rank_memory.GIB:.3g}" for rank in each) for each in (ranks, stock))
     again = args.recompute_granularity == "full" and not describe(args).makes_weights_again
-    remedies = ["--vocab-parallel 2"] * (args.vocabulary.spread is None) + ["--recompute-fused-backward"] * again
+    remedies = [f"--vocab-parallel {'off' if args.vocabulary.spread else 2}"] + ["--recompute-fused-backward"] * again
     remedies.append("a lower --pipeline-memory-limit under zb-h1, zb-auto or v-auto")
     return (
         f"WARNING: pipeline rank {list(ranks).index(fullest)} is predicted to need {fullest.total / rank_memory.GIB:.3g} GiB, "

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.pipeline.flags.flags import neutral
 from megatron.pipeline.flags.settings import Flags, Role, Settings
-from megatron.pipeline.planner import Variant, Vocabulary, families, hybrid
+from megatron.pipeline.planner import Placement, Variant, Vocabulary, balanced_by_weight, families, hybrid
 from megatron.pipeline.tune.candidate import Candidate, Cluster
 
 # The flags that the search itself sets, with the values that they have where it does not.
@@ -32,6 +32,9 @@ OURS = [family.name for family in sorted(_SUGGESTED, key=lambda family: family.c
 STOCKS = [name for name, family in families.FAMILIES.items() if family.exposed_hops]
 OVERLAP: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "alltoall"}
 _CHUNKS = {"interleaved": (2, 3, 4)}  # of families that take several; more hardly help those that split the backward
+_STOCK_CHUNKS = {"interleaved": (2, 3, 4, 5, 8, 12)}  # those that published trainings have, too
+_STAGES, _BALANCED = "pipeline_model_parallel_layout", "balanced"
+BF16_MOMENTS: dict[str, Any] = {"use_precision_aware_optimizer": True, "exp_avg": "bf16", "exp_avg_sq": "bf16"}
 LONG = 4096  # tokens of a sequence that are worth cutting up
 
 
@@ -42,6 +45,7 @@ class LayoutChoices:
     Attributes:
         tensor, pipeline, context, expert, microbatch: sizes.
         schedules: names of families.
+        numerics: whether what is trained may change where memory is short: see ``Layouts.narrower``.
     """
 
     tensor: Sequence[int] | None = None
@@ -50,6 +54,7 @@ class LayoutChoices:
     expert: Sequence[int] | None = None
     microbatch: Sequence[int] | None = None
     schedules: Sequence[str] | None = None
+    numerics: bool = False
 
 
 @dataclass
@@ -72,7 +77,9 @@ class Layouts:
         tensors = choices.tensor or _powers(min(self.cluster.per_node, gpus))
         contexts = choices.context or _powers(max(1, base.seq_length // LONG))
         experts = choices.expert or _powers(base.num_experts or 1)
-        for tensor, context, expert in product(tensors, contexts, experts):
+        for tensor, context, expert, alone in product(tensors, contexts, experts, (None, 1)):
+            if alone and (tensor == 1 or expert == 1):
+                continue  # each expert is on one rank anyway, or on all of them
             left, rest = divmod(gpus, tensor * context)
             longest = min(left, (base.num_layers or left) + 2)  # the ends may have no layer, and no other stage
             pipelines = [] if rest else [size for size in choices.pipeline or range(1, longest + 1) if left % size == 0]
@@ -88,6 +95,7 @@ class Layouts:
                         "tensor_model_parallel_size": tensor,
                         "context_parallel_size": context,
                         "expert_model_parallel_size": expert,
+                        "expert_tensor_parallel_size": alone,
                         "pipeline_model_parallel_size": pipeline,
                         "micro_batch_size": microbatch,
                     }
@@ -131,17 +139,21 @@ class Layouts:
             methods += [] if stock else [{"vocab_parallel": str(Vocabulary.ONE_BARRIER)}]
         elif pipelined and stock:
             methods.append({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True})
+            methods += [{_STAGES: self.base.pipeline_model_parallel_layout}] if self.base.pipeline_model_parallel_layout else []
+            methods += [{_STAGES: _BALANCED}] if self.base.mtp_num_layers else []  # which are on the last stage, and weigh more
         elif pipelined:
             methods += [{"layer_redistribution": True}, {"vocab_parallel": str(Vocabulary.ONE_BARRIER)}]
         if any(getattr(self.base, name) for name in _NEEDS_VOCAB_PARALLEL):
             methods = [changes for changes in methods if "vocab_parallel" in changes]
         overlapped = set()  # where redistribution moves no layer, one is enough
-        for changes, variant in product(methods, _variants(names, ranks)):
+        for changes, variant in product(methods, _variants(names, ranks, _STOCK_CHUNKS if stock else _CHUNKS)):
             chosen: dict[str, Any] = {} if stock else {"pipeline_schedule": variant.name}
-            if families.named(variant.name).any_chunks and variant.chunks:
+            if families.named(variant.name).any_chunks and variant.chunks and _STAGES not in changes:
                 chosen["num_virtual_stages_per_pipeline_rank"] = variant.chunks
             flags = {**layout, **changes, **chosen}
             try:
+                if flags.get(_STAGES) == _BALANCED:
+                    flags[_STAGES] = self._stages(families.placement(variant.name, ranks, variant.chunks))
                 yield (alone := self._candidate(variant, flags))
             except ValueError as error:
                 self.refused[str(error)] += 1
@@ -154,8 +166,16 @@ class Layouts:
                     yield self._candidate(variant, flags | OVERLAP | sends)
                     overlapped.add(cut)
 
+    def _stages(self, placement: Placement) -> str:
+        """A layout in which the ends of the vocabulary count as a layer each, and a layer of multi-token prediction as two."""
+        last, predictors = placement.last_stage, self.base.mtp_num_layers or 0
+        counts = balanced_by_weight([1.0] * self.base.num_layers, placement, {0: 1.0, last: 1.0 + 2 * predictors})
+        rows = ["t" * layers for layers in counts]
+        rows[0], rows[last] = "E" + rows[0], rows[last] + "m" * predictors + "L"
+        return "|".join(rows)
+
     def remedies(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same candidate with recomputation or offloading, which take less memory and more time."""
+        """The same candidate with recomputation or offloading, which take less memory and more time, or in fewer bits."""
         args = candidate.args
         if args.recompute_granularity is None:
             fused = {"recompute_fused_backward": not candidate.is_stock}
@@ -168,8 +188,18 @@ class Layouts:
             if args.transformer_impl == "local":
                 ways.append(dict(CORE_RECOMPUTE))
             yield from self._changed_all(candidate, ways)
+            yield from self.narrower(candidate)
         if args.offloading.mode is None and not candidate.is_stock and args.pipeline_model_parallel_size > 1:
             yield from self._changed_all(candidate, [{"offload": "full"}])
+
+    def narrower(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same candidate whose gradients, or else Adam's moments and FP8's weights, are in fewer bits, where that may be."""
+        args, ways = candidate.args, list[dict[str, Any]]()
+        if self.choices.numerics and args.bf16 and not args.grad_reduce_in_bf16:
+            ways = [{"grad_reduce_in_bf16": True}]
+        elif self.choices.numerics and args.use_distributed_optimizer and not args.use_precision_aware_optimizer:
+            ways = [BF16_MOMENTS | ({"fp8_param_gather": True} if args.fp8 else {})]
+        yield from self._changed_all(candidate, ways)
 
     def interlocked(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same candidate with post-validation, and families that plan for the memory limit, with post-validation too."""
@@ -178,7 +208,7 @@ class Layouts:
             return
         yield from self._changed_all(candidate, [{"post_validation": True}])
         names = [name for name in self.choices.schedules or OURS if families.named(name).plans_for_limits]
-        for variant in _variants(names, ranks):
+        for variant in _variants(names, ranks, _CHUNKS):
             if variant != candidate.variant:
                 changes = {**candidate.changes, "post_validation": True, "pipeline_schedule": variant.name}
                 changes["num_virtual_stages_per_pipeline_rank"] = variant.chunks
@@ -221,14 +251,14 @@ def _why_not_divided(gpus: int, tensor: int, context: int, pipelines: Sequence[i
     return f"{gpus} GPUs are not a multiple of TP {tensor} x CP {context} x PP {' or '.join(map(str, pipelines))}"
 
 
-def _variants(names: Sequence[str], ranks: int) -> Iterator[Variant]:
+def _variants(names: Sequence[str], ranks: int, chunks: Mapping[str, Sequence[int]]) -> Iterator[Variant]:
     if ranks == 1:
         yield Variant("1f1b")
         return
     for name in names:
         family = families.named(name)
         if family.any_chunks and family.chunks > 1:
-            yield from (Variant(name, chunks) for chunks in _CHUNKS.get(name, (2,)))
+            yield from (Variant(name, each) for each in chunks.get(name, (2,)))
         else:
             yield Variant(name)
 

@@ -131,8 +131,9 @@ class _Waiting:
         """Put a layout into the queue: what can be the fastest opens it (``open``), and all else need not even be listed."""
         for first in islice(candidates, 1):
             least = (one := CandidateCosts(self.layouts.cluster, first)).least_in_layout()
-            if least == float("inf"):  # one stands for all
+            if least == float("inf"):  # one stands for all, unless they may fit in fewer bits
                 self.add_one(one)
+                self.add(candidates if self.layouts.choices.numerics else ())
             else:
                 self.back(_QueueEntry(0, least, self.known, one, 0.0, candidates))
                 self.known += 1
@@ -321,7 +322,9 @@ def _taken(found: SearchResult, outcome: Outcome, layouts: Layouts) -> Iterator[
     if isinstance(outcome, Result):
         found.results.append(outcome)
         found.results.sort(key=_rank)
-    if not outcome.state_too_large if isinstance(outcome, Infeasible) else outcome.memory_bound:
+    if isinstance(outcome, Infeasible) and outcome.state_too_large:
+        yield from layouts.narrower(outcome.candidate)
+    elif isinstance(outcome, Infeasible) or outcome.memory_bound:
         yield from layouts.remedies(outcome.candidate)
 
 

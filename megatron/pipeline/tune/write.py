@@ -62,6 +62,11 @@ def extras(result: Result) -> list[str]:
         "account-for-embedding/loss": args.account_for_loss_in_pipeline_split,
         " ".join(["recompute", str(args.recompute_granularity), *(args.recompute_modules or ())]): args.recompute_granularity,
         f"offload {args.offloading.mode}": args.offloading.mode,
+        "expert-tensor-parallel-size 1": result.candidate.changes.get("expert_tensor_parallel_size"),
+        "grad-reduce-in-bf16": result.candidate.changes.get("grad_reduce_in_bf16"),
+        "exp-avg-dtype bf16, exp-avg-sq-dtype bf16": result.candidate.changes.get("exp_avg"),
+        "fp8-param-gather": result.candidate.changes.get("fp8_param_gather"),
+        "pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
         "overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
         "post-validation": args.steps.ahead,
     }

@@ -37,7 +37,7 @@ def content_of(path: str | Path) -> str:
         content = file.read(_MOST + 1)
     if len(content) > _MOST:
         raise ValueError(f"{path} has more than {_MOST // 2**20} MiB, which no file of this kind has: give another")
-    return content.decode("utf-8")
+    return content.decode("utf-8-sig")  # editors of Windows write a mark at the start
 
 
 class NamedErrors:
