@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from queue import SimpleQueue
 from typing import Any
 
@@ -34,14 +34,20 @@ OLDEST = "2.8"
 _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names
 
 
+@cache
+def _installed(version: Callable[[], Any]) -> Any:
+    """Version of the Transformer Engine, looked for once; where there is none, megatron-core says None, or from 0.19 on 0.0.0."""
+    return None if str(found := version() or "0.0.0") == "0.0.0" else found
+
+
 def is_installed() -> bool:
-    """Tell whether there is a Transformer Engine; where there is none, megatron-core says None, or from 0.19 on 0.0.0."""
-    return str(get_te_version() or "0.0.0") != "0.0.0"
+    """Tell whether there is a Transformer Engine."""
+    return _installed(get_te_version) is not None
 
 
 def release() -> tuple[int, int] | None:
     """The major and the minor number of the Transformer Engine that is installed; None without one."""
-    return get_te_version().release[:2] if is_installed() else None
+    return found.release[:2] if (found := _installed(get_te_version)) else None
 
 
 def check_version() -> None:

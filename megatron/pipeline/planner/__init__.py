@@ -133,7 +133,7 @@ from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.planner.schedule.lower import program as ops
 from megatron.pipeline.planner.schedule.lower.torch_csv import to_csv
-from megatron.pipeline.planner.schedule.optimum.bound import lower_bound
+from megatron.pipeline.planner.schedule.optimum.bound import lower_bound, memory_bound
 from megatron.pipeline.planner.schedule.optimum.period import least_between
 from megatron.pipeline.planner.schedule.rules.verify import verify_programs
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, activation_profile, simulate

@@ -28,6 +28,7 @@ from megatron.pipeline.planner import (
     estimate,
     least_between,
     lower_bound,
+    memory_bound,
     rank_memory,
     solve,
 )
@@ -173,17 +174,19 @@ def _evaluate(one: CandidateCosts, fixed: list[rank_memory.FixedMemory], beat: f
     left = [device.memory - each.total for each in fixed]
     limits: list[float | None] = [max(0.0, min(left) - within) if family.plans_for_limits else None]
     between = least_between(one.steady(1))
+    more = one.beyond(one.planned_microbatches) + between
     free = one.request(one.trained, one.planned_microbatches).on(one.placement, family.splits)
-    bound = lower_bound(free) + one.beyond(one.planned_microbatches) + between
-    if bound > beat:  # what saves memory takes longer still
-        return Dominated(candidate, memory_bound=False, planned=False, bound=bound)
-    if not family.plans_for_limits and not one.offload:
+    if (bound := memory_bound(replace(free, limits=tuple(left))) + more) > beat:
+        return Dominated(candidate, memory_bound=True, planned=False, bound=bound)
+    if not one.offload and (not family.searches or (candidate.overlaps and family.memory is None)):
         least = _least_peaks(one)
         if any(peak > most for peak, most in zip(least, left, strict=True)):
             return _infeasible(candidate, fixed, max(least))
         if candidate.overlaps and not candidate.is_stock and family.memory is None:
             # Without megatron-core's order of braids, which holds more, where that does not fit.
             limits.append(max(least) - within)
+    if (bound := lower_bound(free) + more) > beat:  # what saves memory takes longer still
+        return Dominated(candidate, memory_bound=False, planned=False, bound=bound)
     for limit in limits:
         try:
             planned = _plan(one, limit, beat - between)
@@ -287,9 +290,11 @@ def _solve(one: CandidateCosts, problem: Problem) -> Schedule:
 
 
 def _least_peaks(one: CandidateCosts) -> Sequence[float]:
-    """A lower bound on every rank's memory under a family with one order: of few microbatches, without vocabulary and braids."""
+    """A lower bound on every rank's memory under a family with one order: of few microbatches, without vocabulary and braids,
+    and where W has a choice as if each followed its B at once."""
     count = min(one.candidate.microbatches, 2 * one.placement.ranks)
-    schedule = solve(one.candidate.variant.name, one.problem(one.costs, count, None, bare=True))
+    name = "1f1b" if one.family.keeps else one.candidate.variant.name
+    schedule = solve(name, one.request(one.costs, count, bare=True).on(one.placement, one.family.splits))
     return activation_peaks(rank_memory.recomputed(one.model, one.shape, schedule), one.costs)
 
 

@@ -342,10 +342,11 @@ def _threshold(best: Sequence[Result], layout: Place, wanted: int) -> float:
 
 
 def _turn(one: CandidateCosts) -> int:
-    """0 for families with one order, 1 where braids are tried in it, 2 for those that search, 3 for offload: it takes longest."""
+    """0 for families with one order, 1 where a few are tried, 2 for those that search, 3 for offload: it takes longest."""
     if one.offload is not None:
         return 3
-    return 2 if one.family.plans_for_limits else int(one.candidate.overlaps and not one.candidate.is_stock)
+    braids = one.candidate.overlaps and not one.candidate.is_stock
+    return 2 if one.family.plans_for_limits else int(braids or one.family.searches and not one.candidate.is_stock)
 
 
 def _rank(result: Result) -> tuple[float, float, Place]:

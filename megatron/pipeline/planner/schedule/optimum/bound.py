@@ -96,6 +96,15 @@ def lower_bound(problem: Problem) -> float:
     return best
 
 
+def memory_bound(problem: Problem) -> float:
+    """A span that no schedule within the limits can beat, from memory-time alone (``lower_bound``), and with copies to the host
+    where the problem has these; known in a moment."""
+    costs = cutting.hidden(problem.costs) if problem.overlap else problem.costs
+    problem = replace(problem, costs=costs, overlap=False, vocabulary=None)
+    areas = enumerate(memory_time(problem, problem.offload is not None))
+    return max(area / limit if (limit := usable(problem, rank)) else math.inf for rank, area in areas)
+
+
 def own_bound(schedule: Schedule, problem: Problem) -> float:
     """The lower bound that a schedule is compared with, for the problem's objective and costs.
 
@@ -296,20 +305,28 @@ def _idle(work: float, moments: Times, most: Times) -> tuple[Times, Times, Times
     return moments, np.maximum.accumulate(np.maximum(moments - most, 0)), np.maximum.accumulate(most)
 
 
-def memory_time(problem: Problem) -> list[float]:
+def memory_time(problem: Problem, offloads: bool = False) -> list[float]:
     """Least memory-time of all microbatches of an iteration on every rank, size times seconds, in the costs' units.
 
     A stage holds what F allocates for a lifespan (``lifespans``), what R allocates from R until B ends, and what is
     retained until W ends.
+
+    Args:
+        offloads: for a lifespan, or for F, B and a copy to the host and back between them, whichever is shorter.
     """
-    spans, held = lifespans(problem), [0.0] * problem.ranks
+    spans, held, copies = lifespans(problem), [0.0] * problem.ranks, problem.costs.copies
+    smallest = min((load.memory for load in problem.costs.loads), default=1.0)
+    seconds = {(line.stage, line.kind): line.seconds for line in lines(problem)} if offloads else {}
     level, way = [0.0] * len(spans), [0.0] * len(spans)  # what a microbatch holds by then, and what of that for its lifespan
     for line in lines(problem):
         stage = line.stage
         level[stage] += max(line.change, 0.0)
         if line.kind.row.sends is Flow.ACTIVATION:
-            way[stage] = level[stage]
-            held[line.rank] += float(np.sum(line.memory * way[stage] * spans[stage]))
+            way[stage], span = level[stage], spans[stage]
+            if offloads:
+                away = (copies.to_host + copies.to_device) * way[stage] * smallest
+                span = np.minimum(span, seconds[stage, Kind.F] + seconds[stage, Kind.B] + away)
+            held[line.rank] += float(np.sum(line.memory * way[stage] * span))
         held[line.rank] += float(np.sum(line.memory * (level[stage] - way[stage]) * line.seconds))
         level[stage] += min(line.change, 0.0)
         if line.kind.row.sends is Flow.GRADIENT:
