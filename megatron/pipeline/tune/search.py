@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
@@ -346,7 +346,7 @@ def _turn(one: CandidateCosts) -> int:
     if one.offload is not None:
         return 3
     braids = one.candidate.overlaps and not one.candidate.is_stock
-    return 2 if one.family.plans_for_limits else int(braids or one.family.searches and not one.candidate.is_stock)
+    return 2 if one.family.plans_for_limits else int(braids or (one.family.searches and not one.candidate.is_stock))
 
 
 def _rank(result: Result) -> tuple[float, float, Place]:
