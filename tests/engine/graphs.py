@@ -128,9 +128,7 @@ def pose() -> None:
 
     view: Any = sys.modules["transformer_engine.pytorch.graph"].torch  # type: ignore[attr-defined]
     vars(view.cuda).update(
-        CUDAGraph=graphs.CUDAGraph,
-        graph=graphs.graph,
-        is_current_stream_capturing=graphs.is_current_stream_capturing,
+        CUDAGraph=graphs.CUDAGraph, graph=graphs.graph, is_current_stream_capturing=graphs.is_current_stream_capturing
     )
     graph._graph_pool_handle = graphs.graph_pool_handle
 

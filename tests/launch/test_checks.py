@@ -309,11 +309,7 @@ def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: st
 @pytest.mark.parametrize(
     ("release", "given", "words"),
     [
-        (
-            "0.17.1",
-            {"hybrid_layer_pattern": "M*"},
-            "--hybrid-layer-pattern M* lists the layers of a class that our schedu",
-        ),
+        ("0.17.1", {"hybrid_layer_pattern": "M*"}, "--hybrid-layer-pattern M* lists the layers of a class that our schedu"),
         (
             "0.19.2",
             {"hybrid_override_pattern": "M*"},

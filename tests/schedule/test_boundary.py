@@ -27,7 +27,6 @@ from megatron.pipeline.planner.schedule.time.cycle import Cycle
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks
 from megatron.pipeline.planner.schedule.transforms.boundary import (
     MEGATRON,
-    NO_OVERLAP,
     Rules,
     by_rules,
     megatron,
@@ -268,7 +267,7 @@ def test_a_plan_is_between_its_bound_and_megatrons_rules(
 def test_megatrons_rules() -> None:
     schedule, _ = planned("zb-v", 4, 4)
     plain, aligned, none = (
-        with_turns(schedule, by_rules(schedule, rules, 2)) for rules in (Rules(), Rules(aligned=True), NO_OVERLAP)
+        with_turns(schedule, by_rules(schedule, rules, 2)) for rules in (Rules(), Rules(aligned=True), Rules(False, False))
     )
     for each in (plain, aligned, none):
         verify(each)

@@ -147,10 +147,7 @@ def test_patterns_of_all_releases() -> None:
             "--hybrid-layer-pattern MM*- --pipeline-schedule zb-v",
             "--hybrid-layer-pattern MM*- cannot be split over 4 pipeline ranks",
         ),
-        (
-            "--hybrid-layer-pattern MMD- --pipeline-schedule zb-h1",
-            "MMD- with D uses the weight of a linear without its forward",
-        ),
+        ("--hybrid-layer-pattern MMD- --pipeline-schedule zb-h1", "MMD- with D uses the weight of a linear without its forward"),
         (
             "--hybrid-layer-pattern MM*- --overlap-moe-expert-parallel-comm",
             "--overlap-moe-expert-parallel-comm runs megatron-core's plans of layers, which it has for GPTModel alone",

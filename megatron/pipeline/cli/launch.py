@@ -47,12 +47,9 @@ def main(arguments: Sequence[str]) -> int:
                 raise ValueError(f"{late[0]} is a flag of mpipe launch itself: give it before the script")
             return dry_run.run(own, others, arguments[at:])
         run = script.prepare(others, arguments[at:], own.core)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, ModuleNotFoundError) as error:
         let_rank_0_speak()
-        return complain(f"{NAME}: {error}")
-    except ModuleNotFoundError as error:
-        let_rank_0_speak()
-        return complain(f"{NAME}: {missing(error)}")
+        return complain(f"{NAME}: {missing(error) if isinstance(error, ModuleNotFoundError) else error}")
     try:
         run()  # errors of a script are printed by Python
     except ValueError as error:

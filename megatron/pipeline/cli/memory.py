@@ -297,20 +297,13 @@ def _text(
         parts.append(f"fits into {size}: the fullest rank needs {fullest:.1f} GiB, likely {likely}")
     else:
         would = "\n".join(f"  {needed / rank_memory.GIB:6.1f} GiB  {remedy}" for remedy, needed in remedies)
-        verdict = "does not fit" if fullest > gpu_memory else "may not fit"
-        more = (
-            ""
-            if fullest > gpu_memory
-            else f", more than {rank_memory.SHARE:.0%}, and this prediction may be off by as much as is left"
-        )
-        parts.append(
-            f"{verdict} into {size}: the fullest rank needs {fullest:.1f} GiB{more}. "
-            + (
-                f"What would fit, and the fullest rank's memory:\n{would}"
-                if would
-                else "No flag that saves memory would help: take more ranks."
-            )
-        )
+        verdict, more = "does not fit", ""
+        if fullest <= gpu_memory:
+            verdict = "may not fit"
+            more = f", more than {rank_memory.SHARE:.0%}, and this prediction may be off by as much as is left"
+        helps = f"What would fit, and the fullest rank's memory:\n{would}"
+        helps = helps if would else "No flag that saves memory would help: take more ranks."
+        parts.append(f"{verdict} into {size}: the fullest rank needs {fullest:.1f} GiB{more}. {helps}")
     if prediction.args.transformer_impl != LOCAL:
         unfused = rank_memory.predict(
             describe(prediction.args | {"transformer_impl": LOCAL}), prediction.schedule, prediction.layers

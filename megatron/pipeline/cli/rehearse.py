@@ -69,7 +69,7 @@ def torchrun(arguments: Sequence[str]) -> list[str]:
     if not flags:
         raise ValueError("which training? mpipe rehearse -- FLAGS of pretrain_gpt.py")
     refuse_without_torch()
-    ranks = own.ranks or (_ranks_of_script(flags) if target else _ranks(flags))
+    ranks = own.ranks or (_ranks_of_script(flags) if target else least_ranks(parse(flags)))
     program = ["-m", "megatron.pipeline.cli", "launch", target] if target else [str(trial.script())]
     ends = [] if any(token.startswith("--exit-interval") for token in flags) else ["--exit-interval", str(MEASURED)]
     return [*trial.torchrun(ranks), *program, *flags, "--rehearse", *ends]
@@ -90,13 +90,8 @@ def _check(ranks: str, program: str, *flags: str) -> None:
         raise ValueError(f"there is no script {script}")
 
 
-def _ranks(flags: Sequence[str]) -> int:
-    """The least number of ranks of a training."""
-    return least_ranks(parse(flags))
-
-
 def _ranks_of_script(flags: Sequence[str]) -> int:
-    """The same for a script that has more flags than we know; sizes in a --config FILE are not seen."""
+    """The least number of ranks of a script that has more flags than we know; sizes in a --config FILE are not seen."""
     reader = ArgumentParser(add_help=False, allow_abbrev=False)
     for size in _SIZES:
         reader.add_argument(*actions()[size].option_strings, type=positive_int, default=1, dest=size)

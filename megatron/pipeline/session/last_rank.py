@@ -53,7 +53,8 @@ class LastRank:
         if self._home == self._last:
             return
         if group.rank() == self._home:
-            mine = tree_map(_apart, _with_further(reports))
+            further = MTPLossLoggingHelper.tracker.get("values")  # losses that upstream logs from there
+            mine = tree_map(_apart, (list(reports), further))
             template = tree_map(lambda leaf: _Like(leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf, mine)
             described = pickle.dumps(template)
             words, self._template = b"" if described == self._template else described, described
@@ -83,11 +84,6 @@ class LastRank:
             ]
             brought = tree_unflatten(filled, shape)
             _put(reports, tree_map(_joined, brought, is_leaf=lambda one: isinstance(one, _Jagged)))
-
-
-def _with_further(reports: list[Any]) -> tuple[list[Any], torch.Tensor | None]:
-    """Reports, and losses of multi-token prediction, which upstream logs from there."""
-    return list(reports), MTPLossLoggingHelper.tracker.get("values")
 
 
 def _put(reports: list[Any], found: Any) -> None:

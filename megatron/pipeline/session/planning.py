@@ -298,18 +298,12 @@ def _best(args: Settings, request: Request) -> tuple[Variant, str]:
     best, choice = choose.best(request, tried)
     assert choice is not None
     if equal:
-        at, table = (
-            "equal costs: a pass takes 1, memory is in microbatches",
-            choice.table(refusals.COSTS_UNIT, request.lowest_limit),
-        )
+        at = "equal costs: a pass takes 1, memory is in microbatches"
+        table = choice.table(refusals.COSTS_UNIT, request.lowest_limit)
     else:
-        at, mib = f"the costs in {args.pipeline.costs}", refusals.MIB.size
-        table = choice.table(
-            refusals.Unit(" MiB", mib),
-            request.lowest_limit,
-            lambda time: f"{1e3 * time:.4g} ms",
-            lambda memory: f"{memory / mib:.4g} MiB",
-        )
+        at, unit = f"the costs in {args.pipeline.costs}", refusals.Unit(" MiB", refusals.MIB.size)
+        amounts = (lambda time: f"{1e3 * time:.4g} ms"), (lambda memory: f"{memory / unit.size:.4g} MiB")
+        table = choice.table(unit, request.lowest_limit, *amounts)
     return best.variant, f" schedule auto is {best.variant}, at {at}\n{indent(table, '  ')}"
 
 

@@ -74,7 +74,7 @@ def _report(planned: Planned) -> dict[str, Any]:
         **({"offload": gain(planned)} if copies else {}),
         **_overlap(planned),
         **_period(planned),
-        **_split(planned),
+        **({} if planned.split is None else {"balance": asdict(planned.split)}),
         **({} if planned.seconds is None else {"plan_seconds": planned.seconds}),
         **{name: value for name, value in schedule.fields().items() if name not in ("schedule", "microbatches")},
     }
@@ -109,11 +109,6 @@ def _period(planned: Planned) -> dict[str, Any]:
     if planned.by_rules is not None:
         return found | {"period_by_rules": planned.by_rules}
     return found | {"period_by_rules_of_this_order": megatron(planned.schedule, planned.problem)[1].period}
-
-
-def _split(planned: Planned) -> dict[str, Any]:
-    """The field ``balance``, where layers are split by planning: the best split, and the objective of others."""
-    return {} if planned.split is None else {"balance": asdict(planned.split)}
 
 
 def _limits(planned: Planned) -> dict[str, Any]:

@@ -127,12 +127,7 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
         host = torch.cat([_on_host(one).reshape(-1) for one in inputs])
         came = torch.cat([_blank(one).view(-1) for one in outputs])
         counts = [[one.numel() for one in whole] for whole in (outputs, inputs)]
-
-        def finish() -> None:
-            for output, part in zip(outputs, came.split(counts[0]), strict=True):
-                output.copy_(part.view_as(output))
-
-        return _GroupWork([self._gloo.alltoall_base(came, host, *counts)], finish)
+        return _GroupWork([self._gloo.alltoall_base(came, host, *counts)], lambda: _fill(outputs, came.split(counts[0])))
 
     # as torch before 2.13 calls them
     _allgather_base: Any = all_gather_single
@@ -162,24 +157,15 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
         works = [
             self._gloo.allgather([came], [_on_host(own).contiguous()]) for came, (_, own) in zip(held, gathered, strict=True)
         ]
-
-        def finish() -> None:
-            for (parts, _), came in zip(gathered, held, strict=True):
-                for part, host in zip(parts, came, strict=True):
-                    part.copy_(host.view_as(part))
-
-        return _GroupWork(works, finish)
+        targets = [part for parts, _ in gathered for part in parts]
+        return _GroupWork(works, lambda: _fill(targets, [host for came in held for host in came]))
 
     def _scatter(self, scattered: Sequence[tuple[torch.Tensor, torch.Tensor]], opts: Any) -> _GroupWork:
         """This rank's part of the sum of all: output and input, which is as long as the outputs of all ranks."""
         held = [_on_host(whole.clone() if whole.device.type == "cpu" else whole) for _, whole in scattered]
         works = [self._gloo.allreduce([host], _reduction(opts)) for host in held]
-
-        def finish() -> None:
-            for (output, _), host in zip(scattered, held, strict=True):
-                output.copy_(host.reshape(-1).chunk(self.size())[self.rank()].view_as(output))
-
-        return _GroupWork(works, finish)
+        outputs = [output for output, _ in scattered]
+        return _GroupWork(works, lambda: _fill(outputs, [host.reshape(-1).chunk(self.size())[self.rank()] for host in held]))
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,6 +175,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _fill(targets: Tensors, parts: Tensors) -> None:
+    for target, part in zip(targets, parts, strict=True):
+        target.copy_(part.view_as(target))
 
 
 def _back(held: Tensors, tensors: Tensors) -> None:

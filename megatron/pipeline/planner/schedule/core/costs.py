@@ -261,11 +261,6 @@ class Costs:
         """By sender and receiver, the seconds for which a message occupies their link, where later ones stand in line for it."""
         return {(link.sender, link.receiver): link.seconds for link in self.links if link.seconds}
 
-    def overlapping(self) -> Costs:
-        """The costs if no message stood in line."""
-        links = (link._replace(seconds=0.0, latency=link.seconds + link.latency) for link in self.links)
-        return replace(self, links=tuple(links)) if self.in_line else self
-
     @cached_property
     def _messages(self) -> dict[tuple[int, int], float]:
         return {(link.sender, link.receiver): link.seconds + link.latency for link in self.links}

@@ -50,7 +50,6 @@ class Rules:
 
 # Gathers that forwards ask for run one rank after another: without their overlap one chunk per rank is faster.
 MEGATRON = tuple(Rules(overlap_param_gather=gathers, aligned=aligned) for gathers in (True, False) for aligned in (False, True))
-NO_OVERLAP = Rules(overlap_grad_reduce=False, overlap_param_gather=False)
 
 
 def waits_for_norm(problem: Problem) -> bool:
