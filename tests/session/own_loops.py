@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -184,6 +185,15 @@ def enter_alone(rank: int, port: int, stderr: Path) -> None:
     for _ in range(3 if rank > 1 else 0):
         _iterate(chunk, 4, data, forward_only=True)
     time.sleep(60)
+
+
+def is_killed(rank: int, port: int, stderr: Path, calls: int) -> None:
+    """One of 4 processes without a launcher. Rank 2 is killed behind that many calls."""
+    chunk = _watched(rank, port, stderr)
+    for call in range(2):
+        if (rank, call) == (2, calls):
+            os.kill(os.getpid(), signal.SIGKILL)
+        _iterate(chunk, 4, example("own_training_loop").batches(4, seed=call))
 
 
 def plans_longer(rank: int, port: int, stderr: Path) -> None:

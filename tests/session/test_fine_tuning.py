@@ -10,7 +10,7 @@ import pytest
 import torch
 from pool import Pool
 from releases import needs_local_grouped_experts
-from session import tuned_checkpoints, tuned_loops
+from session import packed_loops, tuned_checkpoints, tuned_loops
 from session.tuned_loops import Tuned, Tuning
 
 from megatron.pipeline.planner import Kind, Pass
@@ -84,6 +84,13 @@ def test_checkpoints_of_adapters_and_of_merged_weights_go_both_ways(pool: Pool, 
 def whole(found: list[tuned_checkpoints.Kept]) -> tuned_checkpoints.Kept:
     """Losses of the last rank, and weights of all."""
     return found[-1]._replace(weights=dict(pair for rank in found for pair in rank.weights.items()))
+
+
+def test_packed_sequences_of_a_loop_are_apart_on_every_stage(pool: Pool) -> None:
+    stock, line, on_a_v = (pool.run(4, packed_loops.train, name) for name in ("stock", "zb-h1", "zb-v"))
+    assert line == stock and [losses for losses, _ in on_a_v] == [losses for losses, _ in stock]
+    assert [norms for _, norms in on_a_v] == [pytest.approx(norms, rel=1e-6) for _, norms in stock]
+    assert pool.run(4, packed_loops.train, "zb-v", False)[-1][0] != stock[-1][0]
 
 
 def test_a_weight_outside_the_chunks_that_feeds_a_frozen_stage_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -293,6 +294,15 @@ def test_a_call_that_one_rank_does_not_make_ends_all_ranks(tmp_path: Path, calls
     assert verdict.startswith("global rank 2 (pipeline rank 2 of 4, ")
     assert "is slow or stuck in its own code: it has not called forward_backward (at " in verdict and "own_loops.py" in verdict
     assert "global ranks 0, 1, 3 wait for it. No pass has finished for " in verdict
+
+
+@pytest.mark.parametrize("calls", [0, rest(1)])
+def test_a_rank_that_is_killed_is_named(tmp_path: Path, calls: int) -> None:
+    """Other ranks meet that in an exception of the backend, which names none."""
+    ended, said = together(own_loops.is_killed, tmp_path, calls)
+    assert ended == [1, 1, -signal.SIGKILL, 1] and "Error" not in said, said
+    [verdict] = re.findall(r"^Pipeline stopped: (.*)$", said, re.MULTILINE)
+    assert verdict.startswith("global rank 2 (pipeline rank 2 of 4, ") and "is silent: killed, stopped or cut off" in verdict
 
 
 def test_calls_that_some_ranks_make_alone_end_all_ranks(tmp_path: Path) -> None:

@@ -88,8 +88,7 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
             barrier()
-        self._ended.set()
-        self._thread.join()
+        self._rest()
         if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
             # The launcher now ends the other ranks: they report first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -104,9 +103,21 @@ class Watchdog:
 
     def close(self) -> None:
         """Watch no more; other ranks may go on. A process that ends does so first: the store's client would abort it."""
+        self._rest()
+        self._heartbeat.close(patience=self._silence)
+
+    def end_if_lost(self, error: BaseException) -> None:
+        """End this process, as ``__exit__`` does, if an exception of the main thread says no more than that a peer has gone."""
+        if not _is_of_peer(error):
+            return
+        self._rest()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if news := self._blame(error):
+            self._end(news)
+
+    def _rest(self) -> None:
         self._ended.set()
         self._thread.join()
-        self._heartbeat.close(patience=self._silence)
 
     def _situation(self) -> Situation:
         mine = self._place()
@@ -153,8 +164,7 @@ class Watchdog:
 
     def _blame(self, error: BaseException) -> str | None:
         """Find the other rank that failed or was lost just before an exception on this one; None if this one is to blame."""
-        lost_peer = isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower()
-        deadline = time.monotonic() + 2 * _SILENT_LOOKS * self._interval * lost_peer
+        deadline = time.monotonic() + 2 * _SILENT_LOOKS * self._interval * _is_of_peer(error)
         while time.monotonic() < deadline:
             news = self._judge(_SILENT_LOOKS * self._interval)
             if news:
@@ -201,6 +211,10 @@ def in_words(error: BaseException) -> str:
     words = f"{type(error).__name__}: {error}"
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     return f"{words}\n    {_MEMORY_ADVICE}" if on_cpu or isinstance(error, torch.OutOfMemoryError) else words
+
+
+def _is_of_peer(error: BaseException) -> bool:
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower()
 
 
 def _print(text: str) -> None:

@@ -77,6 +77,10 @@ class CallWatch:
         self._place, self._moves = place, self._moves + 1
         try:
             yield
+        except Exception as error:
+            if self._watchdog is not None:
+                self._watchdog.end_if_lost(error)
+            raise
         finally:
             self._place, self._moves = None, self._moves + 1
 
