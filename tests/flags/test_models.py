@@ -55,7 +55,8 @@ COUNTS = {
 @pytest.mark.parametrize(("name", "count"), COUNTS.items())
 def test_a_config_of_hugging_face_is_the_model(name: str, count: int, tmp_path: Path) -> None:
     config = table("published")[name] | {"num_nextn_predict_layers": 0}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["X"], "torch_dtype": "bfloat16"}))
+    content = json.dumps(config | {"architectures": ["X"], "torch_dtype": "bfloat16"})
+    (tmp_path / "config.json").write_text(content, encoding="utf-8-sig")  # with the mark of Windows' editors
     for path in (tmp_path, tmp_path / "config.json"):
         args = predicted(["--model", str(path), *BATCH.replace("-size 4", "-size 1").split()]).args
     assert total_parameters(shape_of(args), not args.untie_embeddings_and_output_weights) == pytest.approx(count, rel=0.001)

@@ -392,9 +392,10 @@ def test_a_recipe_of_bridge_by_its_name(
         virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1, mtp_num_layers=0, attention_backend=_Backend.fused,
         recompute_granularity="selective", recompute_modules=["moe_act"], bf16=False,
         cuda_graph_impl="transformer_engine", cuda_graph_scope=[_Scope.attn], window_size=(128, 0), window_attn_skip_freq=2,
-        pipeline_model_parallel_layout=None,
+        pipeline_model_parallel_layout=None, offload_modules=[], use_te_activation_func=False,
     )  # fmt: skip
     recipe = Namespace(
+        comm_overlap=Namespace(tp_comm_overlap=True, overlap_grad_reduce=False),  # these count in place of ddp's
         model=model,
         train=Namespace(micro_batch_size=1, global_batch_size=64),
         ddp=Namespace(
@@ -421,7 +422,7 @@ def test_a_recipe_of_bridge_by_its_name(
         "--moe-layer-freq ([0]+[1]*7) --moe-grouped-gemm --expert-model-parallel-size 2 --moe-token-dispatcher-type flex "
         "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --attention-backend fused "
         "--recompute-granularity selective --recompute-modules moe_act --window-size 128,0 --window-attn-skip-freq 2 "
-        "--micro-batch-size 1 --global-batch-size 64 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--micro-batch-size 1 --global-batch-size 64 --use-distributed-optimizer --tp-comm-overlap "
         "--grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --fp8-format e4m3 --fp8-recipe mxfp8 "
         "--fp8-param-gather --lr 3e-4 --cuda-graph-impl transformer_engine --cuda-graph-scope attn"
     )

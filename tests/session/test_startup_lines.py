@@ -130,6 +130,7 @@ def test_the_log_warns_of_a_rank_that_needs_more_than_under_stock() -> None:
         lines[0][0],
     )
     assert "--vocab-parallel 2" in lines[0][0] and "--vocab-parallel 2" not in lines[1][0]
+    assert "what takes less: --vocab-parallel off" in lines[1][0]
     args |= {"padded_vocab_size": None}  # as under a script of the user's without a tokenizer
     assert "planned at equal costs, as if stages were equal, for 12" in plan_in_words(args, pipeline)[0]
 

@@ -15,6 +15,7 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_hybrid import check_latent
 from megatron.pipeline.model.description import describe, shape_of
+from megatron.pipeline.planner.costmodel.activations import layer_activation, layer_checkpoint
 from megatron.pipeline.planner.costmodel.device import Link
 from megatron.pipeline.planner.costmodel.estimate import estimate, layer_parts
 from megatron.pipeline.planner.costmodel.links import Links
@@ -70,6 +71,13 @@ def test_a_model_without_experts_on_several_ranks_has_no_parts() -> None:
         assert layer_parts(given, A100, Links.within(A100)) == {}
         for stage in estimate(given, linear(4), [2] * 4, A100).stages:
             assert all(getattr(stage, name) is None for name in (*PARTS, "layers"))
+
+
+def test_tokens_that_go_to_experts_are_kept_once_with_deepep() -> None:
+    by, twice = (replace(DEEPSEEK, experts=replace(OF_DEEPSEEK, once=once)) for once in (True, False))
+    assert layer_activation(twice) - layer_activation(by) == pytest.approx(2 * 4096 * 8 * 7168)
+    whole = ActivationPolicy(recomputed=frozenset({"moe"}))  # leaves as much of both
+    assert layer_checkpoint(replace(by, policy=whole)) == pytest.approx(layer_checkpoint(replace(twice, policy=whole)))
 
 
 def test_latent_attention_has_the_published_weights() -> None:

@@ -76,6 +76,13 @@ def test_weights_have_copies_for_products_or_are_kept_in_fewer_bits() -> None:
     tensorwise = training("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather").args
     assert [gathered_bytes(describe(args), count) for args in (plain, copies, kept, tensorwise)] == [2, 2, 2, 1]
     assert training("--fp4-format e2m1").fullest.total > training().fullest.state
+    on = [state_bytes(describe(tensorwise), count, named(gpu)) for gpu in ("H100-80GB", "GB200")]
+    assert on[0] - on[1] == count.total  # whose products read weights by columns, too
+
+
+def test_a_gpu_has_the_memory_that_it_shows_not_that_of_its_label() -> None:
+    shown = {"H200": 143771, "B200": 183359, "GB200": 189471, "B300": 275040, "GB300": 284208}  # MiB, by nvidia-smi
+    assert {name: named(name).memory / 2**20 for name in shown} == shown
 
 
 @pytest.mark.parametrize(

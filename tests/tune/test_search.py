@@ -232,6 +232,30 @@ def test_the_recomputation_of_recipes_is_tried() -> None:
         assert ["mla_up_proj"] in tried and ["core_attn", "mlp"] in tried
 
 
+def test_fewer_bits_are_tried_where_numbers_may_change() -> None:
+    """One after another, so that no candidate comes twice."""
+    flags = "--fp8-format hybrid --fp8-recipe tensorwise"
+    narrow, plain = (layouts(flags, pipeline=(4,), numerics=numerics) for numerics in (True, False))
+    first = candidate(narrow, "1f1b", True, use_distributed_optimizer=True)
+    assert not list(plain.narrower(first))
+    (gradients,) = narrow.narrower(first)
+    (moments,) = narrow.narrower(gradients)
+    assert [one.args.accumulate_allreduce_grads_in_fp32 for one in (first, gradients, moments)] == [True, False, False]
+    assert moments.args.exp_avg == moments.args.exp_avg_sq == "bf16" and moments.args.fp8_param_gather
+    assert not list(narrow.narrower(moments)) and gradients in list(narrow.remedies(first))
+
+
+def test_fewer_bits_make_fit_what_no_recomputation_does() -> None:
+    whole = layouts(gpus=8, pipeline=(4,), tensor=(1,), microbatch=(1,), numerics=True)
+    shared = {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}
+    leanest = result(whole, candidate(whole, "1f1b", True, **shared, **FULL_RECOMPUTE)).fullest
+    short = on_device(whole, memory=leanest.total - 0.05 * leanest.state)
+    found = search.search(short, stock=True)
+    assert found.results and all(one.candidate.args.grad_reduce_in_bf16 for one in found.results)
+    assert "grad-reduce-in-bf16" in write.extras(found.results[0])
+    assert not search.search(replace(short, choices=replace(short.choices, numerics=False)), stock=True).results
+
+
 @pytest.mark.usefixtures("here")
 def test_offload_wins_where_copies_are_fast() -> None:
     on = on_device(

@@ -84,11 +84,7 @@ def add(commands: Commands) -> None:
     group.add_argument(
         "--schedules", type=names, metavar="NAME,..", help="families (those that can be best); auto ones plan for what fits"
     )
-    group.add_argument(
-        "--change-numerics",
-        action="store_true",
-        help="where memory is short, also try gradients and Adam's moments in bfloat16, and FP8's weights kept in FP8",
-    )
+    group.add_argument("--change-numerics", action="store_true", help="also try gradients, moments and weights in fewer bits")
     group = parser.add_argument_group("trying")
     group.add_argument(
         "--verify", action="store_true", help="run the three best and stock here, and compare with what is predicted"

@@ -12,6 +12,10 @@ from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import SEARCHED
 
+_NOTED = {"expert_tensor_parallel_size": "expert-tensor-parallel-size 1", "grad_reduce_in_bf16": "grad-reduce-in-bf16",
+          "exp_avg": "moments in bf16", "fp8_param_gather": "fp8-param-gather",
+          "pipeline_model_parallel_layout": "pipeline-model-parallel-layout"}  # fmt: skip
+
 
 def write_config(result: Result, flags: Sequence[str], path: Path, head: str) -> None:
     """Write one training: ``path``, and in the same directory ``.costs.json`` where its schedule is planned for costs.
@@ -62,11 +66,7 @@ def extras(result: Result) -> list[str]:
         "account-for-embedding/loss": args.account_for_loss_in_pipeline_split,
         " ".join(["recompute", str(args.recompute_granularity), *(args.recompute_modules or ())]): args.recompute_granularity,
         f"offload {args.offloading.mode}": args.offloading.mode,
-        "expert-tensor-parallel-size 1": result.candidate.changes.get("expert_tensor_parallel_size"),
-        "grad-reduce-in-bf16": result.candidate.changes.get("grad_reduce_in_bf16"),
-        "exp-avg-dtype bf16, exp-avg-sq-dtype bf16": result.candidate.changes.get("exp_avg"),
-        "fp8-param-gather": result.candidate.changes.get("fp8_param_gather"),
-        "pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
+        **{flag: result.candidate.changes.get(name) for name, flag in _NOTED.items()},
         "overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
         "post-validation": args.steps.ahead,
     }
