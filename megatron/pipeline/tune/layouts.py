@@ -7,7 +7,7 @@ checked as training checks them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
@@ -154,8 +154,12 @@ class Layouts:
                     yield self._candidate(variant, flags | OVERLAP | sends)
                     overlapped.add(cut)
 
-    def remedies(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same candidate with recomputation or offloading, which take less memory and more time."""
+    def remedies(self, candidate: Candidate, worth: Callable[[Mapping[str, Any]], bool] = bool) -> Iterator[Candidate]:
+        """The same candidate with recomputation or offloading, which take less memory and more time.
+
+        Args:
+            worth: whether to try what some flags change.
+        """
         args = candidate.args
         if args.recompute_granularity is None:
             fused = {"recompute_fused_backward": not candidate.is_stock}
@@ -167,9 +171,9 @@ class Layouts:
                 ways.append(CORE_RECOMPUTE | {"recompute_modules": ["mla_up_proj"]})
             if args.transformer_impl == "local":
                 ways.append(dict(CORE_RECOMPUTE))
-            yield from self._changed_all(candidate, ways)
+            yield from self._changed_all(candidate, filter(worth, ways))
         if args.offloading.mode is None and not candidate.is_stock and args.pipeline_model_parallel_size > 1:
-            yield from self._changed_all(candidate, [{"offload": "full"}])
+            yield from self._changed_all(candidate, filter(worth, [{"offload": "full"}]))
 
     def interlocked(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same candidate with post-validation, and families that plan for the memory limit, with post-validation too."""
@@ -185,7 +189,7 @@ class Layouts:
                 with suppress(ValueError):
                     yield self._candidate(variant, changes)
 
-    def _changed_all(self, candidate: Candidate, ways: Sequence[Mapping[str, Any]]) -> Iterator[Candidate]:
+    def _changed_all(self, candidate: Candidate, ways: Iterable[Mapping[str, Any]]) -> Iterator[Candidate]:
         for changes in ways:
             try:
                 yield self._candidate(candidate.variant, {**candidate.changes, **changes})

@@ -66,9 +66,7 @@ def parameters(
     lists = [own.layers for name in DIFFERING if (own := getattr(shape, name)) and own.layers]
     kinds = list(zip(*lists, strict=False)) or [()] * shape.layers
     of_kind = {kind: layer_parameters(shape, kinds.index(kind)) for kind in set(kinds)}
-    counts = [
-        sum((of_kind[kinds[layer]] for stage in row for layer in numbers[stage]), Parameters()) for row in placement.stages
-    ]
+    counts = [sum((of_kind[kinds[layer]] for stage in row for layer in numbers[stage]), Parameters()) for row in placement.stages]
     first, last = placement.home(0)[0], placement.home(placement.last_stage)[0]
     ends = {EMBEDDING: [0] * placement.ranks, OUTPUT: [0] * placement.ranks}
     ends[EMBEDDING][first] += shape.positions * shape.hidden
