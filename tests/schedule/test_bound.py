@@ -1,6 +1,7 @@
 """The lower bound, against random schedules of any problem, and those that are known to be best."""
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import exact, links_of, placements
 
-from megatron.pipeline.planner import planning
+from megatron.pipeline.planner import planning, solve
 from megatron.pipeline.planner.schedule.core import link_costs
-from megatron.pipeline.planner.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.planner.schedule.core.passes import Kind, Pass
+from megatron.pipeline.planner.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
+from megatron.pipeline.planner.schedule.core.passes import Kind, Offload, Pass
 from megatron.pipeline.planner.schedule.core.placement import Placement, linear, v
 from megatron.pipeline.planner.schedule.core.problem import Objective, Problem
 from megatron.pipeline.planner.schedule.core.schedule import Schedule
@@ -190,3 +191,16 @@ def test_slices_of_a_microbatch_are_held_together() -> None:
     assert bound.least_limit(problem, 1) == 1
     assert 12 < bound.lower_bound(problem) < float("inf")
     assert bound.lower_bound(replace(problem, limits=(1.0, 0.75))) == float("inf")
+
+
+@pytest.mark.parametrize("copies", [0.0, 0.5, 4.0])
+def test_no_schedule_with_copies_is_below_what_its_memory_allows(copies: float) -> None:
+    """Copies that take long free little: then the memory that passes alone need makes the pipeline longer than their work."""
+    costs = replace(uniform(linear(4)), copies=CopyCosts(copies, copies))
+    request = planning.Request("zb-auto", 4, 16, costs, memory_limit=2.0, offload=Offload.FULL)
+    problem = request.problem()
+    least, alone = bound.memory_bound(problem), bound.memory_bound(replace(problem, offload=None))
+    assert least <= alone <= bound.lower_bound(replace(problem, offload=None)) * (1 + 1e-9)
+    assert least == alone if copies == 4 else least < alone
+    with suppress(ValueError):  # copies of that pace may not suffice
+        assert least <= problem.value(simulate(solve("zb-auto", problem), costs)) * (1 + 1e-9)

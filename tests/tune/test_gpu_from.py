@@ -104,7 +104,7 @@ def test_costs_of_another_origin_are_refused(tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "costs.json"
     path.write_text(Costs((StageCosts(1, 1, 1),) * 4).to_json())
     assert "does not say of which training" in refusal(capsys, "costs", *MODEL, "--gpu A100-80GB --gpu-from", str(path))
-    assert "give --gpu NAME, of A100-40GB" in refusal(capsys, "costs", *MODEL)
+    assert "known GPUs are A100-40GB" in refusal(capsys, "costs", *MODEL)
 
 
 @pytest.mark.usefixtures("here")

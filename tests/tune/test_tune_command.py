@@ -199,7 +199,7 @@ def test_stopped_it_says_what_is_the_best_so_far(
     assert (tmp_path / "best.yaml").exists() == (tmp_path / "report.json").exists() == planned
     if planned:
         assert re.search(r" were skipped when it was stopped$", text, re.M)
-        assert "\nthe best is stock's, megatron-core's own schedule, and none of ours that was planned is" in text
+        assert "\nthe best is stock's, megatron-core's own schedule; none of ours was planned\n" in text
         assert yaml.safe_load((tmp_path / "best.yaml").read_text())["pipeline-schedule"] == "stock"
 
 
@@ -218,6 +218,19 @@ def test_where_stock_is_the_best_all_say_so(capsys: pytest.CaptureFixture[str], 
     best, stock = ((tmp_path / f"{name}.yaml").read_text() for name in ("best", "stock"))
     assert "and none of ours that was planned is faster by more than the error" in best.splitlines()[0]
     assert best.split("\n\n")[1] == stock.split("\n\n")[1]
+
+
+def test_where_not_all_of_ours_were_planned_it_says_how_many_were() -> None:
+    stock, found = search.SearchResult(tried=3), search.SearchResult(tried=15, left_out=40)
+    assert "none of the 12 of ours that were planned, of at least 52, is faster" in tune._stocks(found, stock)
+
+
+def test_all_that_is_missing_is_asked_for_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    lacking = "--num-attention-heads, --seq-length and"
+    asked = refusal(capsys, "tune", "--num-layers", "8", "--hidden-size", "64")
+    assert f"give --gpus N, --gpu NAME, {lacking} --global-batch-size; known GPUs are A100" in asked
+    asked = refusal(capsys, "costs", "--num-layers", "8", "--hidden-size", "64")
+    assert f"give --gpu NAME, {lacking} --micro-batch-size; known GPUs are A100" in asked
 
 
 @pytest.mark.parametrize(
@@ -244,7 +257,7 @@ def test_where_stock_is_the_best_all_say_so(capsys: pytest.CaptureFixture[str], 
         ([*BATCH, *FOUR, "-o", str(TINY)], "is a file: give a directory"),
         ([*BATCH, *FOUR, "-o", f"{TINY}/below"], "Not a directory"),
         ([*BATCH, *FOUR, "--expert", "2,4"], "--expert 2,4 is for a model with --num-experts: leave it out"),
-        (FOUR, "compares iterations of one batch: give --global-batch-size"),
+        (FOUR, "give --global-batch-size\n"),
         (
             "--gpus 64 --gpu A100-80GB --global-batch-size 7 --tensor 1 --pipeline 4".split(),
             "there is no layout of this model for 64 GPUs and a batch of 7: a batch of 7 cannot be divided among 16 data-par",
@@ -308,7 +321,12 @@ def test_progress_is_one_line_of_a_terminal_and_silent_elsewhere(
     with Progress("things") as progress:
         progress(1, 2)
         progress(2, 2)
-    assert capsys.readouterr().err.split("\r\x1b[K") == ["", "things: 1 of 2", "things: 2 of 2", ""]
+    assert capsys.readouterr().err.split("\r\x1b[K") == [
+        "",
+        f"[{'#' * 10:20}] things: 1 of 2",
+        f"[{'#' * 20}] things: 2 of 2",
+        "",
+    ]
 
 
 def test_progress_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,26 @@ def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs that NVLink connects (those of the GPU's file)")
 
 
+def check_given(options: Namespace, flags: Namespace, *further: str) -> None:
+    """Refuse a prediction that lacks its GPU, or flags of the training: all that it lacks at once.
+
+    Args:
+        flags: as they were read.
+        further: names of others that it needs, of ``options`` or of ``flags``.
+
+    Raises:
+        ValueError: says what to give.
+    """
+    from megatron.pipeline.flags.validation import missing
+
+    lacking = ["--gpus N"] * ("gpus" in further and not options.gpus)
+    lacking += ["--gpu NAME"] * (not options.gpu and options.gpu_from is None)
+    lacking += missing(flags, *(name for name in further if name in vars(flags)))
+    if lacking:
+        known = f"; known GPUs are {', '.join(device.shipped())} and files of --gpu-from" if "--gpu NAME" in lacking else ""
+        raise ValueError(f"give {', '.join(lacking[:-1])}{' and ' * (len(lacking) > 1)}{lacking[-1]}{known}")
+
+
 def named_gpu(options: Namespace) -> Device | None:
     """The GPU of ``--gpu``, or the one that the file of ``--gpu-from`` names; None where neither is given.
 

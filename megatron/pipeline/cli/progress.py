@@ -1,4 +1,4 @@
-"""Progress of a long command: a line on the terminal that changes; elsewhere a line now and then."""
+"""Progress of a long command: a line on the terminal with a bar that grows; elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import sys
 import time
 from typing import Self
 
-_SILENT = 10.0  # seconds without a line, and without a guess of the time left
+_SILENT = 10.0  # seconds without a line
+_UNSURE = 2.0  # seconds without a guess of the time left
+_BAR = 20  # characters
 
 
 class Progress:
@@ -28,11 +30,12 @@ class Progress:
         if not done:
             self._began = now  # what there is to do is still being counted
         line, passed = f"{self._what}: {done} of {known}", now - self._began
-        if passed > _SILENT:
+        if passed > _UNSURE and share:
             left = passed * (1 / share - 1)
             line += f", about {f'{left / 60:.0f} min' if left > 90 else f'{left:.0f} s'} left"
         if self._live:
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            bar = "#" * round(_BAR * min(1.0, share))
+            print(f"\r\x1b[K[{bar:{_BAR}}] {line}", end="", file=sys.stderr, flush=True)
         elif now - self._told > _SILENT:
             self._told = now
             print(line, file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, add_command, names, whole_numbers
-from megatron.pipeline.cli.gpu import add_gpu_flags, measured_engine, measured_gpu, named_gpu
+from megatron.pipeline.cli.gpu import add_gpu_flags, check_given, measured_engine, measured_gpu, named_gpu
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
@@ -44,7 +44,6 @@ so try them (docs/tuning.md). Of equal ones the best is the fastest that is like
 _WORTH_SAYING = 0.005  # of an iteration
 _LOST = {"between": "step", "imbalance": "unequal stages"}
 _FILES = ("best", "second", "third")
-_STOCKS = ", megatron-core's own schedule, and none of ours that was planned is faster by more than the error"
 _MOST_GPUS = 2**17  # more than any cluster
 _TRIED = 3  # of the best that --verify runs
 
@@ -108,10 +107,10 @@ def run(options: argparse.Namespace) -> int:
     if options.verify and options.iterations <= WARM_UP:
         raise ValueError(f"--iterations {options.iterations}: --verify needs more than {WARM_UP}, which are to warm up")
     flags = options.flags + (["--seq-length", str(options.sequence_length)] if options.sequence_length else [])
-    cluster = _cluster(options)
     with quietly():
-        base = base_flags(flags, measured_engine(options))
+        base = base_flags(flags, measured_engine(options), options)
         say_not_modelled(base)
+        cluster = _cluster(options)
         cluster = replace(cluster, device=measured_gpu(cluster.device, options, _model(base)))
         sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
         layouts = Layouts(base, cluster, LayoutChoices(*sizes, options.schedules, options.change_numerics))
@@ -262,16 +261,20 @@ def row(result: Result) -> dict[str, Any]:
     }
 
 
-def base_flags(flags: list[str], engine: str | None = None) -> Flags:
-    """The flags that a search begins with. Layers whose flags name no engine have this one, by default that of GPUs."""
+def base_flags(flags: list[str], engine: str | None = None, options: argparse.Namespace | None = None) -> Flags:
+    """The flags that a search begins with. Layers whose flags name no engine have this one, by default that of GPUs.
+
+    Raises:
+        ValueError: a flag is wrong; or some are missing, among those of ``options``.
+    """
     import megatron.core  # noqa: F401 - if it is not installed, say that before anything about the flags
 
     from megatron.pipeline.flags.validation_hybrid import pattern_of
     from megatron.pipeline.session.tokenizer import vocabulary_size
 
     base = read_flags(flags, engine=engine or "transformer_engine")
-    if not base.global_batch_size:
-        raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
+    if options:
+        check_given(options, base | {"micro_batch_size": 1}, "gpus", "global_batch_size")
     if pattern := pattern_of(base):
         base |= {"hybrid_layer_pattern": pattern.replace("|", "")}  # stages are searched
     return base | {"rampup_batch_size": None, "vocab_size": vocabulary_size(base)}
@@ -279,9 +282,7 @@ def base_flags(flags: list[str], engine: str | None = None) -> Flags:
 
 def _cluster(options: argparse.Namespace) -> Cluster:
     gpus, gpu = options.gpus, named_gpu(options)
-    if not gpus or gpu is None:
-        missing = [flag for flag, value in (("--gpus N", gpus), ("--gpu NAME", gpu)) if not value]
-        raise ValueError(f"give {' and '.join(missing)}; known GPUs are {', '.join(device.shipped())} and files of --gpu-from")
+    assert gpu
     per_node = min(gpus, options.gpus_per_node or gpu.node(gpus))
     if gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change --gpus or --gpus-per-node")
@@ -299,7 +300,9 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, found: SearchRes
     written = {}
     for name, result in results.items():
         path = directory / f"{name}.yaml"
-        what = ", ".join([chosen(result), *extras(result)]) + _STOCKS * (result.candidate.is_stock and name == "best")
+        what = ", ".join([chosen(result), *extras(result)]) + _stocks(found, stock) * (
+            result.candidate.is_stock and name == "best"
+        )
         head = (
             f"Found by mpipe tune for {_cluster_name(cluster)}: {what}.\n"
             f"Predicted: {result.tokens_per_second:.0f} tokens/s, {result.mfu:.1%} MFU, "
@@ -369,7 +372,7 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
         gains = [_gain(fastest / under[0].tokens_per_second - 1, error) for fastest in ours][:1]
         words = [f"the best {gain}" for gain in gains]
         if best[0].candidate.is_stock:
-            words = [f"the best is stock's{_STOCKS}", *(f"the best of ours {gain}" for gain in gains)]
+            words = [f"the best is stock's{_stocks(found, stock)}", *(f"the best of ours {gain}" for gain in gains)]
         parts += [
             f"the best under megatron-core's own schedules\n\n{_table(under)}",
             "; ".join(words) + _not_interleaved(under[0].candidate),
@@ -385,6 +388,17 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
     parts += ranges.doubts(shape_of(best[0].candidate.args), best[0].device)
     trust = TRUST.format(throughput=sure, schedules=1 - _range("schedules", best[0]).low)
     return "\n\n".join([*parts, NOTE, f"{trust}\n{assumed}"])
+
+
+def _stocks(found: SearchResult, stock: SearchResult) -> str:
+    """Words about a best training that is stock's, with how many of ours were planned where not all were looked at."""
+    planned, left = found.tried - stock.tried, found.left_out - stock.left_out
+    if found.left_out and not planned:
+        return ", megatron-core's own schedule; none of ours was planned"
+    ours = (
+        f"the {planned} of ours that were planned, of at least {planned + left}," if found.left_out else "ours that was planned"
+    )
+    return f", megatron-core's own schedule, and none of {ours} is faster by more than the error"
 
 
 def _gain(gain: float, error: float) -> str:

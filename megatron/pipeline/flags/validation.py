@@ -111,12 +111,16 @@ def batch_size_steps(args: Namespace) -> list[tuple[int, int]]:
     return steps
 
 
-def _check_required(args: Namespace, further: Sequence[str]) -> None:
+def missing(args: Namespace, *further: str) -> list[str]:
+    """The flags that every training needs and these lack, with others that are needed."""
     required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", *further)
-    missing = [flag_of(name) for name in required if getattr(args, name) is None]
-    if missing:
+    return [flag_of(name) for name in required if getattr(args, name) is None]
+
+
+def _check_required(args: Namespace, further: Sequence[str]) -> None:
+    if lacking := missing(args, *further):
         model = ", or the model's config.json by --model" if args.num_layers is None else ""
-        raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file{model}")
+        raise ValueError(f"missing {', '.join(lacking)}: give them on the command line or in the --config file{model}")
 
 
 def has_transformer_engine() -> bool:

@@ -176,8 +176,6 @@ def _evaluate(one: CandidateCosts, fixed: list[rank_memory.FixedMemory], beat: f
     between = least_between(one.steady(1))
     more = one.beyond(one.planned_microbatches) + between
     free = one.request(one.trained, one.planned_microbatches).on(one.placement, family.splits)
-    if (bound := memory_bound(replace(free, limits=tuple(left))) + more) > beat:
-        return Dominated(candidate, memory_bound=True, planned=False, bound=bound)
     if not one.offload and (not family.searches or (candidate.overlaps and family.memory is None)):
         least = _least_peaks(one)
         if any(peak > most for peak, most in zip(least, left, strict=True)):
@@ -185,8 +183,10 @@ def _evaluate(one: CandidateCosts, fixed: list[rank_memory.FixedMemory], beat: f
         if candidate.overlaps and not candidate.is_stock and family.memory is None:
             # Without megatron-core's order of braids, which holds more, where that does not fit.
             limits.append(max(least) - within)
-    if (bound := lower_bound(free) + more) > beat:  # what saves memory takes longer still
-        return Dominated(candidate, memory_bound=False, planned=False, bound=bound)
+    # What takes longer in any memory takes longer still with what saves some.
+    for bounded, problem in (memory_bound, replace(free, limits=tuple(left))), (lower_bound, free):
+        if (bound := bounded(problem) + more) > beat:
+            return Dominated(candidate, memory_bound=bounded is memory_bound, planned=False, bound=bound)
     for limit in limits:
         try:
             planned = _plan(one, limit, beat - between)

@@ -7,7 +7,7 @@ checked as training checks them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
@@ -174,8 +174,12 @@ class Layouts:
         rows[0], rows[last] = "E" + rows[0], rows[last] + "m" * predictors + "L"
         return "|".join(rows)
 
-    def remedies(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same candidate with recomputation or offloading, which take less memory and more time, or in fewer bits."""
+    def remedies(self, candidate: Candidate, worth: Callable[[Mapping[str, Any]], bool] = bool) -> Iterator[Candidate]:
+        """The same candidate with recomputation or offloading, which take less memory and more time, or in fewer bits.
+
+        Args:
+            worth: whether to try what some flags change.
+        """
         args = candidate.args
         if args.recompute_granularity is None:
             fused = {"recompute_fused_backward": not candidate.is_stock}
@@ -187,10 +191,10 @@ class Layouts:
                 ways.append(CORE_RECOMPUTE | {"recompute_modules": ["mla_up_proj"]})
             if args.transformer_impl == "local":
                 ways.append(dict(CORE_RECOMPUTE))
-            yield from self._changed_all(candidate, ways)
+            yield from self._changed_all(candidate, filter(worth, ways))
             yield from self.narrower(candidate)
         if args.offloading.mode is None and not candidate.is_stock and args.pipeline_model_parallel_size > 1:
-            yield from self._changed_all(candidate, [{"offload": "full"}])
+            yield from self._changed_all(candidate, filter(worth, [{"offload": "full"}]))
 
     def narrower(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same candidate whose gradients, or else Adam's moments and FP8's weights, are in fewer bits, where that may be."""
@@ -215,7 +219,7 @@ class Layouts:
                 with suppress(ValueError):
                     yield self._candidate(variant, changes)
 
-    def _changed_all(self, candidate: Candidate, ways: Sequence[Mapping[str, Any]]) -> Iterator[Candidate]:
+    def _changed_all(self, candidate: Candidate, ways: Iterable[Mapping[str, Any]]) -> Iterator[Candidate]:
         for changes in ways:
             try:
                 yield self._candidate(candidate.variant, {**candidate.changes, **changes})

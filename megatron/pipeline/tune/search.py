@@ -16,7 +16,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
-from itertools import islice
+from functools import partial
+from itertools import chain, count, islice
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron.pipeline.planner import end_with_parent, view
@@ -26,7 +27,7 @@ from megatron.pipeline.tune.iteration import Dominated, Failed, Infeasible, Outc
 from megatron.pipeline.tune.layouts import Layouts
 
 BEST = 10
-WORK = 8_000  # a search's budget, see ``work``: some two minutes of one core
+WORK = 2_000  # a search's budget, see ``work``: some half a minute of one core
 
 _AHEAD = 16  # candidates that are planned while others begin, for any number of processes: so all of them begin with the same
 _WORTH = 0.995  # costs are not known better: what could gain less than this over the best of its layout is not planned
@@ -110,21 +111,21 @@ class _QueueEntry(NamedTuple):
 
 @dataclass
 class _Waiting:
-    """The candidates in the queue: those that are planned at once, and by layout those that take longer; with their ``work``."""
+    """The candidates in the queue: those that are planned at once, and by layout those that take longer."""
 
     layouts: Layouts
     quick: list[_QueueEntry] = field(default_factory=list)
     slow: defaultdict[Place, list[_QueueEntry]] = field(default_factory=lambda: defaultdict(list))
     interlocked: set[Place] = field(default_factory=set)
     known: int = 0
-    work: float = 0.0
+    numbers: Iterator[int] = field(default_factory=count)
 
     def add(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
             self.add_one(CandidateCosts(self.layouts.cluster, candidate))
 
     def add_one(self, one: CandidateCosts) -> None:
-        self.back(_QueueEntry(_turn(one), least_seconds(one), self.known, one, work(one)))
+        self.back(_QueueEntry(_turn(one), least_seconds(one), next(self.numbers), one, work(one)))
         self.known += 1
 
     def add_layout(self, candidates: Iterator[Candidate]) -> None:
@@ -135,7 +136,7 @@ class _Waiting:
                 self.add_one(one)
                 self.add(candidates if self.layouts.choices.numerics else ())
             else:
-                self.back(_QueueEntry(0, least, self.known, one, 0.0, candidates))
+                self.back(_QueueEntry(0, least, next(self.numbers), one, 0.0, candidates))
                 self.known += 1
 
     def open(self, layout: _QueueEntry) -> None:
@@ -147,7 +148,6 @@ class _Waiting:
 
     def back(self, entry: _QueueEntry) -> None:
         """Put an entry into the queue, again."""
-        self.work += entry.work
         heapq.heappush(self.slow[entry.place] if entry.turn else self.quick, entry)
 
     def next(self, best: Sequence[Result], idle: bool) -> _QueueEntry | None:
@@ -175,7 +175,10 @@ class _Waiting:
     @property
     def least(self) -> float:
         """A lower bound on the seconds of all of them."""
-        return min((entry.least for heap in (self.quick, *self.slow.values()) for entry in heap), default=float("inf"))
+        return min((entry.least for entry in self), default=float("inf"))
+
+    def __iter__(self) -> Iterator[_QueueEntry]:
+        return chain(self.quick, *self.slow.values())
 
     def __len__(self) -> int:
         return len(self.quick) + sum(map(len, self.slow.values()))
@@ -256,6 +259,8 @@ class _Running:
         self._until = time.monotonic() + limits.seconds
         self.found, self.waiting = SearchResult(refused=layouts.refused), _Waiting(layouts)
         self.entries: deque[tuple[_QueueEntry, Future[Outcome]]] = deque()
+        self._remakes: dict[tuple[object, ...], float] = {}  # least seconds of layouts, with what they make again
+        self._counted, self._left = -_AHEAD, 0.0  # when the work that is left was counted, and how much it was
 
     @property
     def _work(self) -> float:
@@ -266,7 +271,6 @@ class _Running:
         """Begin what can begin; returns whether anything runs."""
         best = self.found.best(self._wanted)
         while len(self.entries) < _AHEAD and (entry := self.waiting.next(best, idle=not self.entries)):
-            self.waiting.work -= entry.work
             threshold = min(_threshold(best, entry.place, self._wanted), self._limits.most(best, entry.turn))
             if entry.least > threshold:
                 self.found.beaten += 1
@@ -297,17 +301,43 @@ class _Running:
         outcome = future.result()
         self.entries.popleft()
         self.found.work += entry.work if _took_planning(outcome) else 0.0
-        self.waiting.add(_taken(self.found, outcome, self._layouts))
+        for candidate in _taken(self.found, outcome, self._layouts, partial(self._worth, entry)):
+            self.waiting.add_one(one := CandidateCosts(self._layouts.cluster, candidate))
+            if (key := _remade(candidate, vars(candidate.args))) not in self._remakes:
+                self._remakes[key] = one.least_in_layout()
+
+    def _worth(self, entry: _QueueEntry, changes: Mapping[str, Any]) -> bool:
+        """Tell whether what saves memory may be fast enough: copies take no less than the candidate without, and recomputation
+        no less than the mean over all ranks, which is known from another schedule of the layout."""
+        offloads = "offload" in changes
+        least = entry.least if offloads else self._remakes.get(_remade(entry.one.candidate, changes), 0.0)
+        if fast := least <= self._limits.most(self.found.results, 3 * offloads):
+            return fast
+        self.found.beaten += 1
+        self.found.bound = min(self.found.bound, least)
+        return fast
 
     def share(self) -> tuple[int, int, float]:
-        """The argument of ``progress``."""
+        """The argument of ``progress``: what is slower than the fastest so far, as far as is known, takes no time."""
         done = self.found.tried + self.found.beaten + self.found.failed.total()
-        most = self.waiting.known + min(self._limits.budget, self._work + self.waiting.work)
-        return done, self.waiting.known, (done + self.found.work) / most
+        if done >= self._counted + _AHEAD or not self.waiting:  # not at every call: thousands may wait
+            most = self._limits.most(self.found.results, 0)
+            left = [entry.work for entry in self.waiting if entry.least <= most]
+            self._counted, self._left = done, len(left) + min(sum(left), self._limits.budget - self.found.work)
+        worked, running = done + self.found.work, len(self.entries) + self._work - self.found.work
+        return done, self.waiting.known, worked / (worked + running + self._left or 1.0)
 
 
-def _taken(found: SearchResult, outcome: Outcome, layouts: Layouts) -> Iterator[Candidate]:
-    """Record the outcome of a candidate, and return the candidates to try because of it."""
+def _remade(candidate: Candidate, flags: Mapping[str, Any]) -> tuple[object, ...]:
+    """The layout of a candidate with what its backwards make again, or would with other flags."""
+    own = candidate.args.expert_tensor_parallel_size, candidate.args.grad_reduce_in_bf16
+    return place(candidate), own, flags.get("recompute_granularity"), *(flags.get("recompute_modules") or ())
+
+
+def _taken(
+    found: SearchResult, outcome: Outcome, layouts: Layouts, worth: Callable[[Mapping[str, Any]], bool] = bool
+) -> Iterator[Candidate]:
+    """Record the outcome of a candidate, and return the candidates to try because of it: see ``Layouts.remedies``."""
     if isinstance(outcome, Failed):
         found.failed[outcome.reason] += 1
         return
@@ -325,7 +355,7 @@ def _taken(found: SearchResult, outcome: Outcome, layouts: Layouts) -> Iterator[
     if isinstance(outcome, Infeasible) and outcome.state_too_large:
         yield from layouts.narrower(outcome.candidate)
     elif isinstance(outcome, Infeasible) or outcome.memory_bound:
-        yield from layouts.remedies(outcome.candidate)
+        yield from layouts.remedies(outcome.candidate, worth)
 
 
 def _took_planning(outcome: Outcome) -> bool:
