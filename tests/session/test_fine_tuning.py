@@ -86,6 +86,10 @@ def whole(found: list[tuned_checkpoints.Kept]) -> tuned_checkpoints.Kept:
     return found[-1]._replace(weights=dict(pair for rank in found for pair in rank.weights.items()))
 
 
+def test_a_frozen_half_is_looked_at_once(pool: Pool) -> None:
+    assert pool.run(4, tuned_loops.gathered, "zb-h1", CASES["a frozen first half"]) == [0] * 4
+
+
 def test_packed_sequences_of_a_loop_are_apart_on_every_stage(pool: Pool) -> None:
     stock, line, on_a_v = (pool.run(4, packed_loops.train, name) for name in ("stock", "zb-h1", "zb-v"))
     assert line == stock and [losses for losses, _ in on_a_v] == [losses for losses, _ in stock]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from example_runs import example
@@ -145,6 +146,15 @@ def train(schedule: str, tuning: Tuning, chunks: int | None = None) -> Tuned:
         chunk.start_param_sync(force_sync=True)
     after = _trained(models)
     return Tuned(losses, norms, after, [name for name, weight in after.items() if weight == before[name]])
+
+
+def gathered(schedule: str, tuning: Tuning) -> int:
+    """How many times the second iteration of a model gathers objects."""
+    loop = started(schedule, tuning)
+    loop.step(4, 0)
+    with patch.object(torch.distributed, "all_gather_object", wraps=torch.distributed.all_gather_object) as called:
+        loop.step(4, 1)
+    return called.call_count
 
 
 def started(schedule: str, tuning: Tuning, chunks: int | None = None) -> Loop:

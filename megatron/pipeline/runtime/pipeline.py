@@ -196,19 +196,28 @@ class Pipeline:
         self._begun[0].start_anew()
 
     def meet(self, call: Call) -> None:
-        """Look at a model before its first iteration, and plan for what it trains, if it does; where stages are without B, before
-        each, for they may be to train from now on. Collective over the pipeline.
+        """Look at a model before its first iteration, and plan for what it trains, if it does; again where it trains from now on
+        in a stage without B. Collective over the pipeline.
 
         Raises:
             ValueError: see ``check_chunks``.
         """
         met = self._built if call.forward_only else self._trained
-        if call.chunks[0] in met and (call.forward_only or not self.plans.frozen):
+        if call.chunks[0] in met and (call.forward_only or not self.plans.frozen or not self._trains_before(call)):
             return
         shares = check_chunks(call.pipeline, self.placement, self.name, call.chunks)
         self._built.add(call.chunks[0])
         if shares and not call.forward_only:
             self.plans.train(shares)
+
+    def _trains_before(self, call: Call) -> bool:
+        """Tell whether any rank trains something in a stage without B."""
+        own = zip(call.chunks, self.placement.stages[call.pipeline.rank()], strict=True)
+        still = [chunk for chunk, stage in own if stage < self.plans.frozen]
+        trains = any(weight.requires_grad for chunk in still for weight in chunk.parameters())
+        found = torch.tensor(trains, dtype=torch.int32, device=call.device)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=call.pipeline)
+        return bool(found)
 
     def _make(self, call: Call, of_batch: Planned | None = None) -> Iteration:
         """Args: of_batch: a plan that all ranks have, in place of the one for equal microbatches."""
