@@ -85,7 +85,7 @@ FRAMEWORKS = {
         ),
         "verl_loop.py",
         (4, 2),
-        {"": SCHEDULES[1:], "lengths": SCHEDULES[4:5]},
+        {"": SCHEDULES[1:5:3], "lengths": SCHEDULES[4:5]},
     ),
     "SkyRL 0.4.0": Framework(
         ("skyrl==0.4.0", "megatron-bridge==0.6.2"),

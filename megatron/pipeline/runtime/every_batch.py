@@ -50,10 +50,11 @@ def lengths_of(item: Any) -> Sequence[int]:
     if isinstance(item, Mapping) or hasattr(item, "get"):  # a TensorDict is no Mapping
         if (bounds := item.get("cu_seqlens", None)) is not None:
             return [end - begin for begin, end in pairwise(bounds.flatten().tolist()) if end > begin]
-        if (lengths := item.get("seq_lens", None)) is not None:
-            return [int(length) for length in lengths]
         tokens = item.get("tokens", None)
         tokens = item.get("input_ids", None) if tokens is None else tokens
+        lengths = item.get("seq_lens", None)
+        if lengths is not None and len(lengths) != len(tokens):  # else rows are padded, and attention runs over all of them
+            return [int(length) for length in lengths]
     if getattr(tokens, "is_nested", False):
         return [len(row) for row in tokens.unbind()]
     shape: Sequence[int] = getattr(tokens, "shape", ())
