@@ -66,9 +66,10 @@ _TRANSFORMERS = (
 ).split()
 _BRIDGE = "omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 hydra-core==1.3.8 mistral-common==1.13.1 peft==0.21.2".split()
 _DATASETS = "datasets==4.4.1 pyarrow pandas python-dateutil six tzdata multiprocess dill xxhash fsspec aiohttp".split()
+_PYDANTIC = "pydantic==2.12.5 pydantic_core==2.41.5 annotated-types typing_inspection".split()
 _AGENTS = (
     "tensordict==0.10.0 pyvers orjson cloudpickle importlib_metadata zipp codetiming pillow loguru jaxtyping wadler-lindig "
-    "pydantic==2.12.5 pydantic_core==2.41.5 annotated-types typing_inspection cloudpathlib hf_transfer"
+    "cloudpathlib hf_transfer"
 ).split()
 
 _BOTH = ("zb-v", "zb-h1")  # of adapters each takes what the one before has saved
@@ -84,13 +85,14 @@ FRAMEWORKS = {
     ),
     "verl 0.9.1": Framework(
         ("verl==0.9.1", "megatron-bridge==0.6.2"),
-        (*_TRANSFORMERS, *_BRIDGE, *_DATASETS, *_AGENTS),
+        (*_TRANSFORMERS, *_BRIDGE, *_DATASETS, *_PYDANTIC, *_AGENTS),
         "verl_loop.py",
         (4, 2),
+        {"": SCHEDULES[1:5:3], "lengths": SCHEDULES[4:5]},
     ),
     "SkyRL 0.4.0": Framework(
         ("skyrl==0.4.0", "megatron-bridge==0.6.2"),
-        (*_TRANSFORMERS, *_BRIDGE, *_DATASETS, *_AGENTS),
+        (*_TRANSFORMERS, *_BRIDGE, *_DATASETS, *_PYDANTIC, *_AGENTS),
         "skyrl_loop.py",
         (4, 2),
         {"": SCHEDULES[1:4]},  # it asks for the ends of the model by rank
@@ -102,11 +104,11 @@ FRAMEWORKS = {
             *_DATASETS[1:],
             *"datasets==4.8.4 mcore-bridge==1.6.5 peft==0.20.0 modelscope==1.40.2 modelscope-hub==0.5.1 pillow".split(),
             *"json_repair multidict yarl propcache frozenlist aiosignal attrs aiohappyeyeballs".split(),
-            *"pydantic==2.12.5 pydantic_core==2.41.5 annotated-types typing_inspection".split(),
+            *_PYDANTIC,
         ),
         "swift_loop.py",
         (4, 2),
-        dict.fromkeys(("", "lora"), ("zb-h1", "zb-v")),
+        {"": SCHEDULES[1:5:3], "lora": SCHEDULES[1:5:3], "lengths": SCHEDULES[4:5]},
     ),
 }
 

@@ -109,6 +109,16 @@ def see_the_cpu(*packages: str) -> None:
     torch.Tensor.to = to  # type: ignore[assignment, method-assign]
 
 
+def install(row: Row) -> Any:
+    """The loop of a row's schedule; with ``lengths`` every batch is planned for those that the framework's data have."""
+    from megatron.pipeline import EveryBatch
+    from megatron.pipeline import install as take_the_place
+
+    if row.trains != "lengths" or row.schedule == "stock":
+        return take_the_place(row.schedule)
+    return take_the_place(row.schedule, every_batch=EveryBatch(wait=100.0))
+
+
 def draw(chunks: list[Any]) -> list[Any]:
     """Draw the weights that train, of layers by their numbers, and of the two ends, wherever they are."""
     from megatron.core.utils import unwrap_model
@@ -141,6 +151,9 @@ def report(loop: Any, microbatches: int, steps: str, numbers: Sequence[Any], for
 
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     assert loop.pipeline(ranks).is_stock or loop.pipeline(ranks).microbatches == microbatches, "another function has run"
+    batches = loop.pipeline(ranks).batches
+    assert batches is None or not batches.counts["unknown"], f"lengths have not been found: {batches.counts}"
+    steps += "" if batches is None else f"; {batches.counts['planned']} planned by length"
     if _reports(ranks):
         print(f"found {json.dumps({'steps': steps, 'numbers': numbers, 'forwards': forwards})}", flush=True)
 

@@ -1,6 +1,6 @@
 """ms-swift's own training under a schedule: a tiny Llama of transformers, which a few lines of chat tune, on 4 ranks.
 
-``swift_loop.py ENGINE SCHEDULE,PIPELINE_RANKS,[lora] ..``. What ``megatron sft`` runs is run: ms-swift's arguments, data set,
+``swift_loop.py ENGINE SCHEDULE,PIPELINE_RANKS,[lora | lengths] ..``. What ``megatron sft`` runs is run: its arguments, data set,
 template and ``MegatronTrainer.train``, over mcore-bridge's model, whose weights, exported before the first step, must be what the
 checkpoint has. Rows are packed without padding, as by default; there are evaluations in between, and a checkpoint of transformers
 is written behind the last step.
@@ -65,7 +65,7 @@ def arguments(folder: Path, row: borders.Row, replicas: int) -> Any:
         dataset=[chats(folder / "train.jsonl", STEPS * batch, 1)],
         val_dataset=[chats(folder / "eval.jsonl", batch, 2)],
         output_dir=str(folder / "out"),
-        tuner_type=row.trains or "full",
+        tuner_type="lora" if row.trains == "lora" else "full",
         torch_dtype="float32",
         fp16=False,
         bf16=False,
@@ -98,8 +98,6 @@ def main(row: borders.Row) -> None:
     from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
     from swift.megatron.pipelines.train.sft import MegatronSft
 
-    from megatron.pipeline import install
-
     found: list[Any] = []
 
     class Numbers(MegatronCallback):
@@ -109,7 +107,7 @@ def main(row: borders.Row) -> None:
     megatron_callbacks_map["numbers"] = Numbers
     borders.see_the_cpu("mcore_bridge", "swift")
     borders.attend_in_torch()
-    loop = install(row.schedule)
+    loop = borders.install(row)
     with tempfile.TemporaryDirectory() as name:
         theirs = checkpoint(Path(name))
         tuned = MegatronSft(arguments(Path(name), row, torch.distributed.get_world_size() // row.ranks))
@@ -120,7 +118,7 @@ def main(row: borders.Row) -> None:
         differ = [name for name, weight in theirs.state_dict().items() if not torch.equal(exported.get(name, weight[:0]), weight)]
         if differ:
             raise ValueError(f"Error: {len(differ)} weights have not come back equal, {differ[:3]} among them")
-        if row.trains:  # ms-swift draws adapters by rank
+        if row.trains == "lora":  # ms-swift draws adapters by rank
             borders.draw(trainer.unwrapped_models)
         trainer.train(*data)
         torch.distributed.barrier()

@@ -88,8 +88,9 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
 
     Args:
         plans: "" for one plan for all, "on_time" or "too_late" for every batch, "process" where the plans are waited for that a
-            process of their own makes; with " any" behind it microbatches change places.
-        announces: there is an iterator for every batch, and the loop announces lengths.
+            process of their own makes, "waited" where the iteration waits for them; with " any" behind it microbatches change
+            places.
+        announces: there is an iterator for every batch, and the loop announces lengths, unless it is "waited".
         evaluates: forwards alone come in between: of "other" data, or of the "same" iterator.
         ends: iterators have as many microbatches; then there are only iterations for which they suffice.
     """
@@ -99,7 +100,8 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
     if how in ("on_time", "too_late"):
         too_late.made = 0  # type: ignore[attr-defined]
         PlanningProcess.plan = {"on_time": on_time, "too_late": too_late}[how]  # type: ignore[method-assign, assignment]
-    settings = EveryBatch(order=order or "given", lengths_of=_lengths_of, interval=4, say=lines.append)  # type: ignore[arg-type]
+    seconds = 100.0 if how == "waited" else 0.0
+    settings = EveryBatch(order=order or "given", lengths_of=_lengths_of, wait=seconds, interval=4, say=lines.append)  # type: ignore[arg-type]
     loop = install(schedule, every_batch=settings) if plans else install(schedule)
     pipeline = loop.pipeline(torch.distributed.get_world_size())
     _make_groups(pipeline.placement.chunks)
@@ -125,7 +127,7 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
     data = stream(2)
     following = [next(data) for _ in range(NUMBERS[0])]
     try:
-        if announces and plans:
+        if announces and plans and not seconds:
             loop.announce([_lengths_of(item) for item in following])
         for iteration, microbatches in enumerate(NUMBERS):
             if ends is not None and sum(NUMBERS[: iteration + 1]) > ends:
@@ -134,7 +136,7 @@ def train(schedule: str, plans: str = "", announces: bool = False, evaluates: st
             if announces:
                 batch, following = following, [next(data) for _ in range(NUMBERS[(iteration + 1) % len(NUMBERS)])]
                 iterators = [iter(batch) for _ in wrapped]
-                if plans:
+                if plans and not seconds:
                     loop.announce([_lengths_of(item) for item in following])
             if how == "process" and batches is not None and batches._pending:
                 batches._pending[0][1].result(timeout=100)

@@ -39,6 +39,13 @@ def test_losses_are_those_of_stock(pool: Pool, schedule: str, plans: str) -> Non
     assert len(ours[-1].lines) == 2 and not any(rank.lines for rank in ours[:-1])
 
 
+def test_a_loop_with_an_iterator_for_each_call_waits_for_the_plan_of_its_batch(pool: Pool) -> None:
+    stock = pool.once(4, batches.train, "stock", announces=True, timeout=300)
+    ours = pool.run(4, batches.train, "zb-v", "waited", announces=True, timeout=300)
+    assert losses(ours) == losses(stock)
+    assert [rank.counts for rank in ours] == [{"planned": 9}] * 4
+
+
 @pytest.mark.parametrize(("schedule", "plans"), [("zb-v", "on_time any"), rest("zb-auto", "on_time")])
 def test_a_loop_announces_lengths_of_any_number_of_microbatches(pool: Pool, schedule: str, plans: str) -> None:
     stock = pool.once(4, batches.train, "stock", announces=True, timeout=300)
@@ -78,6 +85,18 @@ def test_a_plan_runs_for_the_lengths_that_it_was_made_for(announces: bool, now: 
     plans._pending.append(((Extent.of([5]),), plan))
     plans._announces = announces
     assert plans._due(1, (Extent.of([now]),) if now else ())[0] == due
+
+
+@pytest.mark.parametrize(("seconds", "due"), [(0.0, "unknown"), (0.01, "late"), (60.0, "planned")])
+def test_a_plan_for_lengths_that_come_with_the_call_is_waited_for(seconds: float, due: str) -> None:
+    cache = PlanCache(Request("zb-v", 2, 1))
+    plans = BatchPlans(EveryBatch(wait=seconds), cache, BackgroundPlanner(cache))
+    plan: Future[bytes] = Future()
+    if due == "planned":
+        plan.set_result(b"a plan")
+    plans._planner.start = lambda *_: plan  # type: ignore[method-assign, assignment]
+    assert plans._due(1, (Extent.of([5]),))[0] == due and not plans._pending
+    assert plan.cancelled() == (due == "late")
 
 
 REPLICAS = "--overlap-grad-reduce --use-distributed-optimizer"
@@ -189,6 +208,16 @@ def test_what_has_no_plan_for_a_batch_is_refused_by_name(request_: Request, reas
             install(request_, every_batch=EveryBatch())
 
 
+class NoMapping:
+    """A batch as a TensorDict is one."""
+
+    def __init__(self, **fields: torch.Tensor) -> None:
+        self._fields = fields
+
+    def get(self, name: str, default: Any) -> Any:
+        return self._fields.get(name, default)
+
+
 @pytest.mark.parametrize(
     ("item", "lengths"),
     [
@@ -198,6 +227,9 @@ def test_what_has_no_plan_for_a_batch_is_refused_by_name(request_: Request, reas
         ({"tokens": torch.zeros(1, 12), "cu_seqlens": None, "position_ids": torch.arange(12) % 6}, [12]),
         (torch.zeros(3, 4, 8), [4, 4, 4]),
         ((torch.zeros(1, 9), torch.zeros(1, 9)), [9]),
+        ({"input_ids": torch.zeros(1, 12), "seq_lens": [5, 7]}, [5, 7]),
+        ({"input_ids": torch.zeros(2, 7), "seq_lens": [5, 7]}, [7, 7]),
+        (NoMapping(input_ids=torch.nested.nested_tensor([torch.zeros(3), torch.zeros(8)], layout=torch.jagged)), [3, 8]),
     ],
 )
 def test_lengths_of_what_loops_give(item: Any, lengths: list[int]) -> None:
@@ -206,7 +238,7 @@ def test_lengths_of_what_loops_give(item: Any, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("item", [{"text": torch.zeros(2, 7)}, "text", torch.zeros(7), []])
 def test_lengths_that_are_not_there_are_asked_for(item: Any) -> None:
-    with pytest.raises(ValueError, match="has neither cu_seqlens nor tokens"):
+    with pytest.raises(ValueError, match="has neither cu_seqlens, seq_lens nor tokens"):
         lengths_of(item)
 
 
@@ -223,6 +255,9 @@ def test_an_iterator_is_read_one_further_for_each_that_is_taken() -> None:
     assert next(ahead) == 0 and taken[-1] == 4 and next(ahead) == 1 and taken[-1] == 5
     assert ahead.sizes(4)[0] == Extent(3, 9) and taken[-1] == 5
     assert list(ahead) == [2, 3, 4, 5, 6] and not ahead.sizes(4) and not ahead.holds
+    taken.clear()
+    ends = ReadAhead(items(), lambda number: Extent.of([number + 1]), goes_on=False)
+    assert len(ends.sizes(4)) == 4 and [next(ends) for _ in range(4)] == taken == [0, 1, 2, 3] and not ends.holds
 
 
 @pytest.mark.parametrize("lengths", [[7, -3], [0], [], None, [2**40]])
@@ -246,6 +281,7 @@ def test_replicas_of_one_order_announce_as_many_microbatches(pool: Pool) -> None
         ({"attention": float("nan")}, "EveryBatch(attention=nan): give a share from 0 to 1"),
         ({"tokens": 0}, "EveryBatch(tokens=0): give a number above 0, or None"),
         ({"tokens": float("inf")}, "EveryBatch(tokens=inf): give a number above 0, or None"),
+        ({"wait": -1}, "EveryBatch(wait=-1): give seconds, at least 0"),
         ({"interval": 0}, "EveryBatch(interval=0): give iterations, at least 1"),
     ],
 )

@@ -5,7 +5,7 @@
 At its start an iteration knows the lengths of the next one's microbatches: its iterator is read two batches ahead, or the loop
 has announced them. One rank plans for all that run passes in the same order; replicas among them bring it their lengths. A
 broadcast tells all whether the plan of the batch that begins is there: if so they get it, else they run the order for equal
-microbatches. Nothing waits for a plan.
+microbatches. Nothing waits for a plan, but where ``wait`` says for how long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -34,26 +34,34 @@ _OTHER_NUMBERS = "replicas that run one order announce a batch with other number
 
 
 def lengths_of(item: Any) -> Sequence[int]:
-    """Lengths of the sequences of a microbatch, in tokens: between ``cu_seqlens``, where it has them, else of its ``tokens``.
+    """Lengths of the sequences of a microbatch, in tokens: between ``cu_seqlens``, or ``seq_lens``, where it has them, else of
+    its ``tokens`` or ``input_ids``, which may be a nested tensor.
 
     Where documents begin within a sequence does not count (``position_ids``): attention with a mask runs over all of it.
 
     Args:
-        item: a dict as Megatron-LM's data sets give it, or tokens [b, s, ..], or a tuple or list that begins with them.
+        item: a dict as data sets of Megatron-LM and frameworks give it, or tokens [b, s, ..], or a tuple or list that begins
+            with them.
 
     Raises:
         ValueError: it is something else.
     """
     tokens: Any = item[0] if isinstance(item, (tuple, list)) and item else item
-    if isinstance(item, Mapping):
-        if (bounds := item.get("cu_seqlens")) is not None:
+    if isinstance(item, Mapping) or hasattr(item, "get"):  # a TensorDict is no Mapping
+        if (bounds := item.get("cu_seqlens", None)) is not None:
             return [end - begin for begin, end in pairwise(bounds.flatten().tolist()) if end > begin]
-        tokens = item.get("tokens")
+        tokens = item.get("tokens", None)
+        tokens = item.get("input_ids", None) if tokens is None else tokens
+        lengths = item.get("seq_lens", None)
+        if lengths is not None and len(lengths) != len(tokens):  # else rows are padded, and attention runs over all of them
+            return [int(length) for length in lengths]
+    if getattr(tokens, "is_nested", False):
+        return [len(row) for row in tokens.unbind()]
     shape: Sequence[int] = getattr(tokens, "shape", ())
     if len(shape) < 2:
         raise ValueError(
-            f"a plan for every batch needs lengths, and a microbatch of {type(item).__name__} has neither cu_seqlens nor tokens "
-            "[b, s]: give a function that says them, EveryBatch(lengths_of=...)"
+            f"a plan for every batch needs lengths, and a microbatch of {type(item).__name__} has neither cu_seqlens, seq_lens "
+            "nor tokens [b, s]: give a function that says them, EveryBatch(lengths_of=...)"
         )
     return [int(shape[1])] * int(shape[0])
 
@@ -67,6 +75,8 @@ class EveryBatch:
         order: "given" keeps the microbatches in the loop's order, and so the bits of their gradients' sums; with "any" they
             change places too.
         lengths_of: from an item of the data iterator, which is a microbatch, to the lengths of its sequences.
+        wait: seconds that an iteration waits for the plan of its batch where nothing has said its lengths before, as with an
+            iterator for each call.
         interval: iterations from one line in the log to the next.
         say: writes it, on the last rank of the world.
 
@@ -78,6 +88,7 @@ class EveryBatch:
     tokens: float | None = None
     order: Literal["given", "any"] = "given"
     lengths_of: Callable[[Any], Sequence[int]] = lengths_of
+    wait: float = 0.0
     interval: int = 100
     say: Callable[[str], object] = _LOG.info
 
@@ -86,6 +97,7 @@ class EveryBatch:
             "attention": (0 <= self.attention <= 1, "a share from 0 to 1"),
             "tokens": (self.tokens is None or 0 < self.tokens < float("inf"), "a number above 0, or None"),
             "order": (self.order in ("given", "any"), "'given' or 'any'"),
+            "wait": (0 <= self.wait < float("inf"), "seconds, at least 0"),
             "interval": (self.interval >= 1, "iterations, at least 1"),
         }
         for name, (fits, values) in allowed.items():
@@ -94,10 +106,10 @@ class EveryBatch:
 
 
 class ReadAhead:
-    """An iterator that knows the sizes of items that have yet to be read; who reads one has one more read ahead."""
+    """An iterator that knows sizes of items that have yet to be read; if it goes on, who reads one has one more read ahead."""
 
-    def __init__(self, items: Iterator[Any], size: Callable[[Any], every_batch.Extent]) -> None:
-        self._items, self._size = items, size
+    def __init__(self, items: Iterator[Any], size: Callable[[Any], every_batch.Extent], goes_on: bool = True) -> None:
+        self._items, self._size, self.goes_on = items, size, goes_on
         self._read: deque[list[Any]] = deque()  # items and their sizes, where these have been asked for
 
     def __iter__(self) -> Iterator[Any]:
@@ -107,7 +119,7 @@ class ReadAhead:
         if not self._read:
             return next(self._items)
         item, _ = self._read.popleft()
-        self._fill(len(self._read) + 1)
+        self._fill(len(self._read) + self.goes_on)
         return item
 
     def sizes(self, count: int) -> tuple[every_batch.Extent, ...]:
@@ -249,7 +261,7 @@ class BatchPlans:
     def _known(self, reader: ReadAhead | None, count: int) -> _Known:
         """Lengths of batches that are known here."""
         try:
-            sizes = reader.sizes(2 * count) if reader else ()
+            sizes = reader.sizes(count * (1 + reader.goes_on)) if reader else ()
         except ValueError as error:  # the other ranks are to end with this one
             _LOG.exception("lengths cannot be read")
             return _Known([], (), (), str(error))
@@ -258,7 +270,7 @@ class BatchPlans:
 
     def _reader(self, call: Call) -> ReadAhead | None:
         """Reader of the iterator of the first stage, on the rank that knows lengths. One that comes for the first time is not
-        read ahead: it may be for one batch alone, and a loop may hold others that go on with its data."""
+        read beyond this call: it may be for one batch alone, and a loop may hold others that go on with its data."""
         iterator = call.iterators[self._plans.placement.home(0)[1]]
         if torch.distributed.get_rank() not in self._sources or iterator is None:
             return None
@@ -267,8 +279,8 @@ class BatchPlans:
 
         def read_ahead(items: Any) -> Any:
             reader = items if isinstance(items, ReadAhead) else self._readers.get(id(items))
-            if reader is None and items is self._latest:
-                reader = ReadAhead(items, lambda item: every_batch.Extent.of(self._settings.lengths_of(item)))
+            if reader is None and ((again := items is self._latest) or self._settings.wait):
+                reader = ReadAhead(items, lambda item: every_batch.Extent.of(self._settings.lengths_of(item)), again)
             self._latest = items
             found.extend([reader] if reader else [])
             return reader or items
@@ -292,12 +304,14 @@ class BatchPlans:
         Args:
             now: its sizes, where they are known: not where they were announced, one batch after the other.
         """
-        if not self._pending:
-            return ["unknown", b""]
-        sizes, plan = self._pending.popleft()
+        sizes, plan = self._pending.popleft() if self._pending else ((), Future())
         done = not plan.cancel() and plan.done()
         if len(sizes) != count:
-            return ["unknown", b""]
+            if self._announces or len(now) != count or not self._settings.wait:
+                return ["unknown", b""]
+            self._start(now)
+            sizes, plan = self._pending.pop()
+            done = bool(wait([plan], self._settings.wait).done) or (not plan.cancel() and plan.done())
         if not done or now != (() if self._announces else sizes):
             return ["late", b""]
         return ["without", b""] if plan.exception() else ["planned", plan.result()]
