@@ -265,8 +265,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="fit the devices, and write them and the tables")
     options = parser.parse_args()
     if options.write:
-        for name in (A100, H100):
-            (DEVICES / f"{name}.json").write_text(fitted(named(name)).to_json(), encoding="utf-8")
+        (DEVICES / f"{A100}.json").write_text(fitted(named(A100)).to_json(), encoding="utf-8")
         named.cache_clear()
     found = cells(named(A100))
     print("\n".join([*tables(found), summary(found)]))

@@ -1,12 +1,14 @@
-"""Published throughputs of pipelined trainings, in 16 bits and fewer, beside what the model of time predicts of them.
+"""Published throughputs of trainings, in 16 bits and fewer, beside what the model of time predicts of them.
 
     python benchmarks/published_throughput.py FOLDER            prints the table of docs/model.md
     python benchmarks/published_throughput.py FOLDER --write    fits, and writes efficiencies, ranges and the table
 
 FOLDER has throughput*.json: lists of rows with release, model, gpu, precision, gpus, gbs, mbs, seq, tp, pp, cp, vp, ep (all as
-NVIDIA's pages of performance name them), and tokens and tflops, each per second and GPU. Schedules are megatron-core's; tokens go
-to experts by DeepEP or HybridEP. Pages say nothing of recomputation, so memory is not limited. Of DeepSeek-V3, operations for
-each token tell whether there is a layer of multi-token prediction.
+NVIDIA's pages of performance name them), and tokens and tflops, each per second and GPU. Schedules are megatron-core's. Pages say
+nothing of recomputation, so memory is not limited, and weights that FSDP cuts count as if each rank had all. Of DeepSeek-V3,
+operations for each token tell whether there is a layer of multi-token prediction. Rows of 25.09 with experts dropped tokens, but
+for DeepSeek-V3 on H100, and are left out. One efficiency is that of all GPUs of a generation; what other kernels take (``moved``
+and ``attention`` of a device, ``traffic.COPIES`` and those beside it, ``estimate.LAYER``) was fitted to the same rows.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ import datetime
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from common import command_line, markdown, write_tables
-from published import DEVICES, ROOT
+from published import DEVICES, ROOT, fitted
+from published_figures import REACHED
 
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.cli.tune import base_flags
@@ -34,7 +37,8 @@ from megatron.pipeline.planner.schedule import families
 from megatron.pipeline.planner.schedule.core.names import STOCK
 from megatron.pipeline.planner.shape.stages import balanced_layers
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
-from megatron.pipeline.tune.iteration import Result, evaluate
+from megatron.pipeline.tune.costs import CandidateCosts
+from megatron.pipeline.tune.iteration import Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import Layouts
 
 MODELS = json.loads((Path(__file__).parent / "published_models.json").read_text(encoding="utf-8"))
@@ -46,12 +50,14 @@ FLAGS = {
     "NVFP4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
 }
 PRECISIONS = dict(zip(FLAGS, (WHOLE, "fp8", "mxfp8", "nvfp4"), strict=True))
-FEW = 8  # rows of a class, below which it takes the range of all precisions
+GENERATIONS = {"B200": "Blackwell", "GB200": "Blackwell", "B300": "Blackwell Ultra", "GB300": "Blackwell Ultra"}
+MOST = 0.85  # of an efficiency
+FEW = 20  # rows of a class, below which it takes the range of all precisions
 SHARE = 0.9  # of unseen rows of a class that its range contains
-# By how much a later release made experts faster in an unchanged layout: 17 to 30 % from 26.02 to 26.06, which is not among rows.
-PROGRESS = {"experts": 1.3}
-_TRIED = (0.25, 0.9)  # efficiencies, between which seconds are as good as linear in their inverse
-_TELLS = 1.35  # how many times as fast a row is at the second of them, at least, if it says anything of products
+# By how much later releases, not among rows, made experts faster in an unchanged layout: 17 to 30 % from 26.02 to 26.06,
+# of which the range moves by a half.
+PROGRESS = {"experts": 1.12}
+_STEPS = 6  # of a fit
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,17 @@ class Row:
         return "experts" if self.ep > 1 else "dense"
 
     @property
+    def group(self) -> str:
+        return self.kind if self.pp > 1 else "without a pipeline"
+
+    @property
     def device(self) -> Device:
         return named({"H100": "H100-80GB"}.get(self.gpu, self.gpu))
 
     @property
     def products(self) -> tuple[str, str]:
         """What has one efficiency."""
-        return self.gpu, self.precision
+        return GENERATIONS.get(self.gpu, self.gpu), self.precision
 
     def at(self, efficiency: float) -> Device:
         """Its GPU, on which products in its precision have an efficiency."""
@@ -100,12 +110,15 @@ def at(device: Device, precision: str, efficiency: float, fitted_to: str = NOT_F
 
 
 def read(folder: Path) -> list[Row]:
-    """The rows of pipelines; ends the program where there are none."""
+    """The rows; ends the program where there are none."""
     files = sorted(folder.glob("throughput*.json"))
-    rows = [Row(**row) for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
+    names = {field.name for field in fields(Row)}
+    found = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
+    rows = [Row(**{name: value for name, value in row.items() if name in names}) for row in found]
     if not rows:
         raise SystemExit(f"{folder}: expected throughput*.json")
-    return [row for row in rows if row.pp > 1]
+    dropless = {("DeepSeekV3", "H100")}  # of 25.09
+    return [row for row in rows if row.release != "25.09" or row.kind == "dense" or (row.model, row.gpu) in dropless]
 
 
 @cache
@@ -148,55 +161,58 @@ def training(row: Row) -> tuple[Cluster, Candidate]:
 
 
 @cache
-def predicted(row: Row, device: Device) -> float:
-    """Tokens per second and GPU."""
+def _simulated(row: Row) -> tuple[float, float]:
+    """Tokens per second and GPU on the device as it is, and the seconds of its busiest rank."""
     cluster, candidate = training(row)
-    result = evaluate(replace(cluster, device=replace(device, memory=1e18)), candidate)
+    result = evaluate(cluster, candidate)
     assert isinstance(result, Result)
-    return result.tokens_per_second / row.gpus
+    return result.tokens_per_second / row.gpus, least_seconds(CandidateCosts(cluster, candidate))
+
+
+def predicted(row: Row, efficiency: float | None = None) -> float:
+    """Tokens per second and GPU; with another efficiency as many more as the busiest rank takes less for an iteration."""
+    tokens, least = _simulated(row)
+    if efficiency is None:
+        return tokens
+    cluster, candidate = training(row)
+    device = replace(row.at(efficiency), memory=1e18)
+    return tokens * least / least_seconds(CandidateCosts(replace(cluster, device=device), candidate))
 
 
 @cache
-def tells(row: Row) -> bool:
-    """Whether a row says anything of the efficiency: not where hosts launching kernels, or messages, take most of its time."""
-    return predicted(row, row.at(_TRIED[1])) > _TELLS * predicted(row, row.at(_TRIED[0]))
-
-
-@cache
-def wanted(row: Row) -> float:
-    """The efficiency at which a row is predicted as published; at most 1."""
-    first, last = (1 / predicted(row, row.at(efficiency)) for efficiency in _TRIED)
-    slope = (first - last) / (1 / _TRIED[0] - 1 / _TRIED[1])
-    return round(1 / max(1.0, 1 / _TRIED[0] + (1 / row.tokens - first) / slope), 3)
-
-
-def efficiency(rows: Sequence[Row]) -> float:
-    """One that a row wants, and from which all rows together deviate least."""
-    return min(map(wanted, rows), key=lambda each: sum(abs(math.log(predicted(row, row.at(each)) / row.tokens)) for row in rows))
-
-
-def fitted_elsewhere(row: Row) -> bool:
-    """Tell whether ``published.py`` has the efficiency."""
-    return row.precision == "BF16" and row.device.fitted_to != NOT_FITTED and "Megatron-Bridge" not in row.device.fitted_to
+def efficiency(rows: tuple[Row, ...]) -> float:
+    """The one at which as many rows are predicted too fast as too slow."""
+    found = 0.6
+    for _ in range(_STEPS):
+        found *= median(row.tokens / predicted(row, found) for row in rows)
+        found = min(MOST, max(0.1, found))
+    return round(found, 3)
 
 
 def held_out(row: Row, rows: Sequence[Row], like: Callable[[Row], bool]) -> float | None:
     """Published over predicted tokens at the efficiency that rows which are ``like`` it want; None where there is none."""
-    if fitted_elsewhere(row):
-        return row.tokens / predicted(row, row.device)
-    others = [other for other in rows if like(other) and tells(other)]
-    # A GPU none of whose rows tell has the efficiency of others.
-    others = others or [other for other in rows if other.precision == row.precision and other.gpu != row.gpu and tells(other)]
-    return row.tokens / predicted(row, row.at(efficiency(others))) if others else None
+    others = tuple(other for other in rows if other.precision == row.precision and like(other))
+    return row.tokens / predicted(row, efficiency(others)) if others else None
+
+
+def without(row: Row, rows: Sequence[Row], name: str) -> float | None:
+    """From the rows of its products that have another release, or model."""
+    return held_out(
+        row, rows, lambda other: other.products == row.products and getattr(other, name) != getattr(row, name)
+    ) or without_gpu(row, rows)
 
 
 def without_release(row: Row, rows: Sequence[Row]) -> float | None:
-    return held_out(row, rows, lambda other: other.products == row.products and other.release != row.release)
+    return without(row, rows, "release")
+
+
+def without_model(row: Row, rows: Sequence[Row]) -> float | None:
+    return without(row, rows, "model")
 
 
 def without_gpu(row: Row, rows: Sequence[Row]) -> float | None:
-    """As for a GPU whose efficiency is not fitted."""
-    return held_out(row, rows, lambda other: other.precision == row.precision and other.gpu != row.gpu)
+    """As for a GPU of a generation whose efficiency is not fitted."""
+    return held_out(row, rows, lambda other: other.products != row.products)
 
 
 def narrowest(ratios: Sequence[float]) -> tuple[float, float]:
@@ -228,29 +244,29 @@ def learnt(rows: Sequence[Row], found: Callable[[Row, Sequence[Row]], float | No
     return listed
 
 
-def contained(rows: Sequence[Row], kind: str) -> list[bool]:
-    """Whether each row of a kind lies within the range that the other releases would have given."""
+def contained(own: Sequence[Row], rows: Sequence[Row]) -> list[bool]:
+    """Whether each of some rows lies within the range that the other releases would have given."""
     found = []
-    for row in rows:
-        ratio = without_release(row, rows)
-        if row.kind == kind and ratio is not None:
-            others = learnt([other for other in rows if other.release != row.release], without_release, True)
-            classes = {each.precision: each for each in others if each.kind == kind}
-            each = classes.get(PRECISIONS[row.precision], classes[""])
-            found.append(each.low <= ratio <= each.high)
+    for release in dict.fromkeys(row.release for row in own):
+        others = learnt([row for row in rows if row.release != release], without_model, True)
+        for row in (one for one in own if one.release == release):
+            classes = {each.precision: each for each in others if each.kind == row.kind}
+            each, ratio = classes.get(PRECISIONS[row.precision], classes[""]), without_release(row, rows)
+            found.append(ratio is not None and each.low <= ratio <= each.high)
     return found
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
     """Those of docs/model.md: errors, and efficiencies."""
-    errors = []
-    for kind in ("dense", "experts"):
-        own, inside = [row for row in rows if row.kind == kind], contained(rows, kind)
-        shares = f"{sum(inside) / len(inside):.0%}", ""
-        for share, name, found in zip(shares, ("another release", "another GPU"), (without_release, without_gpu), strict=True):
+    errors, left_out = [], (without_release, without_model, without_gpu)
+    for group in ("dense", "experts", "without a pipeline"):
+        own = [row for row in rows if row.group == group]
+        inside = contained(own, rows)
+        shares = f"{sum(inside) / len(inside):.0%}", "", ""
+        for share, name, found in zip(shares, ("release", "model", "generation of GPUs"), left_out, strict=True):
             off = sorted(abs(1 / ratio - 1) for row in own if (ratio := found(row, rows)) is not None)
             cells = [f"{len(off)} of {len(own)}", f"{median(off):.1%}", f"{off[int(0.9 * len(off))]:.1%}", share]
-            errors.append([kind, name, *cells])
+            errors.append([group, f"another {name}", *cells])
     listed = [
         [f"`{device.name}`", WHOLE if one is device else one.name, f"{one.peak / 1e12:g}", f"{one.efficiency:g}", one.fitted_to]
         for device in map(named, shipped())
@@ -266,23 +282,34 @@ def write_efficiencies(rows: Sequence[Row]) -> None:
     """Fit. What linears in 16 bits reach counts in all other precisions, so that they come first."""
     for whole in (True, False):
         for products in dict.fromkeys(row.products for row in rows if (row.precision == "BF16") is whole):
-            own = [row for row in rows if row.products == products and tells(row)]
-            if own and not fitted_elsewhere(own[0]):
-                words = f"{len(own)} rows of Megatron-Bridge {', '.join(sorted({row.release for row in own}))}"
-                device = at(named(own[0].device.name), PRECISIONS[products[1]], efficiency(own), words)
-                _write(device)
+            own = tuple(row for row in rows if row.products == products)
+            words = f"{len(own)} rows of Megatron-Bridge {', '.join(sorted({row.release for row in own}))}"
+            share = efficiency(own)
+            if whole and (other := fitted(named(own[0].device.name)) if own[0].device.name in REACHED else None):
+                share, words = (
+                    (share ** len(own) * other.efficiency) ** (1 / (len(own) + 1)),
+                    f"{words}, and PipeOffload (arXiv 2503.01328)",
+                )
+            for gpu in [name for name, generation in GENERATIONS.items() if generation == products[0]] or [products[0]]:
+                _write(at(replace(own[0], gpu=gpu).device, PRECISIONS[products[1]], round(share, 3), words))
         lend()
-        for function in (training, predicted, wanted, tells):
+        for function in (training, _simulated, efficiency):
             function.cache_clear()
 
 
 def lend() -> None:
-    """Give every GPU the efficiencies that its file says another one lends it."""
+    """Give every GPU the efficiencies that its file says another one lends it.
+
+    Beyond its operations at the peak, a product takes as many bytes of the memory for each of them as on the other GPU.
+    """
     for name in shipped():
         for precision in (WHOLE, *(one.name for one in named(name).precisions)):
             own, of = named(name), "" if precision == WHOLE else precision
             if lent := own.products(of).lent:
-                _write(at(own, precision, named(lent).products(of).efficiency, lent=lent))
+                other = named(lent)
+                ridges = [gpu.products(of).peak / gpu.bandwidth for gpu in (own, other)]
+                more = (1 / other.products(of).efficiency - 1) * ridges[0] / ridges[1]
+                _write(at(own, precision, round(1 / (1 + more), 3), lent=lent))
 
 
 def _write(device: Device) -> None:
@@ -291,13 +318,15 @@ def _write(device: Device) -> None:
 
 
 def _with_progress(row: Range) -> Range:
-    more = PROGRESS.get(row.kind)
-    return replace(row, high=round(more * row.high, 3), source=f"{row.source}; high times {more} for later ones") if more else row
+    if (more := PROGRESS.get(row.kind)) is None:
+        return row
+    low, high = round(more * row.low, 3), round(more * row.high, 3)
+    return replace(row, low=low, high=high, source=f"{row.source}; times {more} for later ones")
 
 
 def write_ranges(rows: Sequence[Row]) -> None:
     kept = [row for row in table() if "Megatron-Bridge" not in row.source]
-    own = [*learnt(rows, without_release, True), *learnt(rows, without_gpu, False)]
+    own = [*learnt(rows, without_model, True), *learnt(rows, without_gpu, False)]
     found = [*kept, *map(_with_progress, own)]
     lines = ",\n".join(f"  {json.dumps(asdict(row))}" for row in found)
     FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

@@ -59,7 +59,7 @@ def _experts(draw: Random, layers: int, tensor: int) -> Experts:
     part = draw.choice([1, tensor])
     return Experts(
         _each(draw, layers, (False, True)), 16, draw.randint(1, 8), 256, draw.choice([0, 512]), 1024, draw.choice(POWERS), part,
-        gathered, once, draw.choice([False, True, None]), draw.choice([1.0, 1.5]), _either(draw), _either(draw),
+        gathered, once, draw.choice([1.0, 1.5]), _either(draw), _either(draw),
         draw.choice([None, 256]),
     )  # fmt: skip
 
@@ -73,7 +73,8 @@ def _policy(draw: Random, tensor: int) -> ActivationPolicy:
         tensor=tensor, context=draw.choice(POWERS), sequence_parallel=tensor > 1 and _either(draw),
         attention_matrices=_either(draw), wide_softmax=_either(draw), fused_norms=_either(draw), hidden_masks=_either(draw),
         recomputed=frozenset(one for one in RECOMPUTED if draw.random() < 0.3), recompute_layers=draw.choice([0, 0, 1, 3]),
-        recompute_first=_either(draw), native_loss=_either(draw), layer_graphs=_either(draw), attention_masks=_either(draw),
+        recompute_first=_either(draw), native_loss=_either(draw), attention_masks=_either(draw),
+        graphed=draw.choice([frozenset(), frozenset(("attn", "moe_router"))]),
     )  # fmt: skip
 
 

@@ -120,6 +120,7 @@ def test_layers_of_a_stage_that_train_in_part() -> None:
 
 def test_auto_and_tune_choose_for_what_trains(capsys: pytest.CaptureFixture[str]) -> None:
     tune = f"tune {MODEL.replace('--pipeline-model-parallel-size 4', '')} --gpu H100-80GB --gpus 4 --json --schedules 1f1b,zb-h1"
+    tune += " --hidden-size 4096 --num-attention-heads 32"  # else hosts that launch kernels set the pace
     best = [printed(capsys, f"{tune} --pipeline 4 --tensor 1 --trained {trained}")["best"][0] for trained in ("all", "none")]
     assert best[1]["iteration_seconds"] < 0.85 * best[0]["iteration_seconds"]
 

@@ -12,7 +12,7 @@ from megatron.pipeline.cli.memory import Prediction, _text, predicted
 from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner.costmodel.activations import layer_temporary
 from megatron.pipeline.planner.costmodel.device import named, shipped
-from megatron.pipeline.planner.costmodel.estimate import costs_of_training, layer_seconds
+from megatron.pipeline.planner.costmodel.estimate import costs_of_training, launch_seconds, layer_seconds
 from megatron.pipeline.planner.costmodel.links import Links
 from megatron.pipeline.planner.costmodel.memory import state_bytes
 from megatron.pipeline.planner.costmodel.parameters import parameters
@@ -60,19 +60,25 @@ def test_fewer_bits_never_take_more_than_twice_as_long(
 
 
 @pytest.mark.parametrize(
-    ("flags", "graphs"),
+    ("flags", "least"),
     [
-        ("", False),
-        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router", True),
-        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", None),
-        ("--cuda-graph-impl full_iteration", None),
-        ("--cuda-graph-impl transformer_engine --cuda-graph-modules moe", None),
+        ("", 2.2e-3),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router", 2.2e-3 * 0.5 + 2 * 5e-5),
+        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", 0.0),
+        ("--cuda-graph-impl full_iteration", 0.0),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules moe", 2.2e-3 * 0.6 + 5e-5),
+        ("--cuda-graph-impl transformer_engine", 4 * 5e-5),
     ],
 )
-def test_flags_say_what_cuda_graphs_launch(flags: str, graphs: bool | None) -> None:
-    prediction = training(f"--num-experts 8 {flags}")
-    experts = shape_of(prediction.args).experts
-    assert experts and experts.graphs is graphs
+def test_flags_say_what_cuda_graphs_launch(flags: str, least: float) -> None:
+    """The host launches the kernels of a module one by one, or its graph at once, in every precision."""
+    prediction = training(f"--num-experts 8 --moe-grouped-gemm {flags}")
+    shape = shape_of(prediction.args)
+    assert launch_seconds(shape, GB200).forward == pytest.approx(least)
+    dense = launch_seconds(replace(shape, experts=None), GB200)
+    assert dense.forward < least or least == 0 == dense.forward
+    fewer = launch_seconds(replace(shape, quantized=Quantized(RECIPES["mxfp8"], (True,) * 8)), GB200)
+    assert least <= fewer.forward <= 2 * least
     assert any("an estimate" in note for note in prediction.args.not_modelled) is bool(flags)
 
 

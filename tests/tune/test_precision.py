@@ -52,7 +52,7 @@ def test_first_and_last_layers_stay_in_16_bits() -> None:
     whole = computing_seconds(replace(shape, quantized=None), GB200)
     assert computing_seconds(last, GB200).weight == whole.weight
     half = computing_seconds(first, GB200).weight
-    assert half == pytest.approx((whole.weight + computing_seconds(second, GB200).weight) / 2)
+    assert half == pytest.approx((whole.weight + computing_seconds(second, GB200).weight) / 2, rel=0.01)
 
 
 def test_a_gpu_without_the_products_says_so() -> None:
@@ -127,7 +127,7 @@ def test_a_rack_has_several_hosts_which_start_its_ranks(gpu: str, gpus: int, per
 def test_every_efficiency_says_what_it_is_fitted_to() -> None:
     found = {name: named(name) for name in shipped()}
     fitted = {name for name, device in found.items() if device.fitted_to != NOT_FITTED}
-    assert fitted == {"A100-80GB", "H100-80GB", "GB200", "GB300"}
+    assert fitted == {"A100-80GB", "H100-80GB", "B200", "GB200", "B300", "GB300"}
     for device in found.values():
         assert all(word in device.source for word in ("data sheet", "assumption")), device.name
         for one in device.precisions:
@@ -138,7 +138,7 @@ def test_every_efficiency_says_what_it_is_fitted_to() -> None:
 def test_ranges_are_those_of_the_class() -> None:
     experts = replace(quantized("mxfp8"), experts=Experts((True,) * 8, 8, 2, 512, 0, 4096))
     rows = [ranges.learnt("throughput", one, GB200) for one in (SHAPE, quantized("mxfp8"), experts)]
-    assert [(row.kind, row.precision) for row in rows] == [("dense", "16 bits"), ("dense", "mxfp8"), ("experts", "mxfp8")]
+    assert [(row.kind, row.precision) for row in rows] == [("dense", "16 bits"), ("dense", ""), ("experts", "mxfp8")]
     assert all(row.fitted and row.low < 1 < row.high and row.source and row.date for row in rows)
     assert not ranges.learnt("throughput", quantized("mxfp8"), named("MI355X")).fitted
     assert ranges.learnt("memory", experts, GB200).kind == "experts"
@@ -154,10 +154,10 @@ def test_what_another_gpu_lent_is_said_and_widens_the_range() -> None:
     """H20 has a seventh of H100's peak at as much bandwidth."""
     tensorwise, h20 = quantized("tensorwise"), named("H20")
     assert ranges.doubts(SHAPE, named("H100-80GB")) == ranges.doubts(quantized("mxfp8"), GB200) == []
-    words = [line.partition(" is that of ")[2].partition(";")[0] for line in ranges.doubts(tensorwise, named("MI300X"))]
+    words = [line.partition(" is by that of ")[2].partition(";")[0] for line in ranges.doubts(tensorwise, named("MI300X"))]
     assert words == ["H100-80GB", "GB200"]
     assert ranges.doubts(SHAPE, h20) == [
-        f"H20: the efficiency in 16 bits, {h20.efficiency:g}, is that of H100-80GB; no training on H20 in it was compared"
+        f"H20: the efficiency in 16 bits, {h20.efficiency:g}, is by that of H100-80GB; no training on H20 in it was compared"
     ]
     near, far = (ranges.learnt("throughput", replace(SHAPE, hidden=4096, seq=4096), named(name)) for name in ("H200", "H20"))
     assert far.low < near.low and near.high < far.high and "0.13 times H100-80GB's" in far.source
@@ -165,4 +165,8 @@ def test_what_another_gpu_lent_is_said_and_widens_the_range() -> None:
         for of in ("", *(one.name for one in named(name).precisions)):
             own = named(name).products(of)
             assert bool(own.lent) is (own.fitted_to == NOT_FITTED), name
-            assert not own.lent or own.efficiency == named(own.lent).products(of).efficiency, name
+            if own.lent:  # as many bytes for each operation: more of a lower peak, or of a faster memory
+                other = named(own.lent)
+                ridges = [one.products(of).peak / one.bandwidth for one in (named(name), other)]
+                given = other.products(of).efficiency
+                assert own.efficiency == pytest.approx(1 / (1 + (1 / given - 1) * ridges[0] / ridges[1]), abs=2e-3), name

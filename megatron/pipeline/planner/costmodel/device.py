@@ -84,8 +84,9 @@ class Device:
         name: for people.
         memory: bytes of it.
         peak: operations per second in 16 bits.
-        efficiency: the share of ``peak``, and of ``bandwidth``, that kernels reach in a training.
+        efficiency: the share of ``peak`` that wide products reach in a training.
         bandwidth: bytes per second of its memory.
+        moved: the share of ``bandwidth`` that kernels reach in a training.
         latency: seconds that a pass takes to begin and to end.
         within: between all GPUs of a node, for collectives.
         hop: between two GPUs of a node, for the messages of neighbouring stages.
@@ -101,7 +102,7 @@ class Device:
         per_host: GPUs of a host, of which a rack has several.
         fitted_to: trainings that the efficiency is fitted to, in words, or ``NOT_FITTED``.
         lent: the GPU whose efficiency it is, where none is fitted or measured.
-        attention: operations of attention, those that a mask hides too, over ``peak`` where linears are in fewer bits.
+        attention: operations of attention, those that a mask hides too, over ``peak``.
         precisions: products in fewer than 16 bits.
         forward, backward, weight: how many times as long these passes of a layer take as by the formulas; 1: not measured.
         source: where the figures are from.
@@ -130,7 +131,8 @@ class Device:
     per_host: int = 8
     fitted_to: str = NOT_FITTED
     lent: str = ""
-    attention: float = 1.0
+    moved: float = 0.7
+    attention: float = 0.7
     precisions: tuple[Precision, ...] = ()
     forward: float = 1.0
     backward: float = 1.0
@@ -148,7 +150,8 @@ class Device:
             _positive(f"the peak of {whose}", one.peak)
             if not 0 < one.efficiency <= 1:
                 raise ValueError(f"the efficiency of {whose} is a share above 0 and of at most 1, got {one.efficiency:g}")
-        _positive("the attention of a device", self.attention)
+        for name in ("attention", "moved"):
+            _positive(f"the {name} of a device", getattr(self, name))
         for name in ("per_node", "per_host"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of a device must be GPUs, 1 or more, got {getattr(self, name)}")
@@ -197,7 +200,7 @@ class Device:
 
     def moving(self, size: float) -> float:
         """Seconds in which kernels read and write ``size`` bytes of its memory."""
-        return size / (self.bandwidth * self.efficiency)
+        return size / (self.bandwidth * self.moved)
 
     def node(self, gpus: int) -> int:
         """GPUs of a node for a training on ``gpus``: all of a server's, or as many of a rack's as make equal parts."""

@@ -9,6 +9,7 @@ published trainings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
@@ -25,6 +26,7 @@ from megatron.pipeline.planner.schedule.core.placement import Placement, linear
 from megatron.pipeline.planner.schedule.core.stage_costs import PARTS
 from megatron.pipeline.planner.schedule.families import Family
 from megatron.pipeline.planner.shape import gpt
+from megatron.pipeline.planner.shape.activation_policy import ITERATION
 from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape, Work
 from megatron.pipeline.planner.shape.hybrid import MLP, Pattern
@@ -32,9 +34,10 @@ from megatron.pipeline.planner.shape.shards import Shards
 from megatron.pipeline.planner.shape.stages import numbers_of_layers
 from megatron.pipeline.planner.shape.trained import EMBEDDING, OUTPUT
 
-# Seconds of the host in F, B and W of a layer with experts in 16 bits, and for a product of one expert that is launched alone. In
-# fewer bits, which take twice as long, they were chosen together with the efficiencies of benchmarks/published_throughput.py.
-LAYER, PRODUCT = Work(2.4e-3, 2.9e-3, 0.6e-3), 4e-5
+# Seconds of the host in F, B and W of a layer with attention and experts in 16 bits, fitted with the efficiencies of
+# benchmarks/published_throughput.py; for a product of one expert that is launched alone, and for a CUDA graph; shares of modules.
+LAYER, PRODUCT, REPLAY = Work(2.2e-3, 2.7e-3, 0.55e-3), 4e-5, 5e-5
+HOST = {"attn": 0.35, "mamba": 0.35, "mlp": 0.15, "moe_router": 0.15, "moe_preprocess": 0.1, "moe": 0.4}
 
 
 def estimate(
@@ -228,8 +231,8 @@ def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
         return {}
     exchange = [exchange_seconds(shape, links)] * 2
     forward, backward = map(device.moving, traffic.expert_traffic(shape))
-    computing = _linear_work(shape, device, gpt.expert_work(shape)).plus(Work(forward, backward, 0.0)).plus(_thin(shape, device))
-    computing = computing.by(device.times)
+    computing = _linear_work(shape, device, gpt.expert_work(shape), traffic.expert_products_traffic(shape))
+    computing = computing.plus(Work(forward, backward, 0.0)).by(device.times)
     longer = zip(exchange, layer_seconds(shape, device, links), launch_seconds(shape, device), strict=False)
     there, back = (min(each, (whole - least) / 2) for each, whole, least in longer)
     seconds = (there, computing.forward, there, back, computing.backward, back, computing.weight)
@@ -242,8 +245,10 @@ def computing_seconds(shape: Shape, device: Device) -> Work:
     All of attention counts, also what a causal mask hides: its kernels leave that out, and are less efficient than products.
     """
     forward, backward = map(device.moving, traffic.layer_traffic(shape))
-    linears = _linear_work(shape, device, gpt.linear_work(shape)).plus(_thin(shape, device))
-    return _attention(shape, device).plus(linears).plus(Work(forward, backward, 0.0)).by(device.times)
+    others = gpt.linear_work(shape).plus(gpt.expert_work(shape).times(-1.0))
+    linears = _linear_work(shape, device, others, traffic.linear_traffic(shape))
+    experts = _linear_work(shape, device, gpt.expert_work(shape), traffic.expert_products_traffic(shape))
+    return _attention(shape, device).plus(linears).plus(experts).plus(Work(forward, backward, 0.0)).by(device.times)
 
 
 def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
@@ -270,7 +275,9 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
 
 def output_costs(shape: Shape, device: Device) -> StageCosts:
     """Seconds that the output layer and the loss add to the last stage."""
-    work = _seconds(device, gpt.output_work(shape).times(shape.policy.of_cut_layers))
+    products = _seconds(device, gpt.output_work(shape).times(shape.policy.of_cut_layers))
+    moved = map(device.moving, traffic.output_traffic(shape))
+    work = Work(*map(math.hypot, products, moved))
     forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.policy.tensor))
     costs = _stage(work.plus(Work(forward, backward, 0.0)))
     if shape.trained:
@@ -332,38 +339,35 @@ def _seconds(device: Device, work: Work) -> Work:
 
 def _attention(shape: Shape, device: Device) -> Work:
     """Seconds of attention's products, on one of the ranks that share them."""
-    work = gpt.attention_work(shape).times(shape.policy.of_cut_layers)
-    if shape.quantized is None:
-        return _seconds(device, work)  # which the efficiency is fitted to together with linears
-    return Work(*(operations / (device.peak * device.attention) for operations in work))
-
-
-def _thin(shape: Shape, device: Device) -> Work:
-    """Seconds in which experts' products read and write their numbers, on one of the ranks that share them."""
-    return Work(*map(device.moving, traffic.expert_products_traffic(shape)))
+    return gpt.attention_work(shape).times(shape.policy.of_cut_layers / (device.peak * device.attention))
 
 
 def launch_seconds(shape: Shape, device: Device) -> Work:
-    """Seconds in which the host launches the kernels of a layer with experts: no pass of it takes less, in any precision.
+    """Seconds in which the host launches the kernels of a layer: no pass of it takes less, in any precision.
 
-    It waits for the router's numbers of tokens in every pass, so no kernels are queued ahead. In fewer bits twice as many kernels
-    count, with those that cast inputs and gradients: no more, so that these never make a pass take more than twice as long.
-    Experts of a rank are one product where they are grouped, and else launched one by one. CUDA graphs launch what they have at
-    once: half of it where experts are not among it. Of other layers it is not known; GPUs that were fitted have more to do there.
-    What was measured (``Device.times``) has it in it.
+    With experts it waits for the router's numbers of tokens, else it runs ahead: the slower of host and GPU sets the pace. In
+    fewer bits twice as many kernels count, with those that cast inputs and gradients: no more, so that these never make a pass
+    take more than twice as long. Experts of a rank are one product where they are grouped, and else launched one by one. A CUDA
+    graph takes ``REPLAY`` for all kernels of a module. What was measured (``Device.times``) has it in it.
     """
-    experts, quantized = shape.experts, shape.quantized.share if shape.quantized else 0.0
-    if experts is None or experts.graphs is None or device.is_measured:
+    experts, graphed = shape.experts, shape.policy.graphed
+    if device.is_measured or ITERATION in graphed:
         return Work(0.0, 0.0, 0.0)
+    routed = experts.share if experts else 0.0
+    counts = {"attn": shape.attention, "mamba": sum(share for share, _ in shape.mixers), "mlp": shape.share(MLP)}
+    counts |= dict.fromkeys(("moe_router", "moe_preprocess", "moe"), routed)
+    alone = sum(HOST[name] * count for name, count in counts.items() if name not in graphed)
+    replayed = REPLAY * sum(count for name, count in counts.items() if name in graphed)
     # The gate's product is one with the other before the activation.
-    alone = 0.0 if experts.grouped else 2 * PRODUCT * experts.count / experts.parallel
-    own = LAYER.times(0.5 if experts.graphs else 1.0).plus(Work(alone, alone, alone))
-    return own.times(experts.share * (1 + quantized))
+    single = 0.0 if experts is None or experts.grouped else 2 * PRODUCT * routed * experts.count / experts.parallel
+    own = LAYER.times(alone).plus(Work(single, single, single)).times(1 + (shape.quantized.share if shape.quantized else 0.0))
+    return own.plus(Work(replayed, replayed, replayed))
 
 
-def _linear_work(shape: Shape, device: Device, work: Work) -> Work:
-    """Seconds of products of linears, on one of the ranks that share them."""
-    return Work(*(_linears(shape, device, operations) for operations in work.times(shape.policy.of_cut_layers)))
+def _linear_work(shape: Shape, device: Device, work: Work, sizes: Sequence[float]) -> Work:
+    """Seconds of products of linears that read and write ``sizes``, on one of the ranks that share them."""
+    products = (_linears(shape, device, operations) for operations in work.times(shape.policy.of_cut_layers))
+    return Work(*(math.hypot(each, device.moving(size)) for each, size in zip(products, sizes, strict=True)))
 
 
 def _linears(shape: Shape, device: Device, operations: float) -> float:

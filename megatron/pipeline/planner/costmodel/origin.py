@@ -114,7 +114,8 @@ def measured(gpu: Device, model: ModelDescription, run: Rehearsed) -> tuple[Devi
 
     others = tuple(scaled(one, one.name) for one in gpu.precisions)
     source = f"{gpu.source}; F, B and W of a layer were measured{f' on {run.gpu}' if run.gpu else ''}"
-    found = replace(scaled(gpu, ""), attention=faster * gpu.attention, precisions=others, source=source)
+    whole = replace(scaled(gpu, ""), attention=faster * gpu.attention, moved=faster * gpu.moved)
+    found = replace(whole, precisions=others, source=source)
     forward, backward, weight = (one / other for one, other in zip(took, of_layer(found), strict=True))
     return replace(found, forward=forward, backward=backward, weight=weight), took, predicted
 

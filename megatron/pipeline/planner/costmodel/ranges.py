@@ -80,7 +80,7 @@ def doubts(shape: Shape, device: Device) -> list[str]:
     """A line for each efficiency of another GPU with which the seconds of a model are predicted."""
     precisions = {"", shape.quantized.recipe.peak if shape.quantized else ""}
     lent = [(name or WHOLE, one) for name in sorted(precisions) if (one := device.products(name)).lent]
-    words = f"{device.name}: the efficiency in {{}}, {{:g}}, is that of {{}}; no training on {device.name} in it was compared"
+    words = f"{device.name}: the efficiency in {{}}, {{:g}}, is by that of {{}}; no training on {device.name} in it was compared"
     return [words.format(name, one.efficiency, one.lent) for name, one in lent]
 
 

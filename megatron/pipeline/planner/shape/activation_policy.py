@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from megatron.pipeline.planner.shape.description import HALF, SINGLE, ModelDescription
 
-NOTHING, LAYERS, ITERATION = "none", "layers", "full_iteration"  # what CUDA graphs launch at once
+NOTHING, ITERATION = "none", "full_iteration"
+LAUNCHED = frozenset(("attn", "mlp", "mamba", "moe_router", "moe_preprocess", "moe"))  # by CUDA graphs: their modules
 _FUSED_KEYS = {"local": 4096, "transformer_engine": 16384}  # the most that the kernels of softmax take
 
 
@@ -31,8 +32,8 @@ class ActivationPolicy:
             before each.
         recompute_layers: layers of a unit of which F keeps the input alone; 0 where no whole layers are made again.
         recompute_first: recompute only this number of first layers of a chunk, each a unit of its own.
-        layer_graphs: CUDA graphs launch single layers.
-        weights_in_b: megatron-core's, whose B has the weight gradients of the layers.
+        graphed: parts of layers that CUDA graphs launch, by the names of ``--cuda-graph-scope``; or the whole ``ITERATION``.
+        weights_in_b: the graphs are megatron-core's, whose B has the weight gradients of the layers.
         logits_limit: bytes in float32 above which a shard of a spread vocabulary does not keep its logits.
     """
 
@@ -52,7 +53,7 @@ class ActivationPolicy:
     offloaded: frozenset[str] = frozenset()
     recompute_layers: int = 0
     recompute_first: bool = False
-    layer_graphs: bool = False
+    graphed: frozenset[str] = frozenset()
     weights_in_b: bool = False
     logits_limit: int | None = None
 
@@ -78,8 +79,8 @@ class ActivationPolicy:
             offloaded=_offloaded(model),
             recompute_layers=model.recompute_num_layers or 0,
             recompute_first=model.recompute_method == "block",
-            layer_graphs=graphs(model) == LAYERS,
-            weights_in_b=graphs(model) == LAYERS and model.cuda_graph_impl == "local" and not model.num_experts,
+            graphed=_graphed(model),
+            weights_in_b=model.cuda_graph_impl == "local" and ITERATION not in _graphed(model) and not model.num_experts,
             logits_limit=model.logits_limit,
         )
 
@@ -87,6 +88,11 @@ class ActivationPolicy:
     def recomputes(self) -> bool:
         """Tell whether B makes anything again, or has it brought back."""
         return bool(self.recomputed or self.offloaded or self.recompute_layers)
+
+    @property
+    def layer_graphs(self) -> bool:
+        """Tell whether CUDA graphs launch single layers, or parts of them."""
+        return bool(self.graphed) and ITERATION not in self.graphed
 
     @property
     def of_whole_layers(self) -> float:
@@ -99,11 +105,11 @@ class ActivationPolicy:
         return 1 / (self.context * self.tensor)
 
 
-def graphs(model: ModelDescription) -> str:
-    """Parts that CUDA graphs launch at once: ``NOTHING``, ``LAYERS``, or the whole ``ITERATION``."""
-    if model.cuda_graph_impl in (NOTHING, ITERATION):
-        return model.cuda_graph_impl
-    return ITERATION if ITERATION in model.cuda_graph_scope else LAYERS
+def _graphed(model: ModelDescription) -> frozenset[str]:
+    if model.cuda_graph_impl == NOTHING:
+        return frozenset()
+    whole = ITERATION in (model.cuda_graph_impl, *model.cuda_graph_scope)
+    return frozenset((ITERATION,)) if whole else model.cuda_graph_scope or LAUNCHED
 
 
 def _fuses_attention(model: ModelDescription) -> bool:

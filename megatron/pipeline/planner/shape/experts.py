@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pipeline.planner.shape.activation_policy import ITERATION, LAYERS, graphs
 from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.hybrid import have_experts
 
@@ -21,7 +20,6 @@ class Experts:
         parallel, tensor: ranks that share the experts of a layer, and ranks that share each of them.
         gathered: every rank gets the tokens of all that share the experts, instead of those for its own experts alone.
         once: a token goes to a node once, and to each rank there once: DeepEP, HybridEP.
-        graphs: CUDA graphs launch the rest of such a layer; None where they launch its experts as well.
         load: tokens that visit the experts of the rank with most, over the mean over all ranks.
         grouped: all experts of a rank are one product, instead of one after another.
         beside: experts that every token passes run beside the exchange of tokens.
@@ -39,7 +37,6 @@ class Experts:
     tensor: int = 1
     gathered: bool = False
     once: bool = False
-    graphs: bool | None = False
     load: float = 1.0
     grouped: bool = True
     beside: bool = False
@@ -61,7 +58,6 @@ class Experts:
             model.expert_tensor,
             model.moe_token_dispatcher_type == "allgather",
             model.moe_token_dispatcher_type == "flex",
-            _graphs(model),
             _load(model),
             model.moe_grouped_gemm,
             model.moe_shared_expert_overlap,
@@ -100,8 +96,3 @@ def _load(model: ModelDescription) -> float:
     if capacity is None:
         return load
     return capacity if model.moe_pad_expert_input_to_capacity else min(load, capacity)
-
-
-def _graphs(model: ModelDescription) -> bool | None:
-    kind = graphs(model)
-    return None if kind == ITERATION or (kind == LAYERS and "moe" in model.cuda_graph_scope) else kind == LAYERS
