@@ -53,6 +53,10 @@ def test_one_answer_before_a_job_is_queued(capsys: pytest.CaptureFixture[str]) -
     low, high = found["tokens_per_second_range"]
     assert low < found["tokens_per_second"] < high
     assert found["tokens_per_second"] * found["iteration_seconds"] == pytest.approx(16 * 1024)
+    graphed = answer(
+        capsys, 0, f"{STAND_IN} {MODEL} --pipeline-schedule zb-h1 --disable-bias-linear --cuda-graph-impl transformer_engine"
+    )
+    assert graphed["starts"], "a Transformer Engine that is not here is taken for the newest"
     assert main(["launch", "--dry-run", "--gpu", "H100-80GB", str(STAND_IN), *MODEL.split()]) == 0
     said = capsys.readouterr().out
     assert "stock:" in said and "likely" in said and said.endswith("it starts; nothing was started\n")
@@ -115,4 +119,4 @@ def test_seconds_are_those_of_tune(flags: str, variant: str, capsys: pytest.Capt
     chunks = prediction.schedule.placement.chunks
     candidate = Candidate(prediction.args, {}, Variant(variant, chunks), tuple(prediction.layers))
     result = evaluate(Cluster(replace(gpu, memory=1e18), 8, 8), candidate)
-    assert isinstance(result, Result) and found["iteration_seconds"] == pytest.approx(result.seconds, rel=0.01)
+    assert isinstance(result, Result) and found["iteration_seconds"] == pytest.approx(result.seconds, rel=0.02)

@@ -281,7 +281,10 @@ def test_replicas_of_one_order_announce_as_many_microbatches(pool: Pool) -> None
         ({"attention": float("nan")}, "EveryBatch(attention=nan): give a share from 0 to 1"),
         ({"tokens": 0}, "EveryBatch(tokens=0): give a number above 0, or None"),
         ({"tokens": float("inf")}, "EveryBatch(tokens=inf): give a number above 0, or None"),
-        ({"wait": -1}, "EveryBatch(wait=-1): give seconds, at least 0"),
+        ({"wait": -1}, "EveryBatch(wait=-1): give seconds, 0 to 3600"),
+        ({"wait": 1e300}, "EveryBatch(wait=1e+300): give seconds, 0 to 3600"),
+        ({"wait": "x"}, "EveryBatch(wait='x'): give seconds, 0 to 3600"),
+        ({"lengths_of": 3}, "EveryBatch(lengths_of=3): give a function of an item"),
         ({"interval": 0}, "EveryBatch(interval=0): give iterations, at least 1"),
     ],
 )

@@ -302,7 +302,11 @@ def _text(
             verdict = "may not fit"
             more = f", more than {rank_memory.SHARE:.0%}, and this prediction may be off by as much as is left"
         helps = f"What would fit, and the fullest rank's memory:\n{would}"
-        helps = helps if would else "No flag that saves memory would help: take more ranks."
+        helps = (
+            helps
+            if would
+            else "No schedule, recomputation or --vocab-parallel is enough: take more ranks, or --optimizer-cpu-offload."
+        )
         parts.append(f"{verdict} into {size}: the fullest rank needs {fullest:.1f} GiB{more}. {helps}")
     if prediction.args.transformer_impl != LOCAL:
         unfused = rank_memory.predict(

@@ -370,9 +370,9 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
         ours = (each.tokens_per_second for each in found.results if not each.candidate.is_stock)
         error = 1 - _range("schedules", under[0]).low
         gains = [_gain(fastest / under[0].tokens_per_second - 1, error) for fastest in ours][:1]
-        words = [f"the best {gain}" for gain in gains]
+        words = [f"the fastest of ours {gain}" for gain in gains]
         if best[0].candidate.is_stock:
-            words = [f"the best is stock's{_stocks(found, stock)}", *(f"the best of ours {gain}" for gain in gains)]
+            words = [f"the best is stock's{_stocks(found, stock)}", *words]
         parts += [
             f"the best under megatron-core's own schedules\n\n{_table(under)}",
             "; ".join(words) + _not_interleaved(under[0].candidate),

@@ -53,7 +53,9 @@ def lengths_of(item: Any) -> Sequence[int]:
         tokens = item.get("tokens", None)
         tokens = item.get("input_ids", None) if tokens is None else tokens
         lengths = item.get("seq_lens", None)
-        if lengths is not None and len(lengths) != len(tokens):  # else rows are padded, and attention runs over all of them
+        if lengths is not None and (
+            tokens is None or len(lengths) != len(tokens)
+        ):  # else rows are padded, and attention runs over all of them
             return [int(length) for length in lengths]
     if getattr(tokens, "is_nested", False):
         return [len(row) for row in tokens.unbind()]
@@ -93,16 +95,21 @@ class EveryBatch:
     say: Callable[[str], object] = _LOG.info
 
     def __post_init__(self) -> None:
-        allowed = {
-            "attention": (0 <= self.attention <= 1, "a share from 0 to 1"),
-            "tokens": (self.tokens is None or 0 < self.tokens < float("inf"), "a number above 0, or None"),
-            "order": (self.order in ("given", "any"), "'given' or 'any'"),
-            "wait": (0 <= self.wait < float("inf"), "seconds, at least 0"),
-            "interval": (self.interval >= 1, "iterations, at least 1"),
+        allowed: dict[str, tuple[Callable[[Any], bool], str]] = {
+            "attention": (lambda share: 0 <= share <= 1, "a share from 0 to 1"),
+            "tokens": (lambda tokens: tokens is None or 0 < tokens < float("inf"), "a number above 0, or None"),
+            "order": (lambda order: order in ("given", "any"), "'given' or 'any'"),
+            "lengths_of": (callable, "a function of an item"),
+            "wait": (lambda seconds: 0 <= seconds <= 3600, "seconds, 0 to 3600"),
+            "interval": (lambda iterations: iterations >= 1, "iterations, at least 1"),
+            "say": (callable, "a function of a line"),
         }
         for name, (fits, values) in allowed.items():
-            if not fits:
-                raise ValueError(f"EveryBatch({name}={getattr(self, name)!r}): give {values}")
+            given, good = getattr(self, name), False
+            with suppress(TypeError):
+                good = fits(given)
+            if not good:
+                raise ValueError(f"EveryBatch({name}={given!r}): give {values}")
 
 
 class ReadAhead:

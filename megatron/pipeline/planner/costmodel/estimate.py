@@ -185,14 +185,16 @@ def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
     Of megatron-core's linear layers, those that are cut by columns (queries, keys and values; the first of the MLP) begin to sum
     their inputs' gradients, compute their weights' gradients, and wait then: ``LinearWithGradAccumulationAndAsyncCommunication``
     of ``megatron.core.tensor_parallel.layers``. A sum is an all-reduce, or a reduce-scatter under sequence parallelism, which is
-    half of one. B alone has nothing to hide it behind. Latent attention and experts count as if nothing were hidden.
+    half of one. B alone has nothing to hide it behind. Latent attention and experts count as if nothing were hidden. Of a B that
+    waits for the host nothing is saved.
     """
     columns = [] if shape.latent else [(shape.attention, float(shape.queries + shape.keys_and_values))]
     if shape.experts is None:
         columns.append((shape.share(MLP), (2 if shape.gated else 1) * shape.dense_ffn))
     columns += [(share, mixer.projected) for share, mixer in shape.mixers]
     products, each = _products(shape, device, [width for _, width in columns]), _sum_seconds(shape, links)
-    return sum(share * links.hides(each, product) for (share, _), product in zip(columns, products, strict=True))
+    hidden = sum(share * links.hides(each, product) for (share, _), product in zip(columns, products, strict=True))
+    return min(hidden, layer_seconds(shape, device, links).backward - launch_seconds(shape, device).backward)
 
 
 def shielded_seconds(shape: Shape, device: Device, links: Links) -> tuple[float, float] | None:
