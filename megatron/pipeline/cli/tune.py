@@ -59,21 +59,16 @@ def add(commands: Commands) -> None:
         "mpipe tune --config configs/llama3/8B.yaml --gpus 16 --gpu H100-80GB --pipeline 4,8 --schedules zb-v,v-auto",
         epilog=f"{others} {NOTE}",
     )
-    flag = parser.add_argument
-    flag("--gpus", type=count, metavar="N", help="GPUs of the cluster")
+    parser.flag("--gpus", "GPUs of the cluster", count, metavar="N")
     add_gpu_flags(parser)
-    flag(
-        "--gpu-memory",
-        type=gpu_memory,
-        metavar="X",
-        help=f"GB of each that a training may take ({rank_memory.SHARE:.0%}% of what it has)",
-    )
-    flag("--sequence-length", type=count, metavar="S", help="the same as --seq-length")
-    flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
-    flag("--json", action="store_true", help="print one JSON object")
-    flag("--work", type=count, default=WORK, metavar="N", help=f"budget of planning, which is counted, not timed ({WORK})")
-    flag("--seconds", type=count, metavar="S", help="end planning after this time: the result then depends on the machine")
-    flag("--processes", type=count, metavar="N", help="processes that plan (all cores); the result does not depend on it")
+    taken = f"GB of each that a training may take ({rank_memory.SHARE:.0%}% of what it has)"
+    parser.flag("--gpu-memory", taken, gpu_memory, metavar="X")
+    parser.flag("--sequence-length", "the same as --seq-length", count, metavar="S")
+    parser.flag("-o --output", "directory for the trainings, the picture and the report (runs/tune)", str, metavar="DIR")
+    parser.flag("--json", "print one JSON object")
+    parser.flag("--work", f"budget of planning, which is counted, not timed ({WORK})", count, WORK, metavar="N")
+    parser.flag("--seconds", "end planning after this time: the result then depends on the machine", count, metavar="S")
+    parser.flag("--processes", "processes that plan (all cores); the result does not depend on it", count, metavar="N")
     group = parser.add_argument_group("limits of the search")
     group.add_argument("--tensor", type=whole_numbers, metavar="1,2", help="tensor-parallel sizes (those of a node)")
     group.add_argument("--pipeline", type=whole_numbers, metavar="4,8", help="pipeline-parallel sizes (all)")
