@@ -163,9 +163,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "is_pipeline_first_stage": Name("wrapped: own loops under a V"),
         "is_pipeline_last_stage": Name("wrapped: own loops under a V"),
     },
-    "megatron.core.transformer.transformer_config": {
-        "TransformerConfig.__post_init__": Name("wrapped: own loops under a V"),
-    },
+    "megatron.core.transformer.transformer_config": {"TransformerConfig.__post_init__": Name("wrapped: own loops under a V")},
     "megatron.core.models.gpt.gpt_model": {
         "GPTModel.build_schedule_plan": Name("a forward cut into parts of layers"),
         "GPTModel._preprocess": Name("seeding: comes first in a forward and in a plan"),
@@ -230,9 +228,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.num_microbatches_calculator": {
         "StepBatchsizeNumMicroBatchesCalculator": Name("a growing batch size, as steps", "0.18-0.19", required=False),
     },
-    "megatron.core.tokenizers": {
-        "MegatronTokenizer": Name("tokenizers other than ByteLevelTokenizer", required=False),
-    },
+    "megatron.core.tokenizers": {"MegatronTokenizer": Name("tokenizers other than ByteLevelTokenizer", required=False)},
     "megatron.core.utils": {
         "get_batch_on_this_tp_rank": Name("wrapped: which part of a batch a rank needs", "0.18-0.19", required=False),
     },
@@ -242,9 +238,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "core_transformer_config_from_args": Name("wrapped: the placement cuts the model"),
         "validate_args": Name("wrapped where initialize.py (to 0.17) or this module calls it: the placement decides chunks"),
     },
-    "megatron.training.global_vars": {
-        "set_global_variables": Name("wrapped where it is called: plans after it"),
-    },
+    "megatron.training.global_vars": {"set_global_variables": Name("wrapped where it is called: plans after it")},
     "megatron.training.models.dist_utils": {
         "unimodal_build_distributed_models": Name("wrapped, as get_model is: builds from a configuration", "0.18-0.19"),
     },

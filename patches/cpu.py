@@ -25,32 +25,17 @@ from typing import Any
 import torch
 from megatron.pipeline.patches import compat
 
-# Upstream imports these late, from inside functions; they need the view as well, so they are loaded first.
-_LATE_MODULES = (
-    "megatron.core.datasets.blended_megatron_dataset_builder",
-    "megatron.core.datasets.gpt_dataset",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.dist_checkpointing.exchange_utils",
-    "megatron.core.dist_checkpointing.strategies.async_utils",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel",
-    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
-    "megatron.core.dist_checkpointing.strategies.torch",
-    "megatron.core.models.common.model_chunk_schedule_plan",
-    "megatron.core.models.gpt.fine_grained_callables",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel.combined_1f1b",
-    "megatron.core.pipeline_parallel.p2p_communication",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.rerun_state_machine",
-    "megatron.core.tensor_parallel.data",
-    "megatron.core.timers",
-    "megatron.core.transformer.moe.moe_layer",
-    "megatron.core.transformer.multi_token_prediction",
-    "megatron.core.transformer.utils",
-)
+# Of megatron.core: upstream imports these late, from inside functions; they need the view as well, so they are loaded first.
+_LATE_MODULES = """
+    datasets.blended_megatron_dataset_builder datasets.gpt_dataset
+    dist_checkpointing dist_checkpointing.exchange_utils dist_checkpointing.strategies.async_utils
+    dist_checkpointing.strategies.filesystem_async dist_checkpointing.strategies.fully_parallel
+    dist_checkpointing.strategies.state_dict_saver dist_checkpointing.strategies.torch
+    models.common.model_chunk_schedule_plan models.gpt.fine_grained_callables models.gpt.gpt_layer_specs models.gpt.gpt_model
+    optimizer rerun_state_machine tensor_parallel.data timers
+    pipeline_parallel.combined_1f1b pipeline_parallel.p2p_communication pipeline_parallel.schedules
+    transformer.moe.moe_layer transformer.multi_token_prediction transformer.utils
+"""
 
 _CPU = torch.device("cpu")
 
@@ -62,9 +47,9 @@ def install() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo" in sys.modules:
         torch._dynamo.config.disable = True
-    patterns = ("megatron.core.models.hybrid.hybrid_layer_specs",) if compat.has_patterns() else ()
-    for name in (*_LATE_MODULES, *patterns):
-        importlib.import_module(name)
+    patterns = ["models.hybrid.hybrid_layer_specs"] if compat.has_patterns() else []
+    for name in _LATE_MODULES.split() + patterns:
+        importlib.import_module(f"megatron.core.{name}")
     view = view_of_torch()
     give_view(view, "megatron.core")
     _one_random_generator(view)

@@ -33,19 +33,14 @@ def add(commands: Commands) -> None:
         description=f"{help}. Exit code: 0 if nothing hangs, 1 if something does, 2 for bad input.",
         parents=[size_flags(required=False), cost_flags(), report],
     )
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        help="what mpipe plan --json wrote; .csv of torch.distributed.pipelining, passes alone or with communication; or "
-        f"{MEGATRON}: megatron-core's own, which alone takes sizes and Megatron-LM's two flags",
-    )
+    parser.flag("file", "what mpipe plan --json wrote; .csv of torch.distributed.pipelining, passes alone or with communication; "
+        f"or {MEGATRON}: megatron-core's own, which alone takes sizes and Megatron-LM's two flags",
+        str, metavar="FILE")  # fmt: skip
     parser.add_argument("--chunks", type=positive_int, metavar="V", help="chunks of a rank (default: 2; 1 is 1F1B)")
     for flag in _ITS_FLAGS:
         parser.add_argument(flag, action="store_true", help=f"messages of {MEGATRON} as with this flag of Megatron-LM")
     parser.add_argument("--transport", type=names, metavar="NAME,..", help=f"only these (default: all). {listed}")
-    parser.add_argument(
-        "--cold", action="store_true", help="as in a first iteration: communicators and connections are made at the first message"
-    )
+    parser.flag("--cold", "as in a first iteration: communicators and connections are made at the first message")
 
 
 def run(options: argparse.Namespace) -> int:

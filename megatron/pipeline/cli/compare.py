@@ -62,12 +62,8 @@ def add(commands: Commands) -> None:
         parents=[size_flags(), goal_flags(), cost_flags(), boundary_flags(), pass_flags(), offload_flags(), report],
     )
     parser.add_argument("--schedules", type=names, metavar="A,B,..", help="these only (default: all)")
-    parser.add_argument(
-        "--chunks",
-        type=whole_numbers,
-        metavar="V,V2",
-        help="chunks per rank to try, for families that take several numbers (default: all up to 4)",
-    )
+    tried = "chunks per rank to try, for families that take several numbers (default: all up to 4)"
+    parser.add_argument("--chunks", type=whole_numbers, metavar="V,V2", help=tried)
 
 
 @dataclass(frozen=True)

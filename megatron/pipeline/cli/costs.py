@@ -45,11 +45,7 @@ def add(commands: Commands) -> None:
     )
     add_gpu_flags(parser)
     parser.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (as few as experts allow)")
-    parser.add_argument(
-        "--by-layer",
-        action="store_true",
-        help="every layer as a stage, and before and behind them what is none: for mpipe plan --balance PATTERN",
-    )
+    parser.flag("--by-layer", "every layer as a stage, and before and behind them what is none: for mpipe plan --balance PATTERN")
     parser.set_defaults(takes_flags=True)
 
 

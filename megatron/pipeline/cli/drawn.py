@@ -24,9 +24,7 @@ def draw_flags() -> Parser:
     flags.add_argument("--text", action="store_true", help="draw as text alone, without the table")
     flags.add_argument("--draw", metavar="OUT", help="also write a picture, .png, .svg or .pdf, or a page to zoom into, .html")
     flags.add_argument("--memory", action="store_true", help="with --draw: activation memory under each schedule of a picture")
-    flags.add_argument(
-        "--consecutive", action="store_true", help="join iterations of one training run, its iteration_*.json in their order"
-    )
+    flags.flag("--consecutive", "join iterations of one training run, its iteration_*.json in their order")
     flags.add_argument("--trace", metavar="OUT", help="also write a .trace.json for Perfetto and chrome://tracing")
     return flags
 

@@ -19,16 +19,9 @@ def add(commands: Commands) -> None:
     examples = "mpipe export plan.json -o plan.csv", "mpipe export plan.json -o plan.trace.json"
     help = "write a schedule from a file in another format"
     parser = add_command(commands, "export", help, run, *examples, parents=[cost_flags()])
-    parser.add_argument(
-        "file", metavar="FILE", help="what mpipe plan --json wrote, or .csv; for a trace also a recorded timeline"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="FILE",
-        help=".csv for torch.distributed.pipelining, .trace.json for Perfetto and chrome://tracing, other .json for mpipe",
-    )
+    formats = ".csv for torch.distributed.pipelining, .trace.json for Perfetto and chrome://tracing, other .json for mpipe"
+    parser.flag("file", "what mpipe plan --json wrote, or .csv; for a trace also a recorded timeline", str, metavar="FILE")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help=formats)
 
 
 def run(options: argparse.Namespace) -> None:

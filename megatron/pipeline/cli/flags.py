@@ -23,12 +23,8 @@ def add(commands: Commands) -> None:
         epilog="--set answers what a script's text leaves open. Flags that follow are added, and win.",
         parents=[report_flags("a list of words in JSON", "write there instead of to the terminal: .json or .txt")],
     )
-    parser.add_argument(
-        "path",
-        metavar="PATH",
-        help="a config.json of Hugging Face, its folder, or its name (--model of other commands); or a file of flags, a script, "
-        "nested YAML, or bridge:NAME (--config of other commands)",
-    )
+    parser.flag("path", "a config.json of Hugging Face, its folder, or its name (--model of other commands); or a file of flags, "
+        "a script, nested YAML, or bridge:NAME (--config of other commands)", str, metavar="PATH")  # fmt: skip
     parser.set_defaults(takes_flags=True)
 
 

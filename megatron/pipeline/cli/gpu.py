@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from argparse import Namespace
 from functools import partial
 
+from megatron.pipeline.cli.arguments import Parser
 from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.flags import actions
 from megatron.pipeline.model.description import describe
 from megatron.pipeline.planner import Device, device, document, origin, reading
 
 
-def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
+def add_gpu_flags(parser: Parser) -> None:
     """The flags of both."""
     parser.add_argument("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file of mpipe tune --gpu-from")
-    parser.add_argument(
-        "--gpu-from",
-        type=partial(document.naming, read=origin.read),
-        metavar="FILE",
-        help="the GPU on which a run of this model measured costs.json (mpipe rehearse, --pipeline-costs profile): its F, B and "
-        "W count, all else is of --gpu, by default of the GPU that the file names",
-    )
+    parser.flag("--gpu-from", "the GPU on which a run of this model measured costs.json (mpipe rehearse, --pipeline-costs "
+        "profile): its F, B and W count, all else is of --gpu, by default of the GPU that the file names",
+        partial(document.naming, read=origin.read), metavar="FILE")  # fmt: skip
     parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs that NVLink connects (those of the GPU's file)")
 
 

@@ -76,12 +76,8 @@ def _end_readers() -> None:
 
 def _parser() -> Parser:
     parser = own_parser(NAME, "[--core checkout|pip] [torchrun options] SCRIPT [flags]", _HELP, _EPILOG, _EXAMPLES)
-    parser.add_argument(
-        "--core",
-        choices=["checkout", "pip"],
-        default="checkout",
-        help="whose megatron.core runs: the checkout's, if it has one (default), or pip's",
-    )
+    whose = "whose megatron.core runs: the checkout's, if it has one (default), or pip's"
+    parser.flag("--core", whose, ["checkout", "pip"], "checkout")
     group = parser.add_argument_group(
         "will it start?",
         "Exit code 0: it starts; 1: it is not predicted to fit; 2: it is refused; 3: packages are not installed here.",

@@ -22,17 +22,7 @@ from megatron.pipeline.flags.flags import STOCK_1F1B, actions, given, neutral
 from megatron.pipeline.flags.importers.upstream import settle
 from megatron.pipeline.flags.settings import OURS, Flags, Role, Settings
 from megatron.pipeline.model.description import describe, shape_of
-from megatron.pipeline.planner import (
-    MOST_RANKS,
-    OFF,
-    STOCK,
-    Links,
-    Schedule,
-    parameters,
-    ranges,
-    rank_memory,
-    view,
-)
+from megatron.pipeline.planner import MOST_RANKS, OFF, STOCK, Links, Schedule, parameters, ranges, rank_memory, view
 
 _DEFAULT = {"pipeline_schedule": actions()["pipeline_schedule"].default}
 LOCAL = "local"  # of --transformer-impl: layers without Transformer Engine
@@ -98,9 +88,7 @@ def add(commands: Commands) -> None:
         epilog=f"All other flags are those of pretrain_gpt.py, --config FILE among them. Data need not be given. {NOTE}",
         parents=[report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")],
     )
-    parser.add_argument(
-        "--gpu-memory", type=gpu_memory, default=80.0, metavar="X", help="memory on a GPU's label, in GB that are GiB (80)"
-    )
+    parser.flag("--gpu-memory", "memory on a GPU's label, in GB that are GiB (80)", gpu_memory, 80.0, metavar="X")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--data-parallel-size", type=count, metavar="D", help="replicas of the model (default: as few as experts allow)"
@@ -274,11 +262,7 @@ def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str,
 
 
 def _text(
-    prediction: Prediction,
-    other: Prediction | None,
-    warning: str | None,
-    gpu_memory: float,
-    remedies: list[tuple[str, float]],
+    prediction: Prediction, other: Prediction | None, warning: str | None, gpu_memory: float, remedies: list[tuple[str, float]]
 ) -> str:
     parts = [f"{title(prediction)}\n\n{table(prediction)}"]
     if other and other.ranks != prediction.ranks:

@@ -33,12 +33,8 @@ _MAKING = (
 
 def add(commands: Commands) -> None:
     family = Parser(add_help=False)
-    family.add_argument(
-        "--schedule",
-        metavar="NAME",
-        help=f"{', '.join(families.FAMILIES)}; or auto: plan all and take the shortest, within 0.1 %% of it "
-        "the one with the least memory",
-    )
+    shortest = "auto: plan all and take the shortest, within 0.1 %% of it the one with the least memory"
+    family.add_argument("--schedule", metavar="NAME", help=f"{', '.join(families.FAMILIES)}; or {shortest}")
     bounds = (
         "The lower bound holds for every order of F, B, W or BW on the same placement within the memory of the schedule's "
         "fullest rank. For 1f1b, interleaved, 1f1b-v and seq-1f1b, which fuse every backward, the distance shows what "

@@ -30,12 +30,7 @@ _EXAMPLES = [
     "mpipe rehearse -- --config configs/tiny.yaml --mock-data --pipeline-schedule zb-v",
     "mpipe rehearse Megatron-LM/pretrain_gpt.py --pipeline-model-parallel-size 8 --pipeline-schedule v-half ...",
 ]
-_SIZES = (
-    "pipeline_model_parallel_size",
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
+_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 
 
 def add(commands: Commands) -> None:

@@ -124,11 +124,7 @@ def changes(options: Namespace) -> document.Changes:
     """
     given = vars(options)
     return document.Changes(
-        cost_flags_of(options),
-        options.memory_limit,
-        given.get("objective"),
-        given.get("offload"),
-        given.get("host_memory_limit"),
+        cost_flags_of(options), options.memory_limit, given.get("objective"), given.get("offload"), given.get("host_memory_limit")
     )
 
 

@@ -18,18 +18,10 @@ _workers = number_type(int, "a number of processes between 1 and 64", 1, 64)
 def add(commands: Commands) -> None:
     help = "open a page in the browser to try schedules, costs and limits"
     parser = add_command(commands, "serve", help, run, "mpipe serve", "mpipe serve --port 0 --workers 4 --no-browser")
-    parser.add_argument(
-        "--host",
-        type=_host,
-        default="127.0.0.1",
-        metavar="NAME",
-        help="address to listen at (default: 127.0.0.1, which only this machine reaches); the page is for that name, localhost "
-        "and 127.0.0.1 only",
-    )
+    parser.flag("--host", "address to listen at (default: 127.0.0.1, which only this machine reaches); the page is for that "
+        "name, localhost and 127.0.0.1 only", _host, "127.0.0.1", metavar="NAME")  # fmt: skip
     parser.add_argument("--port", type=_port, default=8321, metavar="N", help="port to listen at (default: 8321; 0: any)")
-    parser.add_argument(
-        "--workers", type=_workers, metavar="N", help="processes that plan (default: one per core, at least 2 and at most 4)"
-    )
+    parser.flag("--workers", "processes that plan (default: one per core, at least 2 and at most 4)", _workers, metavar="N")
     parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
 
 

@@ -59,21 +59,16 @@ def add(commands: Commands) -> None:
         "mpipe tune --config configs/llama3/8B.yaml --gpus 16 --gpu H100-80GB --pipeline 4,8 --schedules zb-v,v-auto",
         epilog=f"{others} {NOTE}",
     )
-    flag = parser.add_argument
-    flag("--gpus", type=count, metavar="N", help="GPUs of the cluster")
+    parser.flag("--gpus", "GPUs of the cluster", count, metavar="N")
     add_gpu_flags(parser)
-    flag(
-        "--gpu-memory",
-        type=gpu_memory,
-        metavar="X",
-        help=f"GB of each that a training may take ({rank_memory.SHARE:.0%}% of what it has)",
-    )
-    flag("--sequence-length", type=count, metavar="S", help="the same as --seq-length")
-    flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
-    flag("--json", action="store_true", help="print one JSON object")
-    flag("--work", type=count, default=WORK, metavar="N", help=f"budget of planning, which is counted, not timed ({WORK})")
-    flag("--seconds", type=count, metavar="S", help="end planning after this time: the result then depends on the machine")
-    flag("--processes", type=count, metavar="N", help="processes that plan (all cores); the result does not depend on it")
+    taken = f"GB of each that a training may take ({rank_memory.SHARE:.0%}% of what it has)"
+    parser.flag("--gpu-memory", taken, gpu_memory, metavar="X")
+    parser.flag("--sequence-length", "the same as --seq-length", count, metavar="S")
+    parser.flag("-o --output", "directory for the trainings, the picture and the report (runs/tune)", str, metavar="DIR")
+    parser.flag("--json", "print one JSON object")
+    parser.flag("--work", f"budget of planning, which is counted, not timed ({WORK})", count, WORK, metavar="N")
+    parser.flag("--seconds", "end planning after this time: the result then depends on the machine", count, metavar="S")
+    parser.flag("--processes", "processes that plan (all cores); the result does not depend on it", count, metavar="N")
     group = parser.add_argument_group("limits of the search")
     group.add_argument("--tensor", type=whole_numbers, metavar="1,2", help="tensor-parallel sizes (those of a node)")
     group.add_argument("--pipeline", type=whole_numbers, metavar="4,8", help="pipeline-parallel sizes (all)")
@@ -300,9 +295,8 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, found: SearchRes
     written = {}
     for name, result in results.items():
         path = directory / f"{name}.yaml"
-        what = ", ".join([chosen(result), *extras(result)]) + _stocks(found, stock) * (
-            result.candidate.is_stock and name == "best"
-        )
+        why = _stocks(found, stock) if result.candidate.is_stock and name == "best" else ""
+        what = ", ".join([chosen(result), *extras(result)]) + why
         head = (
             f"Found by mpipe tune for {_cluster_name(cluster)}: {what}.\n"
             f"Predicted: {result.tokens_per_second:.0f} tokens/s, {result.mfu:.1%} MFU, "
@@ -373,18 +367,15 @@ def _text(contents: dict[str, Any], cluster: Cluster, found: SearchResult, stock
         words = [f"the fastest of ours {gain}" for gain in gains]
         if best[0].candidate.is_stock:
             words = [f"the best is stock's{_stocks(found, stock)}", *words]
-        parts += [
-            f"the best under megatron-core's own schedules\n\n{_table(under)}",
-            "; ".join(words) + _not_interleaved(under[0].candidate),
-        ]
+        parts.append(f"the best under megatron-core's own schedules\n\n{_table(under)}")
+        parts.append("; ".join(words) + _not_interleaved(under[0].candidate))
     else:
         parts.append("nothing fits under megatron-core's own schedules")
     if best[0].mfu > 1:
         parts.append(f"WARNING: more than all of the peak: {cluster.device.name} was measured on a busy machine; measure again")
-    unfused = contents["transformer_impl"] == LOCAL
-    assumed = (
-        f"attention is not fused (--transformer-impl {LOCAL})" if unfused else f"{FUSED}: --transformer-impl {LOCAL} is without"
-    )
+    assumed = f"{FUSED}: --transformer-impl {LOCAL} is without"
+    if contents["transformer_impl"] == LOCAL:
+        assumed = f"attention is not fused (--transformer-impl {LOCAL})"
     parts += ranges.doubts(shape_of(best[0].candidate.args), best[0].device)
     trust = TRUST.format(throughput=sure, schedules=1 - _range("schedules", best[0]).low)
     return "\n\n".join([*parts, NOTE, f"{trust}\n{assumed}"])
@@ -395,9 +386,8 @@ def _stocks(found: SearchResult, stock: SearchResult) -> str:
     planned, left = found.tried - stock.tried, found.left_out - stock.left_out
     if found.left_out and not planned:
         return ", megatron-core's own schedule; none of ours was planned"
-    ours = (
-        f"the {planned} of ours that were planned, of at least {planned + left}," if found.left_out else "ours that was planned"
-    )
+    some = f"the {planned} of ours that were planned, of at least {planned + left},"
+    ours = some if found.left_out else "ours that was planned"
     return f", megatron-core's own schedule, and none of {ours} is faster by more than the error"
 
 
@@ -465,14 +455,10 @@ def _how_to_run(cluster: Cluster, directory: Path, script: str) -> str:
     if nodes > 1:
         ranks = f"--nnodes {nodes} {ranks} --rdzv-backend c10d --rdzv-endpoint NODE:29500"
         size = f"--nodes {nodes} --gpus-per-node {cluster.per_host}"
-        lines = (
-            ["on every node"]
-            if alone
-            else [f"CONFIG={best} sbatch {size} scripts/slurm/pretrain_gpt.sbatch {data}", "or on every node"]
-        )
+        slurm = f"CONFIG={best} sbatch {size} scripts/slurm/pretrain_gpt.sbatch {data}"
+        lines = ["on every node"] if alone else [slurm, "or on every node"]
     lines += [] if alone else [f"torchrun {ranks} pretrain_gpt.py --config {best} {data}"]
-    lines += [f"mpipe launch {ranks} {script} --config {best} {data}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"mpipe launch {ranks} {script} --config {best} {data}"])
 
 
 def _fits_nowhere(layouts: Layouts, found: SearchResult) -> str:
@@ -502,8 +488,7 @@ def _verify(options: argparse.Namespace, written: dict[str, Path], results: list
     names_ = [f"{name}: {chosen(result)}" for name, result in zip(written, results, strict=True)]
     measured = trial.run(list(written.values()), ranks, options.iterations)
     print("\n" + view.plain_table(*trial.table(names_, [result.seconds for result in results], measured)))
-    warning = trial.disagreement(names_, measured)
-    if warning:
+    if warning := trial.disagreement(names_, measured):
         print(f"WARNING: {warning}")
     failed = [name for name, one in zip(names_, measured, strict=True) if one.failure]
     if failed:

@@ -29,15 +29,7 @@ from megatron.pipeline.flags.facts import of_flags
 from megatron.pipeline.flags.settings import Settings
 from megatron.pipeline.launch import checkpoint
 from megatron.pipeline.launch.ahead import StepsAhead
-from megatron.pipeline.launch.check import (
-    check_flags,
-    check_model,
-    check_plan,
-    complete,
-    hidden,
-    separates_documents,
-    untested,
-)
+from megatron.pipeline.launch.check import check_flags, check_model, check_plan, complete, hidden, separates_documents, untested
 from megatron.pipeline.launch.parser import extend, refusing
 from megatron.pipeline.launch.progress import LaunchProgress, is_last_rank
 from megatron.pipeline.launch.versions import Versions

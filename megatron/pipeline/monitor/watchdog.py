@@ -126,8 +126,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval):
-            news = self._judge(self._silence)
-            if news:
+            if news := self._judge(self._silence):
                 self._end(news)
 
     def _judge(self, silence: float) -> str | None:
@@ -142,8 +141,7 @@ class Watchdog:
         view.look(heartbeat.heard, self._rank, mine, time.monotonic())
         if not watched:
             return None
-        lost = self._silent(silence)
-        if lost:
+        if lost := self._silent(silence):
             return diagnose(view.situations, lost).report()
         suspicious = _SILENT_LOOKS * self._interval
         still = f". No pass has finished for {view.still:.0f} s"
@@ -166,8 +164,7 @@ class Watchdog:
         """Find the other rank that failed or was lost just before an exception on this one; None if this one is to blame."""
         deadline = time.monotonic() + 2 * _SILENT_LOOKS * self._interval * _is_of_peer(error)
         while time.monotonic() < deadline:
-            news = self._judge(_SILENT_LOOKS * self._interval)
-            if news:
+            if news := self._judge(_SILENT_LOOKS * self._interval):
                 return news
             time.sleep(self._interval / 2)
         return None

@@ -32,10 +32,7 @@ _MIB = 2**20
 
 
 def replan(
-    pipeline: Pipeline,
-    limit_of: Callable[[Costs], float | None],
-    write: Callable[[str], Path | None],
-    sizes: Costs | None = None,
+    pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write: Callable[[str], Path | None], sizes: Costs | None = None
 ) -> Steps:
     """Profile a pipeline's first iterations, plan its schedules again at the measured costs, and run those from then on.
 

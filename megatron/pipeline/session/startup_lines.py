@@ -104,11 +104,8 @@ _BRAIDED = "dualpipe-v, interleaved, zb-v or v-half"  # schedules in which braid
 def _plan(args: Settings, pipeline: Pipeline, knows_memory: bool) -> str:
     layers = decoder_layers(args, pipeline.placement)
     balanced = not pipeline.is_stock and balances_letters(args)
-    how = (
-        f", balanced by {'costs of letters' if getattr(args, 'letter_costs', None) else 'what letters are predicted to take'}"
-        if balanced
-        else ""
-    )
+    letters = "costs of letters" if getattr(args, "letter_costs", None) else "what letters are predicted to take"
+    how = f", balanced by {letters}" if balanced else ""
     words = f" layers of the model's {counted(len(layers), 'stage')}{how}: {' '.join(map(str, layers))}"
     if args.vocabulary.spread:
         words += f"; {_shards(args)}"

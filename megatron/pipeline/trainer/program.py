@@ -132,10 +132,7 @@ def run(args: Settings, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watch
             watch(training)
         samples = Samples(args, tokenizer, training.chunks)
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
-            for line in [
-                *first_words(args, pipeline, loaded),
-                *(plan_in_words(args, pipeline) if log.writes else ()),
-            ]:
+            for line in [*first_words(args, pipeline, loaded), *(plan_in_words(args, pipeline) if log.writes else ())]:
                 log.line(line)
             Loop(args, training, samples, pipeline, log, timers).train()
             barrier()  # what other ranks write is there

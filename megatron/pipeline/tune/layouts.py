@@ -91,27 +91,25 @@ class Layouts:
                 if not microbatches:
                     self.refused[f"a batch of {batch} cannot be divided among {data} data-parallel ranks"] += 1
                 for microbatch in microbatches:
-                    sizes = {
+                    shared = data * context > 1 and base.optimizer == "adam"
+                    layout = {
                         "tensor_model_parallel_size": tensor,
                         "context_parallel_size": context,
                         "expert_model_parallel_size": expert,
                         "expert_tensor_parallel_size": alone,
                         "pipeline_model_parallel_size": pipeline,
                         "micro_batch_size": microbatch,
-                    }
-                    shared = data * context > 1 and base.optimizer == "adam"
-                    more = {
                         "sequence_parallel": tensor > 1,
                         "use_distributed_optimizer": shared,
                         "overlap_grad_reduce": shared and data > 1,
                         "overlap_param_gather": shared and data > 1,
                     }
                     try:
-                        self.changed(sizes | more)
+                        self.changed(layout)
                     except ValueError as error:
                         self.refused[str(error)] += 1
                     else:
-                        yield sizes | more
+                        yield layout
 
     def changed(self, changes: Mapping[str, Any]) -> Settings:
         """The flags of a training with other values, validated.

@@ -56,9 +56,8 @@ def of_script(
     if not flags or (script.lost and not {"num-layers", "model"} & {*flags, *(flag[2:] for flag in given)}):
         missing = "".join(f"; {name} is not there" for name in script.lost)
         raise ValueError(f"no flags of a training in it, nor in what it sources{missing}{_sets('; give {}', script.asked)}")
-    others = (
-        {} if settings else {f"--{upstream.key(word.partition('=')[0])}": word for word in line if re.match("--[A-Za-z]", word)}
-    )
+    words = [] if settings else [word for word in line if re.match("--[A-Za-z]", word)]
+    others = {f"--{upstream.key(word.partition('=')[0])}": word for word in words}
     theirs = {f"--{name.replace('_', '-')}" for name in kind.get("names", ())}
     upstream.leave_out(parser, [name for name in others if name not in {*known, *theirs, *torchrun()._option_string_actions}])
     for name, value in kind.get("defaults", {}).items():

@@ -15,15 +15,7 @@ from megatron.pipeline.planner.shape.description import ModelDescription
 from megatron.pipeline.planner.shape.gpt import Shape, Work
 from megatron.pipeline.planner.shape.stages import numbers_of_layers
 
-_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "seq_length",
-    "num_experts",
-)
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "seq_length", "num_experts")
 _RANKS = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 _HOW = "micro_batch_size", "transformer_impl", "recompute_granularity"
 MAKE = "mpipe rehearse -- FLAGS writes one, and so does a training with --pipeline-costs profile"

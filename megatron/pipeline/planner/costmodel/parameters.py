@@ -100,11 +100,8 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
     hidden, tensor, experts, symbols = shape.hidden, shape.policy.tensor, shape.experts, shape.symbols(layer)
     cut, whole, routed = 0, len(symbols) * shape.norm * hidden, 0
     if ATTENTION in symbols:
-        cut += (
-            shape.sinks
-            + shape.cut_attention_weights
-            + (shape.queries + shape.projected_keys_and_values + shape.gates if shape.qkv_bias else 0)
-        )
+        biases = shape.queries + shape.projected_keys_and_values + shape.gates if shape.qkv_bias else 0
+        cut += shape.sinks + shape.cut_attention_weights + biases
         whole += shape.latent_weights + (hidden if shape.biases else 0)
         if shape.latent and (indexer := shape.latent.indexer):
             whole += indexer.weights(hidden, shape.latent.queries) + 2 * indexer.width  # its key's norm has a bias

@@ -152,12 +152,7 @@ _BACKWARD_NEEDS = (
     Need(("T",), Where.ALL, on=Where.LAST, modes=_TWO, exchange=Exchange.GRADIENT),
     # The results of S are weighed against those of all other ranks (statistics) before they are summed.
     Need(
-        ("S",),
-        Where.ALL,
-        on=Where.LAST,
-        modes=(Vocabulary.ONE_BARRIER,),
-        exchange=Exchange.GRADIENT,
-        after=Exchange.STATISTICS,
+        ("S",), Where.ALL, on=Where.LAST, modes=(Vocabulary.ONE_BARRIER,), exchange=Exchange.GRADIENT, after=Exchange.STATISTICS
     ),
 )
 

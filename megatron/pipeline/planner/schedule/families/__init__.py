@@ -9,15 +9,7 @@ from typing import Any
 from megatron.pipeline.planner.schedule.core.names import FILE, STOCK, counted
 from megatron.pipeline.planner.schedule.core.placement import Placement
 from megatron.pipeline.planner.schedule.core.problem import ChunksDoNotFit
-from megatron.pipeline.planner.schedule.families import (
-    dualpipe_v,
-    gis,
-    interleaved,
-    seq_1f1b,
-    v,
-    zb_auto,
-    zb_h1,
-)
+from megatron.pipeline.planner.schedule.families import dualpipe_v, gis, interleaved, seq_1f1b, v, zb_auto, zb_h1
 from megatron.pipeline.planner.schedule.families.family import Family
 
 __all__ = ["AUTO", "FAMILIES", "Family", "meant", "named", "placement"]

@@ -24,12 +24,7 @@ class Clock:
         starts, ends: for each row, of its passes in the order in which they ran.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        rows: Rows,
-        switches: Mapping[int, Switch] | None = None,
-    ) -> None:
+    def __init__(self, ranks: int, rows: Rows, switches: Mapping[int, Switch] | None = None) -> None:
         """
         Args:
             ranks: how many of the rows are ranks; rows of copies follow.

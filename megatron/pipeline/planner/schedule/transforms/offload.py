@@ -37,11 +37,7 @@ Ints = NDArray[np.int64]
 
 
 def offload(
-    schedule: Schedule,
-    costs: Costs,
-    mode: Offload,
-    limits: Sequence[float] | None = None,
-    host_limit: float | None = None,
+    schedule: Schedule, costs: Costs, mode: Offload, limits: Sequence[float] | None = None, host_limit: float | None = None
 ) -> Schedule:
     """Copy activations to host memory and back while a rank's copy streams have time for it.
 
