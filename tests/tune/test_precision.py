@@ -150,6 +150,15 @@ def test_ranges_are_those_of_the_class() -> None:
     assert ranges.in_words(41_234, 46_000, "tokens/s") == "41.2 to 46 k tokens/s"
 
 
+def test_ranges_have_a_slower_end_where_more_gpus_wait_for_each_other() -> None:
+    found = ranges.learnt("throughput", SHAPE, GB200)
+    assert ranges.at_scale(found, 512, 1.0) == found
+    slow, slower, short = (ranges.at_scale(found, *given) for given in ((1024, 10.0), (8192, 10.0), (8192, 1.0)))
+    assert found.low > slow.low > slower.low > short.low > 0 and slow.high == found.high
+    # Iterations of 10 s / low may take 1.6 s more.
+    assert 10 / slower.low == pytest.approx(10 / found.low + 1.6) and "1.6 s more of an iteration for 8192 GPUs" in slower.source
+
+
 def test_what_another_gpu_lent_is_said_and_widens_the_range() -> None:
     """H20 has a seventh of H100's peak at as much bandwidth."""
     tensorwise, h20 = quantized("tensorwise"), named("H20")

@@ -20,7 +20,7 @@ from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.flags.packages import no_picture
 from megatron.pipeline.flags.settings import Flags, Settings
-from megatron.pipeline.model.description import shape_of
+from megatron.pipeline.model.description import describe, shape_of
 from megatron.pipeline.planner import device, families, parameters, ranges, rank_memory, view
 from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
 from megatron.pipeline.tune.iteration import Result
@@ -397,7 +397,8 @@ def _gain(gain: float, error: float) -> str:
 
 
 def _range(what: str, result: Result) -> ranges.Range:
-    return ranges.learnt(what, shape_of(result.candidate.args), result.device)
+    found = ranges.learnt(what, shape_of(result.candidate.args), result.device)
+    return found if what != "throughput" else ranges.at_scale(found, describe(result.candidate.args).gpus, result.seconds)
 
 
 def _not_interleaved(stock: Candidate) -> str:
