@@ -62,12 +62,14 @@ def profile(flags: str, fp8: Weights) -> tuple[Costs, Costs]:
 
 
 def _built(schedule: str, flags: str, tp: int, pp: int, fp8: Weights | None, measure: bool) -> tiny_gpt.Run:
-    """``--transformer-impl transformer_engine`` asks for a GPU: it is set once flags are read, and so is FP8, which has no flag
-    here. Attention is megatron-core's. Linears add their products to ``main_grad``.
+    """``--transformer-impl transformer_engine`` asks for a GPU: it is set once flags are read, which grouped experts of other
+    layers do not pass, and so is FP8, which has no flag here. Attention is megatron-core's. Linears add their products to
+    ``main_grad``.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+    from megatron.pipeline.flags import validation
     from megatron.pipeline.flags.settings import Settings
     from megatron.pipeline.model import build, layer_spec, te_linear
     from megatron.pipeline.trainer import state
@@ -96,6 +98,7 @@ def _built(schedule: str, flags: str, tp: int, pp: int, fp8: Weights | None, mea
     with ExitStack() as patched:
         patched.enter_context(patch.object(state, "transformer_config", as_on_a_gpu))
         patched.enter_context(patch.object(tiny_gpt, "validate", validated))
+        patched.enter_context(patch.object(validation, "check_grouped_experts", lambda _: None))
         patched.enter_context(patch.object(layer_spec, "_replacements", replaced))
         patched.enter_context(patch.object(build, "_ddp_config", of_ddp))
         run = tiny_gpt.Run(schedule, pp=pp, tp=tp, flags=tuple(flags.split()), measure=measure)

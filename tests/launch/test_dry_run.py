@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from command import refusal
 from launch.launched import STAND_IN
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.cli import dry_run, main
 from megatron.pipeline.cli.memory import predicted
@@ -60,6 +61,16 @@ def test_one_answer_before_a_job_is_queued(capsys: pytest.CaptureFixture[str]) -
     assert main(["launch", "--dry-run", "--gpu", "H100-80GB", str(STAND_IN), *MODEL.split()]) == 0
     said = capsys.readouterr().out
     assert "stock:" in said and "likely" in said and said.endswith("it starts; nothing was started\n")
+
+
+def test_graphs_are_answered_where_no_transformer_engine_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"{MODEL} --disable-bias-linear --pipeline-schedule zb-h1 --cuda-graph-impl"
+    assert answer(capsys, 0, flags, "transformer_engine")["starts"]
+    answer(capsys, 2 if compat.version() < "0.19" else 0, flags, "local")
+    monkeypatch.setattr(compat, "version", lambda: "0.18.2")
+    assert answer(capsys, 2, flags, "local")["refused"].startswith("--cuda-graph-impl local needs megatron-core 0.19")
 
 
 def test_a_file_that_others_wrote_is_answered_with_what_adapt_leaves_out(

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from marked import rest
 from pool import Pool, RankFailed, forked, free_port
 from reductions import costs
 from replanned import planned_again
 from session import own_loops, refused_loops
 
-from megatron.pipeline import install
+from megatron.pipeline import install, patches
 from megatron.pipeline.flags.facts import cautions_of
 from megatron.pipeline.planner.combinations.table import Facts
 from megatron.pipeline.planner.planning.request import Request
@@ -310,6 +313,15 @@ def test_calls_that_some_ranks_make_alone_end_all_ranks(tmp_path: Path) -> None:
     assert ended == [1] * 4, said
     [verdict] = re.findall(r"^Pipeline stopped: (.*)$", said, re.MULTILINE)
     assert verdict.startswith("global rank 0 (pipeline rank 0 of 4, ") and "it has not called forward_backward (at " in verdict
+
+
+def test_what_runs_fused_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    patches.install()
+    loop, ddp_config = OwnLoop("zb-h1"), SimpleNamespace(overlap_grad_reduce=False)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            loop.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2)), ddp_config)
+    assert caplog.messages == ["backward is not split, runs fused in B: 0: Linear has no backward that splits"]
 
 
 def test_failures_at_checkpoints_are_one_line_on_every_rank(pool: Pool, tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from megatron.pipeline.tune.candidate import Candidate, Cluster
 from megatron.pipeline.tune.iteration import seconds_of
 
 FITS, FULL, REFUSED, MISSING = range(4)  # exit codes
-_ENGINE = (2, 20)  # of Transformer Engine, where none is installed here: the newest that tests run with
 _SAID = ("it starts", "it starts, and is not predicted to fit", "", "it does not start here")
 
 
@@ -112,7 +111,7 @@ def _read(answer: DryRun, flags: list[str], world: int | None) -> memory.Predict
     with memory.quietly():
         from megatron.pipeline.launch.adapt import adapt
         from megatron.pipeline.launch.check import check_flags, untested
-        from megatron.pipeline.model import te_linear
+        from megatron.pipeline.model import te_graphs, te_linear
 
         raw = parse(flags, predicts=True)
         schedule = {"pipeline_schedule": raw.pipeline_schedule or STOCK}
@@ -121,7 +120,7 @@ def _read(answer: DryRun, flags: list[str], world: int | None) -> memory.Predict
             without, answer.left_out = adapt(args, lambda name: actions()[name].default if name in actions() else None)
             args |= without
             changes |= {name: value for name, value in without.items() if name in actions()}
-        check_flags(args, gpu=True, crowded=False, engine=te_linear.release() or _ENGINE)
+        check_flags(args, gpu=True, crowded=False, engine=te_linear.release() or te_graphs.OLDEST)
         answer.warnings = untested(args, named(parse([], predicts=True)))
         prediction = memory.predicted(flags, world_size=world, changes=changes)
     gone = " ".join(answer.left_out)

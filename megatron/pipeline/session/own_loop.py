@@ -288,7 +288,8 @@ class OwnLoop:
         Raises:
             ValueError: it cannot know where the processes have met.
         """
-        split_chunks([chunk])
+        if fused := split_chunks([chunk]):
+            self._say_once(logging.INFO, fused)
         chunk_marks.mark(unwrap_model(chunk))
         if ddp_config.overlap_grad_reduce and ddp_config.bucket_size is None:
             distributed_data_parallel.mark(chunk, self._buckets)
@@ -361,13 +362,17 @@ class OwnLoop:
         self._checked.add(call.chunks[0])
 
     def warn(self, facts: Mapping[str, Any] = {}, **known: Any) -> None:
-        """Log once, on the first data-parallel rank, each error of megatron-core's own that settings of this loop meet."""
+        """Log once each error of megatron-core's own that settings of this loop meet."""
         size = parallel_state.get_tensor_model_parallel_world_size()
         known |= {"core": compat.version(), "tensor_model_parallel_size": size}
         for text in cautions_of(Facts(facts, **known)):
-            if text not in self._said and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-                self._said.add(text)
-                logging.getLogger(__name__).warning("%s", text)
+            self._say_once(logging.WARNING, text)
+
+    def _say_once(self, level: int, text: str) -> None:
+        """Log a text on the first data-parallel rank."""
+        if text not in self._said and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+            self._said.add(text)
+            logging.getLogger(__name__).log(level, "%s", text)
 
     def _equal(self, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
         stages: Sequence[StageCosts] = (EQUAL_PASSES.share(placement.chunks),) * placement.depth

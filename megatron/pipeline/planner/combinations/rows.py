@@ -333,6 +333,8 @@ _MASKS = "with {other}: Megatron-LM's models would draw other"
 LAUNCHED = (
     Row("hybrid_layer_pattern", "launch", "lists the layers of a class that our schedules place from megatron-core 0.19 on",
         "install it, or take --pipeline-schedule stock", lambda to: to.ours and not to.is_from("0.19")),
+    Row("cuda_graph_impl=local", "ours", "needs megatron-core 0.19, whose graphs keep an input until B",
+        "install it, or take transformer_engine", lambda to: not to.is_from("0.19")),
     _trainer("rehearse", reason="with more ranks than GPUs has process groups of its own, and the script makes its own here",
              instead="use the pretrain_gpt.py of megatron.pipeline, or start as many ranks as there are GPUs",
              when=lambda to: to.crowded),
