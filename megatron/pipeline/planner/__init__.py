@@ -57,7 +57,7 @@ Costs
 ``uniform``             costs that are the same on every stage
 ``cutting``             costs of the same model that is cut, spread or timed in another way
 ``SLACK``               how far sums of floats stray
-``lower_bound``         what no schedule of a problem is shorter than
+``bounds``              what no schedule of a problem is shorter than, with or without its limits
 ``least_between``       what no period is longer by than an iteration
 ``combined``            megatron-core's overlap of forwards and backwards, of a schedule without
 
@@ -133,7 +133,7 @@ from megatron.pipeline.planner.schedule.core.slack import SLACK
 from megatron.pipeline.planner.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.planner.schedule.lower import program as ops
 from megatron.pipeline.planner.schedule.lower.torch_csv import to_csv
-from megatron.pipeline.planner.schedule.optimum.bound import lower_bound, memory_bound
+from megatron.pipeline.planner.schedule.optimum import bound as bounds
 from megatron.pipeline.planner.schedule.optimum.period import least_between
 from megatron.pipeline.planner.schedule.rules.verify import verify_programs
 from megatron.pipeline.planner.schedule.time.simulate import activation_peaks, activation_profile, simulate

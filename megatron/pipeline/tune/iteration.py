@@ -23,12 +23,11 @@ from megatron.pipeline.planner import (
     Problem,
     Schedule,
     activation_peaks,
+    bounds,
     combined,
     cutting,
     estimate,
     least_between,
-    lower_bound,
-    memory_bound,
     rank_memory,
     solve,
 )
@@ -184,9 +183,9 @@ def _evaluate(one: CandidateCosts, fixed: list[rank_memory.FixedMemory], beat: f
             # Without megatron-core's order of braids, which holds more, where that does not fit.
             limits.append(max(least) - within)
     # What takes longer in any memory takes longer still with what saves some.
-    for bounded, problem in (memory_bound, replace(free, limits=tuple(left))), (lower_bound, free):
+    for bounded, problem in (bounds.memory_bound, replace(free, limits=tuple(left))), (bounds.lower_bound, free):
         if (bound := bounded(problem) + more) > beat:
-            return Dominated(candidate, memory_bound=bounded is memory_bound, planned=False, bound=bound)
+            return Dominated(candidate, memory_bound=bounded is bounds.memory_bound, planned=False, bound=bound)
     for limit in limits:
         try:
             planned = _plan(one, limit, beat - between)
@@ -264,11 +263,11 @@ def _plan(one: CandidateCosts, limit: float | None, beat: float) -> _PlannedIter
     whole, count = candidate.microbatches, one.planned_microbatches
     problem = one.problem(costs, count, limit)
     more = one.beyond(one.planned_microbatches)
-    free = lower_bound(replace(problem, limits=None))
-    least = free if one.offload else lower_bound(problem)  # what is in host memory is beyond the limits
+    free = bounds.lower_bound(replace(problem, limits=None))
+    least = free if one.offload else bounds.lower_bound(problem)  # what is in host memory is beyond the limits
     if least + more > beat:
         return Dominated(candidate, memory_bound=True, planned=False, bound=least + more)
-    memory_bound = limit is not None and lower_bound(problem) > _BOUND * free
+    memory_bound = limit is not None and bounds.lower_bound(problem) > _BOUND * free
     schedule, bound = _solve(one, problem), least + more
     seconds = one.length(schedule)
     if count < whole:
