@@ -154,7 +154,7 @@ SCHEDULES = (
     Row(_EXPERTS, "offload | copies", "frees tensors itself, and {other} moves them"),
     Row(_CAPTURED, "reruns | splits>1 | offload | copies | vocab_parallel | post_validation | pipeline_costs=profile",
         _UNTESTED, when=lambda to: to.ours),
-    Row(_CAPTURED, "ours", "needs transformer-engine 2.11 or newer, whose graphs have W", "update it, or leave {flag} out",
+    Row(_ENGINES, "ours", "needs transformer-engine 2.11 or newer, whose graphs have W", "update it, or leave {flag} out",
         when=lambda to: to.engine and to.engine < (2, 11)),
     Row("offload | copies", "fp8", "with FP8: it would move Transformer Engine's FP8 weights with every microbatch",
         "leave --offload out and recompute activations (--recompute-granularity), or train in --bf16"),
