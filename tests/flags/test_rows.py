@@ -16,7 +16,7 @@ TOPICS = {name: topic for name, topic in vars(rows).items() if name.isupper() an
 # Of a planner's command or a call, and what upstream computes.
 BESIDE_FLAGS = set(
     "asked_splits attention balance expert_gtp_weight_remat_size fixed_chunks grad_bytes group gtp_weight_remat_size "
-    "host_memory_limit lengths order param_bytes pipeline_packing replica_link vocab_cost".split()
+    "host_memory_limit lengths order param_bytes pipeline_packing replica_link variable_seq_lengths vocab_cost".split()
 )
 
 

@@ -121,7 +121,7 @@ def test_the_front_is_one(space: Layouts) -> None:
 
 def test_what_only_memory_makes_too_slow_is_tried_with_offload() -> None:
     """The bound within the memory of a device says nothing of what is partly elsewhere."""
-    on = on_device(layouts(pipeline=(4,), microbatch=(2,), schedules=("v-auto",)), to_host=1e12, to_device=1e12, memory=5.5e9)
+    on = on_device(layouts(pipeline=(4,), microbatch=(2,), schedules=("v-auto",)), to_host=1e12, to_device=1e12, memory=5.4e9)
     plain = candidate(on, "v-auto", micro_batch_size=2)
     (offloaded,) = (one for one in on.remedies(plain) if one.args.offloading.mode)
     beat = 1.001 * result(on, offloaded).seconds
