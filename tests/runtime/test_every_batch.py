@@ -229,6 +229,7 @@ class NoMapping:
         ((torch.zeros(1, 9), torch.zeros(1, 9)), [9]),
         ({"input_ids": torch.zeros(1, 12), "seq_lens": [5, 7]}, [5, 7]),
         ({"input_ids": torch.zeros(2, 7), "seq_lens": [5, 7]}, [7, 7]),
+        ({"seq_lens": torch.tensor([3, 4])}, [3, 4]),
         (NoMapping(input_ids=torch.nested.nested_tensor([torch.zeros(3), torch.zeros(8)], layout=torch.jagged)), [3, 8]),
     ],
 )

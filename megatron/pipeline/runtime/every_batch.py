@@ -53,9 +53,8 @@ def lengths_of(item: Any) -> Sequence[int]:
         tokens = item.get("tokens", None)
         tokens = item.get("input_ids", None) if tokens is None else tokens
         lengths = item.get("seq_lens", None)
-        if lengths is not None and (
-            tokens is None or len(lengths) != len(tokens)
-        ):  # else rows are padded, and attention runs over all of them
+        # Rows that are padded have lengths, too, but attention runs over all of them.
+        if lengths is not None and (tokens is None or len(lengths) != len(tokens)):
             return [int(length) for length in lengths]
     if getattr(tokens, "is_nested", False):
         return [len(row) for row in tokens.unbind()]
