@@ -16,7 +16,7 @@ if __name__ == "__main__":
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
     from megatron.pipeline import patches
-    from megatron.pipeline.distributed.processes import let_rank_0_speak
+    from megatron.pipeline.distributed.processes import leave, let_rank_0_speak
 
     try:
         patches.install()
@@ -26,4 +26,4 @@ if __name__ == "__main__":
 
     from megatron.pipeline.trainer.program import main
 
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -1,10 +1,13 @@
-"""Messages of one rank only, and free ports; without torch."""
+"""Messages of one rank only, the end of a process, and free ports; without torch."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 import time
+from typing import NoReturn
 
 _FIRST_WORD = 10  # seconds
 
@@ -16,6 +19,18 @@ def let_rank_0_speak() -> None:
     """
     if int(os.environ.get("RANK", "0")) > 0:
         time.sleep(_FIRST_WORD + int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as ``sys.exit`` does, but for the interpreter's own end.
+
+    A model's hooks hold its process groups until then, and a thread of gloo that lets a tensor go meanwhile asks for an
+    interpreter that has ended: the process is aborted ("terminate called without an active exception") after all is done.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def free_port() -> int:
