@@ -213,11 +213,13 @@ def test_packed_sequences_are_apart_on_every_stage(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_what_a_hook_of_a_model_freezes_is_equal_to_stocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half of the layers, and tied ends: the first stages have no B."""
-    monkeypatch.setenv("FROZEN", str(SCRIPT))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(SCRIPT.parent)])
+    script = tmp_path / "frozen_half.py"  # processes may be forked from one that knows no later environment
+    script.write_text(f"import os\nos.environ['FROZEN'] = {str(SCRIPT)!r}\n{FROZEN_HALF.read_text()}")
     flags = f"{TRAINING} --pipeline-model-parallel-size 4 --no-save-optim --no-load-optim --data-cache-path {tmp_path}/cache"
 
     def losses(name: str, schedule: str, more: str) -> list[float]:
-        steps = launch(tmp_path / name, FROZEN_HALF, f"{flags} --pipeline-schedule {schedule} {more}", ranks=4)
+        steps = launch(tmp_path / name, script, f"{flags} --pipeline-schedule {schedule} {more}", ranks=4)
         return [loss for loss, _ in steps]
 
     losses("start", "stock", f"--save {tmp_path}/1 --save-interval 1 --exit-interval 1")
