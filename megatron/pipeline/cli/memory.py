@@ -285,12 +285,9 @@ def _text(
         if fullest <= gpu_memory:
             verdict = "may not fit"
             more = f", more than {rank_memory.SHARE:.0%}, and this prediction may be off by as much as is left"
-        helps = f"What would fit, and the fullest rank's memory:\n{would}"
-        helps = (
-            helps
-            if would
-            else "No schedule, recomputation or --vocab-parallel is enough: take more ranks, or --optimizer-cpu-offload."
-        )
+        helps = "No schedule, recomputation or --vocab-parallel is enough: take more ranks, or --optimizer-cpu-offload."
+        if would:
+            helps = f"What would fit, and the fullest rank's memory:\n{would}"
         parts.append(f"{verdict} into {size}: the fullest rank needs {fullest:.1f} GiB{more}. {helps}")
     if prediction.args.transformer_impl != LOCAL:
         unfused = rank_memory.predict(

@@ -27,6 +27,7 @@ from megatron.pipeline.planner import (
     hybrid,
     interleaved,
     rank_memory,
+    reading,
 )
 
 __all__ = ["PlacementLayout", "stage_layers"]
@@ -200,10 +201,8 @@ def _written(args: Namespace, pattern: hybrid.Pattern, placement: Placement) -> 
     """Layers of every stage, where ``|`` in a pattern ends each."""
     if others := [flag_of(name) for name in _OF_STAGES if getattr(args, name)]:
         raise ValueError(f"--hybrid-layer-pattern {pattern} says where every layer goes: leave out {' and '.join(others)}")
-    try:
+    with reading.NamedErrors("--hybrid-layer-pattern"):
         return pattern.on(placement.depth)
-    except ValueError as error:
-        raise ValueError(f"--hybrid-layer-pattern {error}") from None
 
 
 def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.planner.schedule.core.reading import parse_json, read_text
+from megatron.pipeline.planner.schedule.core.reading import NamedErrors, parse_json, read_text
 from megatron.pipeline.planner.shape.gpt import Work
 
 MIB = 2**20
@@ -280,10 +280,8 @@ def read(name: str) -> Device:
     if not name.endswith(".json"):
         return named(name)
     text = read_text(name, "a device as mpipe tune --gpu-from writes it")
-    try:
+    with NamedErrors(f"{name}:"):
         return Device.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def _letters(name: str) -> str:

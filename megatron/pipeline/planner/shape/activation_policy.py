@@ -60,7 +60,7 @@ class ActivationPolicy:
     @classmethod
     def of(cls, model: ModelDescription) -> ActivationPolicy:
         """From a training's description."""
-        modules = model.recompute_modules or ("core_attn",)
+        modules, graphed = model.recompute_modules or ("core_attn",), _graphed(model)
         fused = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl
         return cls(
             number=model.number,
@@ -79,8 +79,8 @@ class ActivationPolicy:
             offloaded=_offloaded(model),
             recompute_layers=model.recompute_num_layers or 0,
             recompute_first=model.recompute_method == "block",
-            graphed=_graphed(model),
-            weights_in_b=model.cuda_graph_impl == "local" and ITERATION not in _graphed(model) and not model.num_experts,
+            graphed=graphed,
+            weights_in_b=model.cuda_graph_impl == "local" and ITERATION not in graphed and not model.num_experts,
             logits_limit=model.logits_limit,
         )
 
