@@ -9,7 +9,7 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Commands, add_command, report_flags
 from megatron.pipeline.cli.gpu import add_gpu_flags, check_given, measured_engine, measured_gpu, named_gpu
 from megatron.pipeline.cli.letters import by_letter
-from megatron.pipeline.cli.memory import predicted, read_flags, say_not_modelled
+from megatron.pipeline.cli.memory import predicted, quietly, read_flags, say_not_modelled
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import count
 from megatron.pipeline.model.description import describe
@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> None:
     check_output(options)
     gpu = named_gpu(options)
     if gpu is None:
-        check_given(options, read_flags(options.flags))
+        with quietly():
+            check_given(options, read_flags(options.flags))
     assert gpu
     prediction = predicted(options.flags, options.data_parallel_size, engine=measured_engine(options))
     args, layers, placement = prediction.args, prediction.layers, prediction.schedule.placement
